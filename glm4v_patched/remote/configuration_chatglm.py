@@ -1,0 +1,244 @@
+"""Configuration of glm-4v, with the field names of the published ``config.json``.
+
+The defaults are the published 9B model. Fields that exist in the format but that no glm-4v
+checkpoint sets otherwise are accepted at their one supported value and refused at any other,
+because a silently ignored field would mean silently different numbers.
+"""
+
+from dataclasses import asdict, dataclass, fields
+
+import transformers
+from packaging.version import Version
+from transformers import PretrainedConfig
+
+OLDEST_TRANSFORMERS = "4.57.6"
+FIRST_UNTESTED_TRANSFORMERS = "5.24"
+
+
+def require_supported_transformers(version: str) -> None:
+    """Raise ``ImportError`` unless ``version`` lies in the range this code is tested on."""
+    if not Version(OLDEST_TRANSFORMERS) <= Version(version) < Version(FIRST_UNTESTED_TRANSFORMERS):
+        raise ImportError(
+            f"this glm-4v code is tested on transformers >={OLDEST_TRANSFORMERS},"
+            f"<{FIRST_UNTESTED_TRANSFORMERS} and found {version}; install a tested one: "
+            f"pip install 'transformers>={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}'"
+        )
+
+
+require_supported_transformers(transformers.__version__)
+
+# What a saved model tells transformers to load, whatever was in the config it came from.
+AUTO_MAP = {
+    "AutoConfig": "configuration_chatglm.ChatGLMConfig",
+    "AutoModel": "modeling_chatglm.GLM4VForCausalLM",
+    "AutoModelForCausalLM": "modeling_chatglm.GLM4VForCausalLM",
+    "AutoModelForSeq2SeqLM": "modeling_chatglm.GLM4VForCausalLM",
+    "AutoModelForImageTextToText": "modeling_chatglm.GLM4VForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class EVA2CLIPVisionConfig:
+    """The ``vision_config`` of a glm-4v, checked. Lengths are in pixels or in tokens as named."""
+
+    hidden_size: int = 1792
+    num_hidden_layers: int = 63
+    num_heads: int = 16
+    intermediate_size: int = 15360
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-6
+    dropout_prob: float = 0.0
+    in_channels: int = 3
+    patch_size: int = 14
+    image_size: int = 1120
+    num_positions: int = 6401
+    scaling_factor: float = 8
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"vision_config: hidden_size {self.hidden_size} is not a multiple of num_heads "
+                f"{self.num_heads}"
+            )
+        if self.num_positions != self.num_patches + 1:
+            raise ValueError(
+                f"vision_config: num_positions is {self.num_positions}, but image_size "
+                f"{self.image_size} in patches of {self.patch_size} makes {self.num_patches} "
+                f"patches and one class position: set num_positions to {self.num_patches + 1}"
+            )
+        if self.num_image_tokens < 1:
+            raise ValueError(
+                f"vision_config: image_size {self.image_size} is less than two patches of "
+                f"{self.patch_size}; an image needs at least 2 x 2 patches"
+            )
+        if self.dropout_prob:
+            raise ValueError(
+                f"vision_config: dropout_prob is {self.dropout_prob}; only 0.0 is supported"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "EVA2CLIPVisionConfig":
+        """Read the fields we know; others (a file may carry more) are left alone."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions of one image between its begin and its end: patches after a 2 x 2 stride."""
+        return (self.image_size // self.patch_size // 2) ** 2
+
+
+class ChatGLMConfig(PretrainedConfig):
+    """Configuration of :class:`GLM4VForCausalLM`; ``ChatGLMConfig()`` is glm-4v-9b.
+
+    Fields not in the published file:
+
+    Args:
+        rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype as
+            the published code does, which is what the weights were trained with.
+        skip_logits: In training, when labels are given, compute only the loss: the logits of the
+            supervised positions in chunks, never ``[batch, length, vocabulary]``. The output's
+            ``logits`` is then ``None``. Off by default because callers may read the logits.
+        loss_chunk_size: Supervised positions a chunk when ``skip_logits`` is on.
+        initializer_range: Standard deviation of new weights.
+
+    Raises:
+        ValueError: a field at a value that this code does not compute.
+    """
+
+    model_type = "chatglm"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "num_hidden_layers": "num_layers",
+        "max_position_embeddings": "seq_length",
+        "intermediate_size": "ffn_hidden_size",
+        "head_dim": "kv_channels",
+        "num_key_value_heads": "multi_query_group_num",
+        "vocab_size": "padded_vocab_size",
+    }
+    _auto_class = "AutoConfig"
+
+    def __init__(
+        self,
+        num_layers=40,
+        padded_vocab_size=151552,
+        hidden_size=4096,
+        ffn_hidden_size=13696,
+        kv_channels=128,
+        num_attention_heads=32,
+        multi_query_attention=True,
+        multi_query_group_num=2,
+        seq_length=8192,
+        rope_ratio=1,
+        original_rope=True,
+        layernorm_epsilon=1.5625e-07,
+        rmsnorm=True,
+        post_layer_norm=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        apply_query_key_layer_scaling=True,
+        attention_softmax_in_fp32=True,
+        apply_residual_connection_post_layernorm=False,
+        fp32_residual_connection=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=True,
+        use_cache=True,
+        pad_token_id=151329,
+        eos_token_id=(151329, 151336, 151338),
+        boi_token_id=151339,
+        eoi_token_id=151340,
+        vision_config=None,
+        initializer_range=0.02,
+        rope_in_fp32=False,
+        skip_logits=False,
+        loss_chunk_size=1024,
+        tie_word_embeddings=False,
+        **kwargs,
+    ):
+        self.num_layers = num_layers
+        self.padded_vocab_size = padded_vocab_size
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.kv_channels = kv_channels
+        self.num_attention_heads = num_attention_heads
+        self.multi_query_attention = multi_query_attention
+        self.multi_query_group_num = multi_query_group_num
+        self.seq_length = seq_length
+        self.rope_ratio = rope_ratio
+        self.original_rope = original_rope
+        self.layernorm_epsilon = layernorm_epsilon
+        self.rmsnorm = rmsnorm
+        self.post_layer_norm = post_layer_norm
+        self.add_bias_linear = add_bias_linear
+        self.add_qkv_bias = add_qkv_bias
+        self.apply_query_key_layer_scaling = apply_query_key_layer_scaling
+        self.attention_softmax_in_fp32 = attention_softmax_in_fp32
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.fp32_residual_connection = fp32_residual_connection
+        self.hidden_dropout = hidden_dropout
+        self.attention_dropout = attention_dropout
+        self.bias_dropout_fusion = bias_dropout_fusion
+        self.use_cache = use_cache
+        self.boi_token_id = boi_token_id
+        self.eoi_token_id = eoi_token_id
+        self.initializer_range = initializer_range
+        self.rope_in_fp32 = rope_in_fp32
+        self.skip_logits = skip_logits
+        self.loss_chunk_size = loss_chunk_size
+        # A plain dict, as in the published file: vLLM and others index it.
+        self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
+        self._refuse_unsupported(tie_word_embeddings)
+        kwargs["auto_map"] = dict(AUTO_MAP)
+        super().__init__(
+            pad_token_id=pad_token_id,
+            eos_token_id=list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+        # transformers 5 no longer keeps these on every config; ours are part of the format.
+        self.pad_token_id = pad_token_id
+        self.eos_token_id = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+
+    @property
+    def vision(self) -> EVA2CLIPVisionConfig:
+        """``vision_config``, checked and with attribute access."""
+        return EVA2CLIPVisionConfig.from_dict(self.vision_config)
+
+    def _refuse_unsupported(self, tie_word_embeddings: bool) -> None:
+        only = {
+            "multi_query_attention": True,
+            "original_rope": True,
+            "rmsnorm": True,
+            "post_layer_norm": True,
+            "apply_residual_connection_post_layernorm": False,
+            "fp32_residual_connection": False,
+            "hidden_dropout": 0.0,
+        }
+        for name, value in only.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported; every glm-4v checkpoint "
+                    f"has {value!r}"
+                )
+        if tie_word_embeddings:
+            raise ValueError(
+                "tie_word_embeddings=True is not supported: a glm-4v has two separate tables "
+                "(word_embeddings and output_layer)"
+            )
+        if self.num_attention_heads % self.multi_query_group_num:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"multi_query_group_num {self.multi_query_group_num}"
+            )
+        if self.kv_channels % 4:
+            raise ValueError(
+                f"kv_channels {self.kv_channels} is not a multiple of 4: half of a head is "
+                "rotated, in pairs"
+            )
+        _ = self.vision

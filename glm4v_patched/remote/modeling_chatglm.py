@@ -1,0 +1,611 @@
+"""glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
+
+Computes what the published code of glm-4v-9b computes, under the same parameter names. Differences
+from it, each with a test:
+
+- images: any number per row, any padding, one path for training and evaluation   (sequence.py)
+- checkpointing: both towers, through the current API, safe under ZeRO-3     (checkpointing.py)
+- loss: fp32, supervised positions only, on the device of the logits                  (loss.py)
+- attention: any implementation transformers registers                           (attention.py)
+"""
+
+from dataclasses import dataclass
+from inspect import signature
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .attention import attend
+from .checkpointing import CheckpointedLayer
+from .configuration_chatglm import ChatGLMConfig
+from .loss import OutputLayer, next_token_loss
+from .sequence import GrownRows, ImageFormat, count_images, grow_rows
+from .sharding import must_run_on_every_process
+from .visual import EVA2CLIPModel, PatchEmbedding
+
+# Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
+# channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.word_embeddings(input_ids)
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles for the first half of each head's channels.
+
+    ``inv_freq`` is part of the checkpoint format and written as published (without ``rope_ratio``);
+    nothing is computed from it, because a checkpoint may hold it rounded.
+    """
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq", self.published_inv_freq().to(torch.get_default_dtype()))
+
+    def published_inv_freq(self) -> Tensor:
+        return self._frequencies(base=10000.0)
+
+    def _frequencies(self, base: float, device=None) -> Tensor:
+        rotated = self.config.kv_channels // 2
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        return 1.0 / base**exponents
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``(B, 1, R, F)``, rounded to ``dtype`` unless ``rope_in_fp32``."""
+        theta_F = self._frequencies(10000.0 * self.config.rope_ratio, position_ids.device)
+        angles_B1RF = (position_ids[:, None, :, None].float() * theta_F).float()
+        dtype = torch.float32 if self.config.rope_in_fp32 else dtype
+        return angles_B1RF.cos().to(dtype), angles_B1RF.sin().to(dtype)
+
+
+def apply_rotary(x_BHRC: Tensor, cos_B1RF: Tensor, sin_B1RF: Tensor) -> Tensor:
+    """Rotate neighbouring channels ``(2i, 2i + 1)`` of the first half; pass the rest through."""
+    rotated, passed = x_BHRC.split(x_BHRC.shape[-1] // 2, dim=-1)
+    even, odd = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack(
+        (even * cos_B1RF - odd * sin_B1RF, odd * cos_B1RF + even * sin_B1RF), dim=-1
+    )
+    return torch.cat((turned.flatten(-2).to(x_BHRC.dtype), passed), dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm that multiplies by its weight in fp32, before the cast back."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return (x * torch.rsqrt(variance + self.eps) * self.weight).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Causal attention with grouped key-value heads and one fused projection (q, then k, then v)."""
+
+    is_causal = True
+
+    def __init__(self, config: ChatGLMConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        heads, groups = config.num_attention_heads, config.multi_query_group_num
+        self.head_dim = config.kv_channels
+        self.num_key_value_groups = heads // groups
+        self.split_sizes = [size * config.kv_channels for size in (heads, groups, groups)]
+        has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
+        self.query_key_value = nn.Linear(
+            config.hidden_size, sum(self.split_sizes), bias=has_qkv_bias
+        )
+        self.dense = nn.Linear(
+            heads * config.kv_channels, config.hidden_size, bias=config.add_bias_linear
+        )
+
+    def forward(self, x_BRD, cos, sin, attention_mask, past_key_values, attention_kwargs) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
+        )
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        implementation = self.config._attn_implementation
+        return self.dense(
+            attend(self, query, key, value, attention_mask, implementation, **attention_kwargs)
+        )
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        self.dense_h_to_4h = nn.Linear(width, 2 * inner, bias=bias)
+        self.dense_4h_to_h = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.dense_h_to_4h(x).chunk(2, dim=-1)
+        return self.dense_4h_to_h(F.silu(gate) * up)
+
+
+class GLMBlock(CheckpointedLayer):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ChatGLMConfig, layer_idx: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.self_attention = SelfAttention(config, layer_idx)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.mlp = MLP(config)
+
+    def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
+        x_BRD = x_BRD + self.self_attention(self.input_layernorm(x_BRD), *attention_inputs)
+        return x_BRD + self.mlp(self.post_attention_layernorm(x_BRD))
+
+
+class GLMTransformer(nn.Module):
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        self.layers = nn.ModuleList(GLMBlock(config, i) for i in range(config.num_layers))
+        self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, x_BRD: Tensor, *attention_inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The normalised output, and what went into each layer and came out of the last."""
+        states = [x_BRD]
+        for layer in self.layers:
+            states.append(layer(states[-1], *attention_inputs))
+        return self.final_layernorm(states[-1]), tuple(states)
+
+
+class ChatGLMPreTrainedModel(PreTrainedModel):
+    config_class = ChatGLMConfig
+    base_model_prefix = "transformer"
+    main_input_name = "input_ids"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GLMBlock", "TransformerLayer", "PatchEmbedding", "GLU"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # Absent from some checkpoints; it follows from the config.
+    _keys_to_ignore_on_load_missing = [r"rotary_pos_emb\.inv_freq"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights of ``initializer_range``, zero biases, norms that change nothing."""
+        std = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
+            nn.init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, (RMSNorm, nn.LayerNorm)):
+            nn.init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, PatchEmbedding):
+            nn.init.normal_(module.cls_embedding, std=std)
+        elif isinstance(module, EVA2CLIPModel):
+            nn.init.normal_(module.boi, std=std)
+            nn.init.normal_(module.eoi, std=std)
+        elif isinstance(module, RotaryEmbedding):
+            module.inv_freq.copy_(module.published_inv_freq())
+
+
+@dataclass
+class ChatGLMModelOutput(BaseModelOutputWithPast):
+    """``labels``: ``(B, R)`` int64, grown with the rows; ``None`` if none were given."""
+
+    labels: Tensor | None = None
+
+
+class ChatGLMModel(ChatGLMPreTrainedModel):
+    """The model without its loss. Owns the output projection, as the published checkpoint does."""
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__(config)
+        self.embedding = Embedding(config)
+        self.rotary_pos_emb = RotaryEmbedding(config)
+        self.encoder = GLMTransformer(config)
+        self.output_layer = OutputLayer(config.hidden_size, config.padded_vocab_size, bias=False)
+        self.vision = EVA2CLIPModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding.word_embeddings = value
+
+    @property
+    def image_format(self) -> ImageFormat:
+        return ImageFormat(
+            begin_id=self.config.boi_token_id,
+            end_id=self.config.eoi_token_id,
+            num_image_tokens=self.config.vision.num_image_tokens,
+            vocab_size=self.config.padded_vocab_size,
+            max_positions=self.config.seq_length,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        **attention_kwargs,
+    ) -> ChatGLMModelOutput | tuple:
+        """Run the decoder over rows of text and images.
+
+        1. Rows are grown to their full length (:mod:`sequence`), with mask, positions and labels.
+        2. Images are encoded and take the place of their positions' embeddings.
+        3. The decoder runs, causal over image positions too.
+
+        Args:
+            input_ids: ``(B, L)`` int64, images in either form. Exactly one of this and
+                ``inputs_embeds``.
+            attention_mask: ``(B, cached + L)``, 0 at padding, as long as the rows are given.
+            position_ids: ``(B, L)``; made here when not given.
+            past_key_values: A ``Cache``; rows that follow one may bring new images.
+            inputs_embeds: ``(B, L, D)``; cannot be combined with images.
+            pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
+                begin-of-image ids. ``None`` or empty: no images.
+            images: Another name for ``pixel_values``, which the published code uses.
+            labels: ``(B, L)``; grown with the rows and handed back.
+            output_hidden_states: Also return the input of every layer and the output of the last,
+                before the final norm.
+            output_attentions: Accepted and without effect, as in the published code.
+            attention_kwargs: For the attention implementation, e.g. ``cu_seq_lens_q``.
+
+        Raises:
+            ValueError: inputs that contradict each other; names the numbers and the cure.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        pixel_values = self._one_image_tensor(pixel_values, images)
+        past_key_values = self._cache_to_use(past_key_values, use_cache)
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+
+        num_images = 0 if pixel_values is None else len(pixel_values)
+        if input_ids is None and num_images:
+            raise ValueError(
+                f"{num_images} images were given with inputs_embeds, which do not say where "
+                "images go: give input_ids"
+            )
+        rows = grow_rows(
+            input_ids if inputs_embeds is None else self._ids_without_images(inputs_embeds),
+            self.image_format,
+            num_images,
+            attention_mask,
+            position_ids,
+            labels,
+            past_length,
+            _next_position(past_key_values, past_length),
+            # With a cache, a begin or end id may be one that generation drew.
+            strict=past_length == 0 or num_images > 0,
+        )
+        embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
+        embeds_BRD = self._merge_images(embeds_BRD, rows.image_mask, pixel_values, past_length)
+
+        cos, sin = self.rotary_pos_emb(rows.position_ids, embeds_BRD.dtype)
+        mask = _causal_mask(self.config, embeds_BRD, rows, past_key_values, past_length)
+        if rows.packed_position_ids is not None:
+            attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
+        hidden_BRD, states = self.encoder(
+            embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs
+        )
+        if past_key_values is not None:
+            _remember_next_position(past_key_values, rows.position_ids)
+
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        output = ChatGLMModelOutput(
+            last_hidden_state=hidden_BRD,
+            past_key_values=past_key_values,
+            hidden_states=states if output_hidden_states else None,
+            labels=rows.labels,
+        )
+        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        """Encode images ``(N, 3, S, S)`` to ``(N, num_image_tokens + 2, D)``, begin and end
+        vectors included. Raises ``ValueError`` for another size than the configured one."""
+        vision = self.config.vision
+        wanted = (vision.in_channels, vision.image_size, vision.image_size)
+        if tuple(pixel_values.shape[1:]) != wanted:
+            raise ValueError(
+                f"images have shape {tuple(pixel_values.shape)} but this model takes "
+                f"(number of images, {', '.join(map(str, wanted))}): resize them with this "
+                "model's image processor; positions are not interpolated"
+            )
+        return self.vision(pixel_values)
+
+    def _merge_images(self, embeds_BRD, image_mask_BR, pixel_values, past_length) -> Tensor:
+        if pixel_values is not None:
+            features = self.get_image_features(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
+            features = features.to(embeds_BRD.device, embeds_BRD.dtype)
+            return embeds_BRD.masked_scatter(image_mask_BR[..., None], features)
+        if past_length == 0 and must_run_on_every_process(self.vision):
+            # Another process may have an image; the smallest stand-in keeps this one in step and
+            # changes no number.
+            side, channels = self.vision.smallest_side, self.config.vision.in_channels
+            blank = embeds_BRD.new_zeros(1, channels, side, side)
+            return embeds_BRD + (self.vision(blank) * 0).sum().to(embeds_BRD)
+        return embeds_BRD
+
+    def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
+        if pixel_values is not None and images is not None:
+            raise ValueError("pixel_values and images are two names of one input: give one")
+        images = pixel_values if images is None else images
+        if images is None or len(images) == 0:
+            return None
+        return images if isinstance(images, Tensor) else torch.stack(list(images))
+
+    def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            raise ValueError(
+                f"past_key_values is a {type(past_key_values).__name__}; give a Cache, e.g. "
+                "transformers.DynamicCache()"
+            )
+        checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
+        if self.training and checkpointing:
+            return None  # a recomputed layer would enter its keys twice
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past_key_values is None and use_cache:
+            return DynamicCache(config=self.config)
+        return past_key_values
+
+    def _ids_without_images(self, inputs_embeds: Tensor) -> Tensor:
+        """Ids that only say how long the rows are."""
+        markers = (self.config.boi_token_id, self.config.eoi_token_id)
+        text_id = next(i for i in range(3) if i not in markers)
+        return torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
+
+
+class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
+    """glm-4v with its loss and generation.
+
+    Published as ``ChatGLMForConditionalGeneration``, which stays as an alias; the class carries
+    the name under which vLLM serves the model, because ``save_pretrained`` writes it.
+    """
+
+    _auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__(config)
+        self.transformer = ChatGLMModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.transformer.output_layer
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        # Resizing makes a plain Linear.
+        if type(value) is nn.Linear:
+            value = OutputLayer.from_linear(value)
+        self.transformer.output_layer = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        skip_logits: bool | None = None,
+        **attention_kwargs,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Predict the next token at every position. Inputs as in :meth:`ChatGLMModel.forward`.
+
+        Args:
+            labels: ``(B, L)`` int64, aligned with ``input_ids`` (shifted here), -100 where nothing
+                is learned; any device.
+            logits_to_keep: Number of last positions (0: all), or their indices. Ignored with labels.
+            num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
+            skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
+                ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
+
+        Returns:
+            ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
+            of the grown rows.
+        """
+        output = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            images=images,
+            labels=labels,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **attention_kwargs,
+        )
+        if skip_logits is None:
+            skip_logits = self.config.skip_logits and self.training
+        output_layer = self.transformer.output_layer
+        hidden_BRD = output.last_hidden_state
+        loss = logits = None
+        if labels is not None and skip_logits and isinstance(output_layer, OutputLayer):
+            loss = output_layer(
+                hidden_BRD, output.labels, num_items_in_batch, self.config.loss_chunk_size
+            )
+        elif labels is not None:
+            logits = output_layer(hidden_BRD)
+            loss = next_token_loss(logits, output.labels, num_items_in_batch)
+        else:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = output_layer(hidden_BRD[:, kept])
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        return result if _wants_dict(return_dict, self.config) else result.to_tuple()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        **kwargs,
+    ) -> dict:
+        """What ``forward`` needs for the part of the rows that is not in the cache yet.
+
+        ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
+        here, and cut after what the cache holds.
+        """
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        inputs = {"past_key_values": past_key_values}
+        if inputs_embeds is not None:
+            new = 1 if past_length else inputs_embeds.shape[1]
+            inputs["attention_mask"] = attention_mask
+            if position_ids is not None:
+                inputs["position_ids"] = position_ids[:, -new:]
+            if past_length:
+                inputs["input_ids"] = input_ids[:, -new:]
+            else:
+                inputs["inputs_embeds"] = inputs_embeds
+        else:
+            images = self.transformer._one_image_tensor(pixel_values, images)
+            rows = grow_rows(
+                input_ids,
+                self.transformer.image_format,
+                num_images=None,
+                attention_mask=attention_mask,
+                position_ids=_continued(position_ids, input_ids.shape[1]),
+                strict=False,
+            )
+            inputs["input_ids"] = rows.input_ids[:, past_length:]
+            inputs["position_ids"] = rows.position_ids[:, past_length:]
+            inputs["attention_mask"] = rows.attention_mask
+            inputs["pixel_values"] = _images_after(
+                images, rows, past_length, self.config.boi_token_id
+            )
+        # The bookkeeping of generate's own default for this method, in its various versions.
+        dropped = ("cache_position", "next_sequence_length", "is_first_iteration", "labels")
+        return inputs | {name: value for name, value in kwargs.items() if name not in dropped}
+
+    def _expand_inputs_for_generation(
+        self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
+    ):
+        """Repeat rows for beams or several answers, with each row's images kept together."""
+        images = self.transformer._one_image_tensor(
+            model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
+        )
+        if images is not None and expand_size > 1:
+            counts = count_images(input_ids, self.transformer.image_format).tolist()
+            images = torch.cat(
+                [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
+            )
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size,
+            is_encoder_decoder=is_encoder_decoder,
+            input_ids=input_ids,
+            **model_kwargs,
+        )
+        if images is not None:
+            model_kwargs["pixel_values"] = images
+        return input_ids, model_kwargs
+
+
+ChatGLMForConditionalGeneration = GLM4VForCausalLM
+
+
+def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
+    return config.return_dict if return_dict is None else return_dict
+
+
+def _causal_mask(config, embeds_BRD, rows: GrownRows, past_key_values, past_length):
+    """The mask that the configured attention implementation takes; ``None`` where it needs none."""
+    arguments = {
+        "config": config,
+        "attention_mask": rows.attention_mask,
+        "past_key_values": past_key_values,
+        # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
+        "position_ids": rows.packed_position_ids,
+    }
+    parameters = signature(create_causal_mask).parameters
+    # transformers 4.57 spells it input_embeds, and wants to be told where the queries stand.
+    arguments["inputs_embeds" if "inputs_embeds" in parameters else "input_embeds"] = embeds_BRD
+    if "cache_position" in parameters:
+        arguments["cache_position"] = torch.arange(
+            past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
+        )
+    return create_causal_mask(**arguments)
+
+
+def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
+    """The position that follows each row of the cache, if it was filled by this model."""
+    length, position_B1 = getattr(cache, "glm4v_next_position", (None, None))
+    return position_B1 if length == past_length else None
+
+
+def _remember_next_position(cache: Cache, position_ids: Tensor) -> None:
+    # The cache's length does not tell: an image has more entries than positions.
+    next_position_B1 = position_ids.amax(dim=1, keepdim=True) + 1
+    cache.glm4v_next_position = (cache.get_seq_length(), next_position_B1)
+
+
+def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
+    """``position_ids`` counted on to ``length``: generate in transformers 4 keeps the prompt's."""
+    if position_ids is None or position_ids.shape[1] >= length:
+        return position_ids
+    more = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
+    return torch.cat((position_ids, position_ids[:, -1:] + more), dim=1)
+
+
+def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> Tensor | None:
+    """The images whose begin is not in the cache yet; all that were given, if they are just those."""
+    if images is None:
+        return None
+    columns = ((rows.input_ids == begin_id) & rows.image_mask).nonzero()[:, 1]
+    is_new = columns >= past_length
+    if not is_new.any():
+        return None
+    return images[is_new] if len(images) == len(is_new) else images

@@ -1,0 +1,154 @@
+"""The EVA2-CLIP vision tower of glm-4v and the adapter into the language model's width.
+
+Both towers' weights keep the published names. What differs from a usual ViT: a layer normalises
+the *output* of its attention and of its MLP before adding it, there is no final norm, and the
+begin- and end-of-image vectors are learned here, not taken from the token embeddings.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from .attention import attend
+from .checkpointing import CheckpointedLayer
+from .configuration_chatglm import ChatGLMConfig
+
+# Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
+# (class token first), V tower width, G side of the patch grid, D language model width.
+
+
+class PatchEmbedding(nn.Module):
+    """Pixels to tower tokens: class token, then the patches row by row, plus learned positions."""
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        vision = config.vision
+        self.proj = nn.Conv2d(
+            vision.in_channels, vision.hidden_size, vision.patch_size, stride=vision.patch_size
+        )
+        self.cls_embedding = nn.Parameter(torch.zeros(1, vision.hidden_size))
+        self.position_embedding = nn.Embedding(vision.num_positions, vision.hidden_size)
+
+    def forward(self, pixels_N3SS: Tensor) -> Tensor:
+        patches_NPV = self.proj(pixels_N3SS).flatten(2).transpose(1, 2)
+        class_N1V = self.cls_embedding.expand(len(pixels_N3SS), 1, -1)
+        tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
+        # Through the module and not its weight: a sharded table is gathered only for its forward.
+        positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
+        return tokens_NTV + self.position_embedding(positions)
+
+
+class Attention(nn.Module):
+    """Bidirectional self-attention with one fused projection (all queries, all keys, all values)."""
+
+    is_causal = False
+    num_key_value_groups = 1
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        self.config = config
+        width = config.vision.hidden_size
+        self.num_heads = config.vision.num_heads
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.dense = nn.Linear(width, width)
+
+    def forward(self, x_NTV: Tensor) -> Tensor:
+        # (N, T, 3, heads, channels) -> three of (N, heads, T, channels)
+        fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        return self.dense(attend(self, query, key, value, None, self.config._attn_implementation))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        vision = config.vision
+        self.activation_fn = ACT2FN[vision.hidden_act]
+        self.fc1 = nn.Linear(vision.hidden_size, vision.intermediate_size)
+        self.fc2 = nn.Linear(vision.intermediate_size, vision.hidden_size)
+
+    def forward(self, x_NTV: Tensor) -> Tensor:
+        return self.fc2(self.activation_fn(self.fc1(x_NTV)))
+
+
+class TransformerLayer(CheckpointedLayer):
+    """One tower layer; the norms act on what is added, not on what goes in."""
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        vision = config.vision
+        self.input_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
+
+    def layer_forward(self, x_NTV: Tensor) -> Tensor:
+        x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV))
+        return x_NTV + self.post_attention_layernorm(self.mlp(x_NTV))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            TransformerLayer(config) for _ in range(config.vision.num_hidden_layers)
+        )
+
+    def forward(self, x_NTV: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_NTV = layer(x_NTV)
+        return x_NTV
+
+
+class GLU(nn.Module):
+    """The adapter after the tower, at the language model's width."""
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.ffn_hidden_size
+        self.linear_proj = nn.Linear(width, width, bias=False)
+        self.norm1 = nn.LayerNorm(width)
+        self.dense_h_to_4h = nn.Linear(width, inner, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.dense_4h_to_h = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.norm1(self.linear_proj(x)))
+        return self.dense_4h_to_h(F.silu(self.gate_proj(x)) * self.dense_h_to_4h(x))
+
+
+class EVA2CLIPModel(nn.Module):
+    """Pixels to the vectors that take an image's place in the language model's input."""
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__()
+        vision = config.vision
+        self.patch_embedding = PatchEmbedding(config)
+        self.transformer = Transformer(config)
+        self.linear_proj = GLU(config)
+        self.conv = nn.Conv2d(vision.hidden_size, config.hidden_size, kernel_size=2, stride=2)
+        self.boi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
+        self.eoi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
+        self.scaling_factor = vision.scaling_factor
+        self.smallest_side = 2 * vision.patch_size
+
+    def forward(self, pixels_N3SS: Tensor) -> Tensor:
+        """Encode images.
+
+        Args:
+            pixels_N3SS: ``(N, 3, S, S)`` in the dtype of the weights. ``S`` is the configured
+                ``image_size``, or ``smallest_side`` for a stand-in that only has to touch every
+                parameter; the learned positions of the two do not correspond.
+
+        Returns:
+            ``(N, num_image_tokens + 2, D)``: begin vector, image, end vector, all divided by
+            ``scaling_factor``.
+        """
+        patches_NPV = self.transformer(self.patch_embedding(pixels_N3SS))[:, 1:]
+        side = int(patches_NPV.shape[1] ** 0.5)
+        grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
+        image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2))
+        boi = self.boi.to(image_NKD.device).expand(len(image_NKD), -1, -1)
+        eoi = self.eoi.to(image_NKD.device).expand(len(image_NKD), -1, -1)
+        return torch.cat((boi, image_NKD, eoi), dim=1) / self.scaling_factor
