@@ -1,0 +1,420 @@
+"""Processor of glm-4v-9b: tokenizer and image processor in one call.
+
+Upstream's tokenizer writes three ids for an image and its model grows the row inside ``forward``.
+This processor emits the grown row, so that ids, mask, labels and logits have one length: an image
+is its begin id, one fill id for every position its features take, and its end id.
+"""
+
+from typing import Any
+
+from transformers import BatchFeature, ProcessorMixin
+from transformers.image_utils import ImageInput
+from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
+
+from .image_processing_chatglm import ChatGLMImageProcessor
+from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer
+
+_DOWNLOAD_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+class ChatGLMProcessor(ProcessorMixin):
+    """Make model inputs from text, conversations and images.
+
+    Args:
+        image_processor: Its ``size`` and ``patch_size`` decide how many positions an image takes.
+        tokenizer: Its ``image_size`` is filled in when None.
+        chat_template: Defaults to the tokenizer's.
+
+    Attributes:
+        num_image_tokens: Positions between begin and end of an image, ``(S // patch // 2) ** 2``.
+        image_token, image_token_id: What fills them.
+
+    Raises:
+        ValueError: the image sizes of the two differ.
+    """
+
+    # Read by transformers 4.57, which wants the Auto names for classes of one's own; 5.x reads
+    # the signature of __init__.
+    attributes = ["image_processor", "tokenizer"]
+    image_processor_class = "AutoImageProcessor"
+    tokenizer_class = "AutoTokenizer"
+    _auto_class = "AutoProcessor"
+
+    # In the vocabulary and unused, as this model has no video. Upstream's placeholder is
+    # <|endoftext|>, which is also the padding id that collators take out of labels and masks.
+    image_token = "<|begin_of_video|>"
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        if self.chat_template is None:
+            self.chat_template = tokenizer.chat_template
+        side = image_processor.size["height"]
+        if getattr(tokenizer, "image_size", None) is None:
+            tokenizer.image_size = side
+        elif tokenizer.image_size != side:
+            raise ValueError(
+                f"the tokenizer has image_size {tokenizer.image_size} but the image processor "
+                f"makes images of {side}: give both the image_size of the model's vision_config"
+            )
+
+    @property
+    def num_image_tokens(self) -> int:
+        side, patch = self.image_processor.size["height"], self.image_processor.patch_size
+        return (side // patch // 2) ** 2
+
+    @property
+    def image_token_id(self) -> int:
+        return self.tokenizer.convert_tokens_to_ids(self.image_token)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*self.tokenizer.model_input_names, *self.image_processor.model_input_names]
+
+    @classmethod
+    def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
+        """Load both parts as this file's siblings, so that no second trust question arises."""
+        tokenizer = ChatGLM4Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
+        saved = cached_file(
+            pretrained_model_name_or_path,
+            IMAGE_PROCESSOR_NAME,
+            _raise_exceptions_for_missing_entries=False,
+            **options,
+        )
+        if saved is None:
+            # Upstream's repository has no such file; the tokenizer's file holds the image size.
+            return [ChatGLMImageProcessor(size=tokenizer.image_size), tokenizer]
+        image_processor = ChatGLMImageProcessor.from_pretrained(
+            pretrained_model_name_or_path, **options
+        )
+        return [image_processor, tokenizer]
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Save as transformers does, and the image processor's own file with every version.
+
+        5.x writes ``processor_config.json`` only, in which 4.57 does not look for it.
+        """
+        self.image_processor.save_pretrained(save_directory)
+        return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def __call__(
+        self,
+        images: ImageInput | None = None,
+        text: str | list | None = None,
+        videos: None = None,
+        audio: None = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        **kwargs,
+    ) -> BatchFeature:
+        """Encode texts and images.
+
+        An image in a text is ``<|begin_of_image|>``, one id, ``<|end_of_image|>`` (the chat
+        template writes it so) and grows to `num_image_tokens` ids between the two; one that has
+        grown already stays. Special tokens in a text are read as such: text from users belongs in
+        `apply_chat_template`, which tells them apart.
+
+        Args:
+            images: As for the image processor, in the order of their begin ids; or one list (or
+                None) for each text.
+            text: A text, a list of texts, or rows of ids.
+            add_special_tokens: Put ``[gMASK]<sop>`` before texts that do not begin with it.
+            return_tensors: ``"pt"``, ``"np"`` or None for lists (``pixel_values`` is then numpy).
+            **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for either part.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` ``[B, L]``; with images also ``pixel_values``,
+            float32 ``[number of images, 3, S, S]``. Always a batch. No position ids: the model
+            makes them from the ids and the mask.
+
+        Raises:
+            ValueError: the number of images is not the number of begin ids, an image is neither
+                in the short nor in the grown form, truncation would cut into an image, or an
+                option is unknown.
+        """
+        if videos is not None or audio is not None:
+            raise ValueError("this model takes images and text: videos and audio must be None")
+        options = {
+            "add_special_tokens": add_special_tokens,
+            "padding": padding,
+            "truncation": truncation,
+            "max_length": max_length,
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "padding_side": padding_side,
+        }
+        images_options, options, return_tensors = _merge_options(options, return_tensors, kwargs)
+        if text is None:
+            if images is None:
+                raise ValueError("neither text nor images were given: pass at least one of them")
+            return self._process_images(_flatten(images)[0], return_tensors, images_options)
+        rows = {"input_ids": self._encode(text, options.pop("add_special_tokens"))}
+        return self._finish(rows, images, images_options, return_tensors, **options)
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict] | list[list[dict]],
+        chat_template: str | None = None,
+        *,
+        tools: list | None = None,
+        documents: list[dict] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
+        tokenize: bool = False,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
+        processor_kwargs: dict[str, Any] | None = None,
+        **kwargs,
+    ) -> str | list[str] | list[list[int]] | BatchFeature:
+        """Format conversations, as the tokenizer's method of that name, with their images.
+
+        Images are taken from the messages: under ``"image"`` in upstream's form, under
+        ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
+        list. Each is a PIL image, an array, a tensor, or a string that says where it is.
+
+        Args:
+            processor_kwargs: Options of `__call__`, as transformers 5 passes them.
+            **kwargs: Variables for the template.
+
+        Returns:
+            Text (``tokenize=False``), the batch of grown ids, or with ``return_dict`` what
+            `__call__` returns, plus ``assistant_masks`` if asked for. Always a batch of ids, as
+            from transformers' own processors.
+
+        Raises:
+            ValueError: an image part names no image; otherwise as `__call__` and the tokenizer.
+        """
+        options = {
+            "padding": padding,
+            "truncation": truncation,
+            "max_length": max_length,
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "padding_side": padding_side,
+        }
+        # transformers 5 has "auto" for "the processor's own default", which is None here.
+        return_tensors = None if return_tensors == "auto" else return_tensors
+        images_options, options, return_tensors = _merge_options(
+            options, return_tensors, processor_kwargs or {}
+        )
+        chat = {
+            "tools": tools,
+            "documents": documents,
+            "chat_template": self._named_template(chat_template),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **kwargs,
+        }
+        if not tokenize:
+            return self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, return_dict=False, **chat
+            )
+        is_batched = isinstance(conversation[0], (list, tuple)) if conversation else False
+        conversations = conversation if is_batched else [conversation]
+        rows = self.tokenizer.apply_chat_template(
+            conversations,
+            return_dict=True,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **chat,
+        )
+        rows.pop("attention_mask")
+        images = [_find_images(messages) for messages in conversations]
+        out = self._finish(dict(rows), images, images_options, return_tensors, **options)
+        return out if return_dict else out["input_ids"]
+
+    def _named_template(self, chat_template: str | None) -> str:
+        templates = self.chat_template
+        if isinstance(templates, dict):
+            return templates.get(chat_template or "default", chat_template)
+        return templates if chat_template is None else chat_template
+
+    def _encode(self, text: str | list, add_special_tokens: bool) -> list[list[int]]:
+        if isinstance(text, str) or (len(text) > 0 and isinstance(text[0], int)):
+            text = [text]
+        prefix = self.tokenizer.convert_tokens_to_ids(list(PROMPT_PREFIX))
+        rows = []
+        for item in text:
+            if not isinstance(item, str):
+                rows.append(list(item))
+                continue
+            ids = self.tokenizer(item, add_special_tokens=False)["input_ids"]
+            # The chat template writes the prefix itself; it must not come twice.
+            if add_special_tokens and ids[: len(prefix)] != prefix:
+                ids = prefix + ids
+            rows.append(ids)
+        return rows
+
+    def _finish(
+        self,
+        rows: dict[str, list[list[int]]],
+        images: Any,
+        images_options: dict[str, Any],
+        return_tensors: str | None,
+        *,
+        truncation: bool | str,
+        max_length: int | None,
+        **padding: Any,
+    ) -> BatchFeature:
+        """Grow, check, cut and pad rows of ids, and add the images."""
+        limit = self.tokenizer.truncation_limit(truncation, max_length)
+        grown: dict[str, list[list[int]]] = {name: [] for name in rows}
+        counts = []
+        for number, ids in enumerate(rows["input_ids"]):
+            source, spans = self._grow(number, ids)
+            counts.append(len(spans))
+            kept = self._kept(number, len(source), spans, limit)
+            for name, values in rows.items():
+                grown[name].append([values[number][at] for at in source])
+            for start, end in spans:
+                fill = [self.image_token_id] * (end - start - 2)
+                grown["input_ids"][-1][start + 1 : end - 1] = fill
+            for values in grown.values():
+                values[-1] = values[-1][kept]
+
+        flat, per_row = _flatten(images)
+        if per_row is not None and per_row != counts:
+            raise ValueError(
+                f"the rows have {counts} begin-of-image ids but came with {per_row} images: pass "
+                "for each row the images its text holds"
+            )
+        if len(flat) != sum(counts):
+            raise ValueError(
+                f"the text holds {sum(counts)} begin-of-image ids but {len(flat)} images were "
+                "passed: write each image into the text with apply_chat_template and pass each"
+            )
+        data = self.tokenizer.pad_rows(
+            grown, max_length=max_length, return_tensors=return_tensors, **padding
+        )
+        out = BatchFeature(dict(data))
+        if flat:
+            out.update(self._process_images(flat, return_tensors, images_options))
+        return out
+
+    def _process_images(self, images: list, return_tensors, options) -> BatchFeature:
+        return self.image_processor(images, return_tensors=return_tensors, **options)
+
+    def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the indices of ``ids`` that make the grown row, and its images' ranges in it.
+
+        A range goes from begin id to end id, both inside.
+        """
+        begin, end = self.tokenizer.convert_tokens_to_ids(
+            ["<|begin_of_image|>", "<|end_of_image|>"]
+        )
+        num_fill, fill = self.num_image_tokens, self.image_token_id
+        source: list[int] = []
+        spans = []
+        at = 0
+        while at < len(ids):
+            source.append(at)
+            if ids[at] == begin:
+                close = next((i for i in range(at + 1, len(ids)) if ids[i] in (begin, end)), None)
+                if close is None or ids[close] != end:
+                    raise ValueError(
+                        f"row {row}: the image that begins at position {at} of {len(ids)} has no "
+                        "end-of-image id: was the text cut inside an image?"
+                    )
+                inside = ids[at + 1 : close]
+                if len(inside) != 1 and inside != [fill] * num_fill:
+                    raise ValueError(
+                        f"row {row}: the image that begins at position {at} holds {len(inside)} "
+                        f"ids, expected 1 or {num_fill} times {self.image_token}: was the text "
+                        "made for another image size?"
+                    )
+                spans.append((len(source) - 1, len(source) + num_fill + 1))
+                source += [at + 1] * num_fill + [close]
+                at = close
+            at += 1
+        return source, spans
+
+    def _kept(
+        self, row: int, length: int, spans: list[tuple[int, int]], limit: int | None
+    ) -> slice:
+        """Return what truncation to ``limit`` keeps of a grown row of ``length``."""
+        if limit is None or length <= limit:
+            return slice(None)
+        on_right = self.tokenizer.truncation_side == "right"
+        first, last = (0, limit) if on_right else (length - limit, length)
+        for start, end in spans:
+            if start < first or end > last:
+                needed = spans[-1][1] if on_right else length - spans[0][0]
+                raise ValueError(
+                    f"row {row}: {length} ids would be cut to max_length {limit}, into the image "
+                    f"at positions {start} to {end - 1}: use a max_length of at least {needed}, "
+                    "or leave the image out"
+                )
+        return slice(first, last)
+
+
+def _merge_options(
+    options: dict[str, Any], return_tensors: str | None, given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """Sort options given flat or by part into those of images and of text."""
+    given = dict(given)
+    images_options = dict(given.pop("images_kwargs", None) or {})
+    text_options = {**(given.pop("text_kwargs", None) or {}), **given}
+    tensors = [d.pop("return_tensors", None) for d in (images_options, text_options)]
+    unknown = sorted(text_options.keys() - options.keys())
+    unknown += sorted(images_options.keys() - {"do_convert_rgb"})
+    if unknown:
+        raise ValueError(
+            f"unknown options {unknown}: text takes {sorted(options)}, images_kwargs takes "
+            "['do_convert_rgb']; the image size is the image processor's"
+        )
+    chosen = return_tensors or tensors[1] or tensors[0]
+    return images_options, {**options, **text_options}, chosen
+
+
+def _flatten(images: Any) -> tuple[list, list[int] | None]:
+    """Return a flat list of images, and how many each row has if they came in rows."""
+    if images is None:
+        return [], None
+    if isinstance(images, (list, tuple)):
+        if any(item is None or isinstance(item, (list, tuple)) for item in images):
+            rows = [_flatten(item)[0] for item in images]
+            return [image for row in rows for image in row], [len(row) for row in rows]
+        return list(images), None
+    if getattr(images, "ndim", 3) == 4:
+        return list(images), None
+    return [images], None
+
+
+def _find_images(messages: list[dict]) -> list:
+    """Return the images of a conversation in the order in which the template places them."""
+    found = []
+    for number, message in enumerate(messages):
+        if message.get("image") is not None:
+            found.append(message["image"])
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if part.get("type") not in ("image", "image_url"):
+                continue
+            keys = ("image", "url", "path", "base64", "image_url")
+            image = next((part[key] for key in keys if part.get(key) is not None), None)
+            if isinstance(image, dict):
+                image = image.get("url")
+            if image is None:
+                raise ValueError(
+                    f"message {number} has an image part with 0 images: put one under 'image', "
+                    "'url' or 'path', or use tokenize=False and pass images to the processor"
+                )
+            found.append(image)
+    return found

@@ -1,0 +1,548 @@
+"""Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
+
+Differences from upstream's Python tokenizer over tiktoken, each with a test in
+tests/unit/test_tokenization.py:
+
+- It is a fast tokenizer. A folder with only ``tokenizer.model`` (the ranks) is converted once on
+  loading, and ``save_pretrained`` writes ``tokenizer.json``. Ids are upstream's.
+- Both padding sides work.
+- The chat format is a Jinja template, so ``tokenize=False`` carries the image placeholder too.
+- ``apply_chat_template`` returns what transformers' own does, not a batch for one conversation.
+"""
+
+import base64
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers.utils import get_json_schema, logging
+from transformers.utils.chat_template_utils import render_jinja_template
+
+logger = logging.get_logger(__name__)
+
+# In the order of their ids, which follow the ranks in the original vocabulary.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+)
+PROMPT_PREFIX = ("[gMASK]", "<sop>")
+
+# The ranks were learned on pieces cut by this pattern (that of cl100k_base): part of the format.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+
+# `piece_break` is undefined, hence empty, wherever this is rendered by somebody else. Our
+# tokenizer puts a mark there, because upstream tokenises a content apart from the line above it.
+# The generation block holds all that follows <|assistant|>, which is where the prompt for
+# generation ends: the line of metadata (a tool's name, mostly empty) is the model's to write too.
+CHAT_TEMPLATE = r"""
+{%- macro describe(tools) %}
+    {{- '<|system|>\n' }}{{ piece_break }}
+    {{- '你是一个名为 GLM-4 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，' }}
+    {{- '你的任务是针对用户的问题和要求提供适当的答复和支持。' }}
+    {%- for tool in tools %}
+        {%- if tool['type'] is defined and tool['type'] != 'function' %}
+            {{- raise_exception('a tool has type ' ~ tool['type'] ~ ': only function tools are '
+                ~ 'supported') }}
+        {%- endif %}
+        {%- set function = tool['function'] if tool['function'] is defined else tool %}
+        {{- '\n\n## ' + function['name'] + '\n\n' + (function | tojson(indent=4)) }}
+        {{- '\n在调用上述函数时，请使用 Json 格式表示调用的参数。' }}
+    {%- endfor %}
+{%- endmacro %}
+{%- macro body(metadata, images, text) %}
+    {{- (metadata or '') + '\n' }}
+    {{- '<|begin_of_image|><|endoftext|><|end_of_image|>' * images }}
+    {{- piece_break }}{{ text }}
+{%- endmacro %}
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{ describe(tools) }}{% endif %}
+{%- for message in messages %}
+    {%- set role = message['role'] %}
+    {%- if role not in ['system', 'user', 'assistant', 'observation'] %}
+        {{- raise_exception('message ' ~ loop.index0 ~ ' has the role ' ~ role ~ ': use system, '
+            ~ 'user, assistant or observation') }}
+    {%- endif %}
+    {%- if message['tools'] %}{{ describe(message['tools']) }}{% endif %}
+    {%- set found = namespace(images=0, text='') %}
+    {%- if message['image'] is defined and message['image'] is not none %}
+        {%- set found.images = 1 %}
+    {%- endif %}
+    {%- if message['content'] is string %}
+        {%- set found.text = message['content'] %}
+    {%- elif message['content'] %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'text' %}
+                {%- set found.text = found.text + part['text'] %}
+            {%- elif part['type'] in ['image', 'image_url'] %}
+                {%- set found.images = found.images + 1 %}
+            {%- else %}
+                {{- raise_exception('message ' ~ loop.index0 ~ ' has a part of type '
+                    ~ part['type'] ~ ': use text or image') }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- if found.images or found.text %}
+        {{- '<|' + role + '|>' }}
+        {%- if role == 'assistant' %}
+            {%- generation %}
+            {{- body(message['metadata'], found.images, found.text) }}
+            {%- endgeneration %}
+        {%- else %}
+            {{- body(message['metadata'], found.images, found.text) }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+""".strip()
+
+# Noncharacters, which Unicode keeps for a program's own use. They live between the escaping of a
+# conversation and the encoding of what was rendered from it; in a user's text they are escaped.
+_ESCAPE = "\ufdd0"
+_PIECE_BREAK = "\ufdd1"
+_ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
+
+_RETURN_DICT_DEFAULT = (
+    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters["return_dict"].default
+)
+
+
+class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
+    """Byte-level BPE with GLM-4's special tokens and chat format.
+
+    ``[gMASK]<sop>`` is put before every ordinary encoding. As upstream, ordinary encoding reads
+    special tokens out of the text; `apply_chat_template` never reads them out of a message.
+
+    Args:
+        vocab_file: Original ranks (``tokenizer.model``), read if there is no ``tokenizer_file``.
+        tokenizer_file: Serialised `tokenizers.Tokenizer`.
+        tokenizer_object: A `tokenizers.Tokenizer`. Special tokens that it lacks are added; no id
+            is assumed.
+        image_size: Side in pixels of the images the prompts are for. Kept and saved, not used.
+        chat_template: Defaults to this module's.
+        **kwargs: As for `PreTrainedTokenizerFast`. ``eos_token`` and ``pad_token`` default to
+            ``<|endoftext|>``, ``padding_side`` to left.
+
+    Raises:
+        ValueError: no vocabulary was given, or the ranks file does not fit the ids of the
+            special tokens.
+    """
+
+    vocab_files_names = {"vocab_file": "tokenizer.model", "tokenizer_file": "tokenizer.json"}
+    model_input_names = ["input_ids", "attention_mask"]
+    padding_side = "left"
+    _auto_class = "AutoTokenizer"
+
+    def __init__(
+        self,
+        vocab_file: str | None = None,
+        tokenizer_file: str | None = None,
+        tokenizer_object: Tokenizer | None = None,
+        image_size: int | None = None,
+        chat_template: str | dict[str, str] | None = None,
+        **kwargs,
+    ) -> None:
+        if tokenizer_object is None and tokenizer_file is None:
+            if vocab_file is None:
+                raise ValueError(
+                    "no vocabulary: give a folder or path with tokenizer.json or tokenizer.model, "
+                    "or pass tokenizer_object"
+                )
+            tokenizer_object = convert_ranks(vocab_file, kwargs.get("added_tokens_decoder"))
+            if isinstance(chat_template, str) and "<|begin_of_image|>" not in chat_template:
+                # Upstream's code formats chats itself and never reads the template of its folder.
+                logger.warning(
+                    "the chat template beside tokenizer.model has no place for an image; "
+                    "using that of tokenization_chatglm.py"
+                )
+                chat_template = None
+        kwargs.setdefault("eos_token", "<|endoftext|>")
+        kwargs.setdefault("pad_token", "<|endoftext|>")
+        # transformers 5 saves this list as `extra_special_tokens`, where 4.57 takes only a dict (of
+        # named tokens); both take the older name.
+        listed = list(kwargs.pop("additional_special_tokens", None) or ())
+        if not isinstance(kwargs.get("extra_special_tokens"), dict):
+            listed += kwargs.pop("extra_special_tokens", None) or ()
+        elif not kwargs["extra_special_tokens"]:
+            del kwargs["extra_special_tokens"]
+        named = {str(token): token for token in (*SPECIAL_TOKENS, *listed)}
+        kwargs["additional_special_tokens"] = list(named.values())
+        super().__init__(
+            tokenizer_file=tokenizer_file,
+            tokenizer_object=tokenizer_object,
+            image_size=image_size,
+            chat_template=chat_template or CHAT_TEMPLATE,
+            **kwargs,
+        )
+        self.image_size = image_size
+        prefix = " ".join(PROMPT_PREFIX)
+        self.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{prefix} $A",
+            pair=f"{prefix} $A $B",
+            special_tokens=[(token, self.convert_tokens_to_ids(token)) for token in PROMPT_PREFIX],
+        )
+
+    @classmethod
+    def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict[str, Any]:
+        """Leave the files to ``__init__``.
+
+        transformers 5 would take ``tokenizer.json`` apart for a class with an ``__init__`` of its
+        own, and would read ``tokenizer.model`` as sentencepiece. 4.57 does not call this.
+        """
+        return kwargs
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict] | list[list[dict]],
+        tools: list | None = None,
+        documents: list[dict] | None = None,
+        chat_template: str | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool = _RETURN_DICT_DEFAULT,
+        return_assistant_tokens_mask: bool = False,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **kwargs,
+    ) -> str | list[str] | list[int] | list[list[int]] | BatchEncoding:
+        """Format one conversation or a list of them, as `PreTrainedTokenizerBase` does.
+
+        A message is ``{"role", "content"}`` with optional ``"metadata"``, ``"tools"`` and
+        ``"image"`` (upstream's form; anything but None stands for one image), or has a list of
+        ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}`` as content. The images of
+        a message come first, where the model was trained to find them, wherever they stand in
+        that list. Messages with neither image nor text are left out.
+
+        With ``tokenize=True`` no string of ``conversation``, ``tools``, ``documents`` or
+        ``kwargs`` becomes a special token, whatever the template: only what the template itself
+        writes does. (A template that glues a user's string to a part of a special token of its
+        own is beyond help.) A plain string (``tokenize=False``) cannot keep the two apart.
+
+        Args:
+            tokenizer_kwargs: ``pad_to_multiple_of`` and ``padding_side``.
+            **kwargs: Variables for the template.
+
+        Returns:
+            What transformers returns for these arguments, with the installed version's default of
+            ``return_dict``: a batch for a list of conversations or with ``return_tensors``.
+
+        Raises:
+            ValueError: arguments that exclude each other, an empty conversation, a message that
+                is not a dict, or an unknown entry of ``tokenizer_kwargs``.
+        """
+        kwargs.pop("sanitize_control_tokens", None)  # transformers 5.23: always the case here
+        padding_options = tokenizer_kwargs or {}
+        if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
+            raise ValueError(
+                f"unknown tokenizer_kwargs {unknown}: use pad_to_multiple_of and padding_side"
+            )
+        rendering = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        if return_assistant_tokens_mask and not (tokenize and return_dict):
+            raise ValueError(
+                "return_assistant_tokens_mask=True needs tokenize=True and return_dict=True"
+            )
+        if not tokenize:
+            return super().apply_chat_template(
+                conversation,
+                tools=tools,
+                documents=documents,
+                chat_template=chat_template,
+                tokenize=False,
+                return_dict=False,
+                **rendering,
+                **kwargs,
+            )
+        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
+            raise ValueError(
+                "continue_final_message excludes add_generation_prompt and "
+                "return_assistant_tokens_mask: the final message is left open"
+            )
+
+        conversations, is_batched = _as_batch(conversation)
+        escape = _Escaper(self._special_ids())
+        if tools is not None:
+            # Schemas are made here, so that docstrings are escaped like any other string.
+            tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+        rendered, spans = render_jinja_template(
+            conversations=[[escape.message(m) for m in messages] for messages in conversations],
+            tools=escape(tools),
+            documents=escape(documents),
+            chat_template=self.get_chat_template(chat_template, tools),
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **rendering,
+            **{**self.special_tokens_map, **escape(kwargs), "piece_break": _PIECE_BREAK},
+        )
+        rows: dict[str, list[list[int]]] = {"input_ids": [], "assistant_masks": []}
+        for text, written in zip_longest(rendered, spans, fillvalue=()):
+            ids, mask = self._encode_rendered(text, written)
+            rows["input_ids"].append(ids)
+            rows["assistant_masks"].append(mask)
+        if not return_assistant_tokens_mask:
+            del rows["assistant_masks"]
+
+        limit = self.truncation_limit(truncation, max_length)
+        if limit is not None:
+            cut = slice(None, limit) if self.truncation_side == "right" else slice(-limit, None)
+            rows = {name: [row[cut] for row in values] for name, values in rows.items()}
+        encoding = self.pad_rows(
+            rows,
+            padding=padding,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            **padding_options,
+        )
+        if not is_batched and return_tensors is None:
+            encoding = BatchEncoding({name: values[0] for name, values in encoding.items()})
+        return encoding if return_dict else encoding["input_ids"]
+
+    def truncation_limit(self, truncation: bool | str | None, max_length: int | None) -> int | None:
+        """Return the length that ``truncation`` cuts rows to, or None if it cuts nothing."""
+        if truncation in (None, False, "do_not_truncate"):
+            return None
+        return self.model_max_length if max_length is None else max_length
+
+    def pad_rows(
+        self,
+        rows: dict[str, list[list[int]]],
+        *,
+        padding: bool | str = False,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+    ) -> BatchEncoding:
+        """Pad rows of ids and make their attention mask.
+
+        Args:
+            rows: ``input_ids`` and possibly ``assistant_masks``, one list of ints per row.
+            max_length: Length for ``padding="max_length"``.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` ``[B, L]`` (int64 tensors with
+            ``return_tensors="pt"``, else lists), and the other names of ``rows`` filled with 0.
+        """
+        encoding = self.pad(
+            {"input_ids": rows["input_ids"]},
+            padding=padding,
+            # The base class takes a length without this strategy for a request to truncate.
+            max_length=max_length if padding == "max_length" else None,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+        )
+        on_left = (padding_side or self.padding_side) == "left"
+        for name, values in rows.items():
+            if name == "input_ids":
+                continue
+            encoding[name] = []
+            for value, ids in zip(values, encoding["input_ids"], strict=True):
+                fill = [0] * (len(ids) - len(value))
+                encoding[name].append(fill + value if on_left else value + fill)
+        return encoding.convert_to_tensors(return_tensors)
+
+    def _special_ids(self) -> dict[str, int]:
+        return {str(t): i for i, t in self.added_tokens_decoder.items() if t.special}
+
+    def _encode_rendered(
+        self, rendered: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Encode a rendered chat whose user strings are escaped.
+
+        Returns:
+            The ids, and for each 1 if it stands for characters of ``rendered`` in ``spans``.
+        """
+        specials = self._special_ids()
+        marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
+        pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
+        encodings = self._plain_tokenizer().encode_batch(
+            [_unescape(piece) for piece in pieces[::2]], add_special_tokens=False
+        )
+
+        def in_spans(first: int, last: int) -> int:
+            return int(any(first < end and last > start for start, end in spans))
+
+        ids, mask, at = [], [], 0
+        for number, piece in enumerate(pieces):
+            if number % 2 == 0:
+                encoding = encodings[number // 2]
+                ids += encoding.ids
+                if spans:
+                    # Where each character of the unescaped piece begins in `rendered`.
+                    places = [m.start() + at for m in re.finditer(_CHARACTER, piece)]
+                    places.append(at + len(piece))
+                    mask += [in_spans(places[a], places[b]) for a, b in encoding.offsets]
+                else:
+                    mask += [0] * len(encoding.ids)
+            elif piece != _PIECE_BREAK:
+                ids.append(specials[piece])
+                mask.append(in_spans(at, at + len(piece)))
+            at += len(piece)
+        return ids, mask
+
+    def _plain_tokenizer(self) -> Tokenizer:
+        """Return a tokenizer with this vocabulary that reads no special token out of a text.
+
+        It shares the model with the real one (nothing is copied), so it is made for each call and
+        the real one's settings, which other threads may be using, stay as they are. Added tokens
+        that are not special are still found, under their own ids.
+        """
+        real = self.backend_tokenizer
+        plain = Tokenizer(real.model)
+        if real.normalizer is not None:
+            plain.normalizer = real.normalizer
+        if real.pre_tokenizer is not None:
+            plain.pre_tokenizer = real.pre_tokenizer
+        plain.add_tokens([token for _, token in sorted(self.added_tokens_decoder.items())])
+        plain.encode_special_tokens = True
+        return plain
+
+
+def convert_ranks(
+    vocab_file: str, special_tokens: dict[int, str | AddedToken] | None = None
+) -> Tokenizer:
+    """Convert a tiktoken ranks file to a `tokenizers.Tokenizer` with the same ids.
+
+    transformers' TikTokenConverter would need the tiktoken package only to read the file.
+
+    Args:
+        vocab_file: Lines of ``base64 rank``.
+        special_tokens: id -> token. Defaults to GLM-4's, numbered from the end of the ranks.
+
+    Raises:
+        ValueError: a special token would get another id than asked for.
+    """
+    with open(vocab_file, "rb") as lines:
+        pairs = (line.split() for line in lines if line.strip())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    printable = _byte_characters()
+
+    def as_text(token: bytes) -> str:
+        return "".join(printable[byte] for byte in token)
+
+    # tiktoken joins the neighbours whose union ranks lowest, whichever way the union is cut in two.
+    # The ranks of this file are no order of learning (a token may rank below its own parts), so
+    # one merge for each token would not do.
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        merges += [(left, right) for left, right in cuts if left in ranks and right in ranks]
+    model = BPE(
+        vocab={as_text(token): rank for token, rank in ranks.items()},
+        merges=[(as_text(left), as_text(right)) for left, right in merges],
+        # tiktoken looks a whole piece up before it merges.
+        ignore_merges=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    wanted = special_tokens or {len(ranks) + i: token for i, token in enumerate(SPECIAL_TOKENS)}
+    for number, token in sorted(wanted.items()):
+        tokenizer.add_special_tokens([AddedToken(str(token), special=True, normalized=False)])
+        if tokenizer.token_to_id(str(token)) != number:
+            raise ValueError(
+                f"{token} should have id {number} but follows {vocab_file} as "
+                f"{tokenizer.token_to_id(str(token))}: that file and the added_tokens_decoder of "
+                "tokenizer_config.json are not of the same tokenizer"
+            )
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """Return the character by which byte-level BPE writes each byte (GPT-2's table)."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
+
+
+def _as_batch(conversation: list) -> tuple[list[list], bool]:
+    """Return a list of conversations, and whether that is what was given."""
+    conversation = getattr(conversation, "messages", conversation)
+    if len(conversation) == 0:
+        raise ValueError("the conversation has 0 messages: give at least 1")
+    is_batched = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+    conversations = conversation if is_batched else [conversation]
+    return [getattr(messages, "messages", messages) for messages in conversations], is_batched
+
+
+class _Escaper:
+    """Deep copy of template inputs in which no string holds a special token.
+
+    The first character of each occurrence becomes `_ESCAPE` and its number, in digits because
+    templates change the case of strings. So does the first character of a part of a special token
+    at the end of a string, where a template may append the rest.
+    """
+
+    def __init__(self, specials: dict[str, int]) -> None:
+        # Only the first character is consumed, so overlapping occurrences are all found.
+        found = {_ESCAPE, _PIECE_BREAK}
+        for token in specials:
+            found.add(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
+            for end in range(1, len(token)):
+                found.add(rf"{re.escape(token[0])}(?={re.escape(token[1:end])}\Z)")
+        self._pattern = re.compile("|".join(sorted(found)))
+
+    def message(self, message: Any) -> dict:
+        if not isinstance(message, Mapping):
+            raise ValueError(f"a message must be a dict, got {type(message).__name__}")
+        # transformers 5 drops None values as well; templates would print "None".
+        return {key: value for key, value in self(message).items() if value is not None}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str):
+            plain = str.__str__(value)  # str() of an enum member is not its value
+            return self._pattern.sub(lambda m: f"{_ESCAPE}{ord(m[0]):07d}", plain)
+        if isinstance(value, Mapping):
+            return {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self(item) for item in value]
+        if isinstance(value, np.generic):
+            return self(value.item())
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        # Images and the like: templates ask only whether they are there, and printing an object
+        # would let a string in.
+        return self(f"<{type(value).__name__}>")
+
+
+_CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPED.sub(lambda m: chr(int(m[1])), text)
