@@ -61,6 +61,33 @@ def grown_image() -> list[int]:
     return [BOI, *[FILL] * NUM_IMAGE_TOKENS, EOI]
 
 
+def grown_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs in the three-id form, as many images in every row, rewritten to the grown form.
+
+    Where they are given, the mask grows with ones, labels with -100, and the positions of an image
+    are counted one by one, as a collator does that knows nothing of images.
+    """
+    grown = {name: [] for name in inputs if name not in ("images", "pixel_values")}
+    for row, ids in enumerate(inputs["input_ids"].tolist()):
+        begins = [i for i, token in enumerate(ids) if token == BOI]
+        for name, new in grown.items():
+            values = inputs[name][row].tolist()
+            for begin in reversed(begins):
+                inner = {
+                    "input_ids": [FILL] * NUM_IMAGE_TOKENS,
+                    "attention_mask": [1] * NUM_IMAGE_TOKENS,
+                    "labels": [-100] * NUM_IMAGE_TOKENS,
+                    "position_ids": [values[begin] + 1 + i for i in range(NUM_IMAGE_TOKENS)],
+                }[name]
+                after = values[begin + 2 :]
+                if name == "position_ids":
+                    after = [value + NUM_IMAGE_TOKENS - 1 for value in after]
+                values = values[: begin + 1] + inner + after
+            new.append(values)
+    tensors = {name: torch.tensor(values) for name, values in grown.items()}
+    return dict(inputs) | tensors
+
+
 def pictures(number: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(number, 3, 56, 56, generator=torch.Generator().manual_seed(seed))
 

@@ -1,6 +1,5 @@
 """Next-token cross-entropy over supervised positions. Knows nothing of this model."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

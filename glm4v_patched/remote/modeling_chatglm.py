@@ -24,7 +24,7 @@ from .attention import attend
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 from .loss import OutputLayer, next_token_loss
-from .sequence import GrownRows, ImageFormat, count_images, grow_rows
+from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
 from .sharding import must_run_on_every_process
 from .visual import EVA2CLIPModel, PatchEmbedding
 
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal attention with grouped key-value heads and one fused projection (q, then k, then v)."""
+    """Causal attention, grouped key-value heads, one fused projection (q, then k, then v)."""
 
     is_causal = True
 
@@ -120,7 +120,10 @@ class SelfAttention(nn.Module):
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            # A static cache of transformers 4.57 has to be told where to write.
+            columns = torch.arange(key.shape[2], device=key.device)
+            where = {"cache_position": columns + past_key_values.get_seq_length(self.layer_idx)}
+            key, value = past_key_values.update(key, value, self.layer_idx, where)
         implementation = self.config._attn_implementation
         return self.dense(
             attend(self, query, key, value, attention_mask, implementation, **attention_kwargs)
@@ -284,7 +287,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         pixel_values = self._one_image_tensor(pixel_values, images)
         past_key_values = self._cache_to_use(past_key_values, use_cache)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past_length = _cached_length(past_key_values)
 
         num_images = 0 if pixel_values is None else len(pixel_values)
         if input_ids is None and num_images:
@@ -436,7 +439,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         Args:
             labels: ``(B, L)`` int64, aligned with ``input_ids`` (shifted here), -100 where nothing
                 is learned; any device.
-            logits_to_keep: Number of last positions (0: all), or their indices. Ignored with labels.
+            logits_to_keep: Number of last positions (0: all) or indices. Ignored with labels.
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
@@ -500,7 +503,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
         here, and cut after what the cache holds.
         """
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past_length = _cached_length(past_key_values)
         inputs = {"past_key_values": past_key_values}
         if inputs_embeds is not None:
             new = 1 if past_length else inputs_embeds.shape[1]
@@ -531,6 +534,14 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         dropped = ("cache_position", "next_sequence_length", "is_first_iteration", "labels")
         return inputs | {name: value for name, value in kwargs.items() if name not in dropped}
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        # From transformers 5 on, generate counts positions by its mask, before any method of ours.
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and inputs_tensor.shape == mask.shape:
+            mask = unmask_images(mask, inputs_tensor, self.transformer.image_format)
+            model_kwargs = model_kwargs | {"attention_mask": mask}
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
@@ -540,6 +551,11 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         )
         if images is not None and expand_size > 1:
             counts = count_images(input_ids, self.transformer.image_format).tolist()
+            if sum(counts) != len(images):
+                raise ValueError(
+                    f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
+                    "input_ids: give one image for each, in the order of their ids"
+                )
             images = torch.cat(
                 [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
             )
@@ -563,6 +579,8 @@ def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
 
 def _causal_mask(config, embeds_BRD, rows: GrownRows, past_key_values, past_length):
     """The mask that the configured attention implementation takes; ``None`` where it needs none."""
+    if rows.packed_position_ids is not None and isinstance(past_key_values, DynamicCache):
+        past_key_values = None  # is empty; transformers would not tell the packed samples apart
     arguments = {
         "config": config,
         "attention_mask": rows.attention_mask,
@@ -580,6 +598,11 @@ def _causal_mask(config, embeds_BRD, rows: GrownRows, past_key_values, past_leng
     return create_causal_mask(**arguments)
 
 
+def _cached_length(cache: Cache | None) -> int:
+    # A static cache answers with a tensor, which in transformers 5 is the counter itself.
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
 def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position that follows each row of the cache, if it was filled by this model."""
     length, position_B1 = getattr(cache, "glm4v_next_position", (None, None))
@@ -589,7 +612,7 @@ def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
 def _remember_next_position(cache: Cache, position_ids: Tensor) -> None:
     # The cache's length does not tell: an image has more entries than positions.
     next_position_B1 = position_ids.amax(dim=1, keepdim=True) + 1
-    cache.glm4v_next_position = (cache.get_seq_length(), next_position_B1)
+    cache.glm4v_next_position = (_cached_length(cache), next_position_B1)
 
 
 def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
@@ -601,7 +624,7 @@ def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
 
 
 def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> Tensor | None:
-    """The images whose begin is not in the cache yet; all that were given, if they are just those."""
+    """The images whose begin is not in the cache yet; all given ones, if they are just those."""
     if images is None:
         return None
     columns = ((rows.input_ids == begin_id) & rows.image_mask).nonzero()[:, 1]

@@ -67,6 +67,7 @@ def grow_rows(
         input_ids: ``(B, L)`` int64.
         num_images: Pictures that come with these rows; ``None`` skips that check.
         attention_mask: ``(B, P + L)``, 0 at padding; or a 4D mask for rows that need no growing.
+            See :func:`unmask_images`.
         position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
             with an image's positions shared, or one more for every position (what a collator
             makes that knows nothing of images).
@@ -80,12 +81,13 @@ def grow_rows(
         ValueError: names both numbers and the cure.
     """
     _check_shapes(input_ids, attention_mask, position_ids, labels, past_length)
-    padding_mask = (
-        attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-    )
-    current_mask = None if padding_mask is None else padding_mask[:, past_length:]
-
     spans = _find_images(input_ids, image_format)
+    padding_mask = current_mask = None
+    if attention_mask is not None and attention_mask.ndim == 2:
+        current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
+        padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
+        attention_mask = padding_mask
+
     counted = _count_positions(input_ids, position_ids, current_mask, past_length, next_position)
     positions = _share_image_positions(counted, spans)
     width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
@@ -132,6 +134,14 @@ def grow_rows(
         labels=None if labels is None else grow(labels, -100),
         packed_position_ids=_count_within_samples(grown_positions) if packed else None,
     )
+
+
+def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: ImageFormat) -> Tensor:
+    """The mask ``(B, L)`` with ones inside images, where nothing is padding.
+
+    The published placeholder is the padding id: masks made by comparing ids take it out.
+    """
+    return attention_mask.masked_fill(_find_images(input_ids, image_format).is_inside, 1)
 
 
 def count_images(input_ids: Tensor, image_format: ImageFormat) -> Tensor:

@@ -40,7 +40,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention with one fused projection (all queries, all keys, all values)."""
+    """Bidirectional self-attention, one fused projection (all queries, all keys, all values)."""
 
     is_causal = False
     num_key_value_groups = 1

@@ -27,10 +27,10 @@ SCENARIOS = [
     for mode, use_reentrant in [("plain", None), ("reentrant", True), ("nonreentrant", False)]
 ]
 
-# fp32. Relative to the largest gradient of the step, because DeepSpeed's own linear function sums in
-# another order than torch's. Measured: 0 under stages 1 and 2; 1.4e-6 under stage 3 after three
-# steps. A missing rank, image or adapter differs by more than 1e-1.
-RTOL = 1e-5
+# fp32. Relative to the largest gradient of the step, because DeepSpeed's own linear function sums
+# in another order than torch's. Measured: 0 under stages 1 and 2; under stage 3 8e-7 in the first
+# step and 1e-5 after three. A missing rank, image or adapter differs by more than 1e-1.
+RTOL = 5e-5
 
 
 def run_two_processes(worker: str, *arguments: str, seconds: int) -> str:

@@ -1,0 +1,170 @@
+"""The main job in miniature: fine-tune a tiny glm-4v on pictures, and prove that it looks.
+
+1. A data set of pictures with questions is drawn and written to files (or the reader's is taken).
+2. A tiny model with random weights is saved, and trained from those files on several processes
+   with DeepSpeed ZeRO-3, bf16 and activation checkpointing.
+3. A fresh process that cannot import this package loads what was saved and answers questions about
+   pictures it has not seen: before training, after it, and with the pictures swapped.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from . import __version__
+from .training.data import read_conversations, write_conversations
+from .training.launch import launch
+from .training.pictures import draw_data_set
+from .training.plots import draw_contact_sheet, plot_loss
+from .training.recipe import Recipe
+from .training.scratch import IMAGE_SIDE, build_from_scratch
+from .training.zero import require_deepspeed
+
+NUM_TRAIN, NUM_HELD_OUT = 2400, 96
+MICRO_BATCH, LEARNING_RATE, ZERO_STAGE, SEED = 16, 2e-3, 3, 0
+VERSIONS = ("torch", "transformers", "deepspeed", "accelerate")
+# Run as a file and never imported: it makes this package unimportable.
+STRANGER = Path(__file__).parent / "training" / "stranger.py"
+
+
+def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
+    """Run it; returns the figures that also go to ``out/metrics.json``.
+
+    Args:
+        out: Folder for all that is written; files of an earlier run there are replaced.
+        data: JSONL of conversations to use instead of the drawn pictures; one in ten is held out.
+
+    Raises:
+        ValueError: the data cannot be used; RuntimeError: training cannot run or failed.
+    """
+    require_deepspeed(on_cpu=False)
+    started = time.time()
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    train_file, held_out = _prepare_data(out, data)
+    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
+    print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
+
+    recipe = Recipe(
+        model=str(out / "initial"),
+        data=str(train_file),
+        out=str(out / "trained"),
+        steps=steps,
+        micro_batch=MICRO_BATCH,
+        learning_rate=LEARNING_RATE,
+        zero_stage=ZERO_STAGE,
+        seed=SEED,
+    )
+    print(
+        f"training {steps} steps on {processes} processes, ZeRO-{ZERO_STAGE}, bf16, activation "
+        "checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, once)",
+        flush=True,
+    )
+    launch(recipe, processes)
+    report = json.loads((out / "trained" / "training.json").read_text())
+
+    prompts = [messages[:-1] for messages in held_out]
+    expected = [messages[-1]["content"] for messages in held_out]
+    before, after, swapped = _ask_stranger(
+        out,
+        [
+            (out / "initial", prompts),
+            (out / "trained", prompts),
+            (out / "trained", _swap_pictures(prompts, expected)),
+        ],
+    )
+    plot_loss(report["history"], out / "loss.png")
+    cells = [
+        {
+            "image": _picture(prompt),
+            "question": prompt[-1]["content"],
+            "answer": answer,
+            "expected": wanted,
+        }
+        for prompt, answer, wanted in zip(prompts, after, expected, strict=True)
+    ]
+    draw_contact_sheet(cells[:24], out / "answers.png")
+    metrics = {
+        "accuracy_before": _accuracy(before, expected),
+        "accuracy_after": _accuracy(after, expected),
+        "accuracy_swapped": _accuracy(swapped, expected),
+        "seconds": round(time.time() - started, 1),
+        "world_size": report["world_size"],
+        "zero_stage": ZERO_STAGE,
+        "steps": steps,
+        "held_out": len(held_out),
+        "loss_first": report["history"][0]["loss"],
+        "loss_last": report["history"][-1]["loss"],
+        "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    return metrics
+
+
+def _prepare_data(out: Path, data: Path | None) -> tuple[Path, list[list[dict]]]:
+    """The file to train on, and the conversations held out from it."""
+    if data is None:
+        drawn = out / "data"
+        conversations = draw_data_set(drawn / "train", NUM_TRAIN, SEED, IMAGE_SIDE)
+        write_conversations(drawn / "train.jsonl", conversations)
+        held_out = draw_data_set(drawn / "held_out", NUM_HELD_OUT, SEED + 1, IMAGE_SIDE)
+        write_conversations(drawn / "held_out.jsonl", held_out)
+        return drawn / "train.jsonl", read_conversations(drawn / "held_out.jsonl")
+    conversations = read_conversations(data)
+    if len(conversations) < 2:
+        raise ValueError(
+            f"{data}: {len(conversations)} conversations; at least 2 are needed, one to hold out"
+        )
+    random.Random(SEED).shuffle(conversations)
+    number = max(len(conversations) // 10, 1)
+    train_file = out / "train.jsonl"
+    with train_file.open("w", encoding="utf-8") as file:
+        for messages in conversations[number:]:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    return train_file, conversations[:number]
+
+
+def _swap_pictures(prompts: list[list[dict]], expected: list[str]) -> list[list[dict]]:
+    """Each question with the picture of another one whose answer differs."""
+    swapped = []
+    for index, prompt in enumerate(prompts):
+        others = [*range(index + 1, len(prompts)), *range(index)]
+        other = next(
+            (
+                i
+                for i in others
+                if expected[i] != expected[index]
+                and prompts[i][-1]["content"] == prompt[-1]["content"]
+                and _picture(prompts[i])
+            ),
+            None,
+        )
+        swapped.append(
+            [
+                message | {"image": _picture(prompts[other])}
+                if "image" in message and other is not None
+                else message
+                for message in prompt
+            ]
+        )
+    return swapped
+
+
+def _picture(messages: list[dict]) -> str | None:
+    return next((message["image"] for message in messages if "image" in message), None)
+
+
+def _ask_stranger(out: Path, requests: list[tuple[Path, list]]) -> list[list[str]]:
+    asked, answered = out / "requests.json", out / "replies.json"
+    asked.write_text(json.dumps([{"model": str(m), "prompts": p} for m, p in requests]))
+    subprocess.run([sys.executable, str(STRANGER), str(asked), str(answered)], check=True)
+    return json.loads(answered.read_text())
+
+
+def _accuracy(answers: list[str], expected: list[str]) -> float:
+    right = sum(got == wanted for got, wanted in zip(answers, expected, strict=True))
+    return round(right / len(expected), 4)

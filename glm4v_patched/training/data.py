@@ -1,0 +1,108 @@
+"""Conversations about pictures: reading them from JSONL, and making training batches of them.
+
+A line of the file is ``{"messages": [...]}``; a message is ``{"role", "content"}``, one from the
+user may carry ``"image"``: a path, relative to the file's folder.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+def read_conversations(path: str | Path) -> list[list[dict]]:
+    """Read a JSONL file of conversations; image paths become absolute.
+
+    Raises:
+        ValueError: a line that is no conversation, or an image that does not exist; names the line.
+    """
+    path = Path(path)
+    conversations = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+            roles = [message["role"] for message in messages]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}]}}, '
+                f"got {line[:80]!r}"
+            ) from error
+        if "assistant" not in roles:
+            raise ValueError(f"{path}:{number}: no message of the assistant, so nothing to learn")
+        for message in messages:
+            if "image" in message:
+                message["image"] = str(_existing(path.parent / message["image"], path, number))
+        conversations.append(messages)
+    if not conversations:
+        raise ValueError(f"{path}: 0 conversations; expected at least 1 line")
+    return conversations
+
+
+def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
+    """Write conversations as JSONL, with image paths relative to the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for messages in conversations:
+            relative = [
+                message | {"image": str(Path(message["image"]).relative_to(path.parent))}
+                if "image" in message
+                else message
+                for message in messages
+            ]
+            file.write(json.dumps({"messages": relative}, ensure_ascii=False) + "\n")
+
+
+def _existing(image: Path, path: Path, number: int) -> Path:
+    if not image.is_file():
+        raise ValueError(f"{path}:{number}: the image {image} does not exist")
+    return image.resolve()
+
+
+class ConversationCollator:
+    """Turns conversations into a batch in which only the assistant's words are learned.
+
+    A turn of the assistant is supervised from the newline after its role token to the token that
+    ends it: the next role token, or ``<|endoftext|>`` after the last turn.
+    """
+
+    def __init__(self, processor):
+        self.processor = processor
+        tokenizer = processor.tokenizer
+        self.end_id = tokenizer.eos_token_id
+        self.assistant_id = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        self.role_ids = tokenizer.convert_tokens_to_ids(
+            ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+        )
+
+    def __call__(self, conversations: list[list[dict]]) -> dict[str, Tensor]:
+        """Returns ``input_ids``, ``attention_mask``, ``labels`` ``(B, L)`` padded on the right,
+        and ``pixel_values`` if there is an image."""
+        encoded = self.processor.apply_chat_template(
+            conversations, tokenize=True, return_dict=True, return_tensors=None
+        )
+        rows = [[*ids, self.end_id] for ids in encoded["input_ids"]]
+        length = max(map(len, rows))
+        batch = {
+            "input_ids": [row + [self.end_id] * (length - len(row)) for row in rows],
+            "attention_mask": [[1] * len(row) + [0] * (length - len(row)) for row in rows],
+            "labels": [self.labels(row) + [IGNORE_INDEX] * (length - len(row)) for row in rows],
+        }
+        batch = {name: torch.tensor(values) for name, values in batch.items()}
+        if "pixel_values" in encoded:
+            batch["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
+        return batch
+
+    def labels(self, ids: list[int]) -> list[int]:
+        """The ids of the assistant's turns, -100 elsewhere."""
+        labels, speaking = [], False
+        for at, token in enumerate(ids):
+            ends_turn = token in self.role_ids or at == len(ids) - 1
+            labels.append(token if speaking else IGNORE_INDEX)
+            if ends_turn:
+                speaking = token == self.assistant_id
+        return labels

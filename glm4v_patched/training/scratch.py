@@ -1,0 +1,85 @@
+"""A glm-4v small enough for a laptop: random weights, and a vocabulary learned from the data."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import GenerationConfig
+
+from ..remote.configuration_chatglm import ChatGLMConfig
+from ..remote.image_processing_chatglm import ChatGLMImageProcessor
+from ..remote.modeling_chatglm import GLM4VForCausalLM
+from ..remote.processing_chatglm import ChatGLMProcessor
+from ..remote.tokenization_chatglm import SPLIT_PATTERN, ChatGLM4Tokenizer
+
+IMAGE_SIDE = 56
+PATCH_SIDE = 14
+
+
+def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int) -> None:
+    """Save a tiny model with random weights, and its processor, for ``from_pretrained``."""
+    processor = build_processor([m["content"] for messages in conversations for m in messages])
+    torch.manual_seed(seed)
+    model = GLM4VForCausalLM(tiny_config(processor.tokenizer)).to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def build_processor(texts: list[str]) -> ChatGLMProcessor:
+    """A byte-level BPE over ``texts`` with the split pattern and special tokens of glm-4v."""
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts, BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
+    )
+    return ChatGLMProcessor(
+        image_processor=ChatGLMImageProcessor(size=IMAGE_SIDE, patch_size=PATCH_SIDE),
+        tokenizer=ChatGLM4Tokenizer(tokenizer_object=bpe, model_max_length=1024),
+    )
+
+
+def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
+    def ids(*tokens: str) -> list[int]:
+        return tokenizer.convert_tokens_to_ids(list(tokens))
+
+    begin, end = ids("<|begin_of_image|>", "<|end_of_image|>")
+    return ChatGLMConfig(
+        num_layers=2,
+        padded_vocab_size=len(tokenizer) + -len(tokenizer) % 64,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        kv_channels=32,
+        num_attention_heads=4,
+        multi_query_group_num=2,
+        seq_length=1024,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=ids("<|endoftext|>", "<|user|>", "<|observation|>"),
+        boi_token_id=begin,
+        eoi_token_id=end,
+        vision_config={
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "intermediate_size": 192,
+            "patch_size": PATCH_SIDE,
+            "image_size": IMAGE_SIDE,
+            "num_positions": (IMAGE_SIDE // PATCH_SIDE) ** 2 + 1,
+            # The published 8 scales image vectors of a trained tower; new ones start small.
+            "scaling_factor": 1,
+        },
+        initializer_range=0.05,
+    )

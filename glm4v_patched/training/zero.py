@@ -1,0 +1,35 @@
+"""DeepSpeed configurations, and what DeepSpeed needs of the machine."""
+
+import importlib.util
+import shutil
+
+
+def zero_config(stage: int) -> dict:
+    """ZeRO at ``stage`` in bf16; batch sizes and clipping are the trainer's."""
+    return {
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        # The optimizer is torch's own AdamW: DeepSpeed's would be compiled first on a CPU.
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
+def require_deepspeed(on_cpu: bool) -> None:
+    """Raise ``RuntimeError`` naming what is missing and how to install it."""
+    missing = []
+    if importlib.util.find_spec("deepspeed") is None:
+        missing.append("DeepSpeed and what training needs: pip install 'glm4v-patched[train]'")
+    if on_cpu and shutil.which("g++") is None and shutil.which("c++") is None:
+        missing.append("a C++ compiler, for DeepSpeed's CPU collectives: apt-get install g++")
+    if on_cpu and not (shutil.which("ninja") or importlib.util.find_spec("ninja")):
+        missing.append("ninja, for DeepSpeed's CPU collectives: pip install ninja")
+    if missing:
+        raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))

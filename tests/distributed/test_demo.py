@@ -1,0 +1,32 @@
+"""The demo from end to end, with too few steps to learn to look, but enough to learn to answer."""
+
+import json
+
+import pytest
+import torch
+
+from glm4v_patched.cli import main
+
+FILES = ["loss.png", "answers.png", "metrics.json", "data/train.jsonl", "trained/model.safetensors"]
+
+
+def test_demo_trains_on_two_processes_and_a_stranger_judges_it(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--steps", "20"]) == 0
+    for name in FILES:
+        assert (tmp_path / name).is_file(), name
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["world_size"] == 2
+    assert metrics["zero_stage"] == 3
+    assert metrics["accuracy_before"] <= 0.2
+    assert metrics["loss_last"] < 0.5 * metrics["loss_first"]
+    assert f"{metrics['accuracy_after']:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.two_gpu
+def test_demo_learns_to_look_on_two_gpus(tmp_path):
+    assert torch.cuda.device_count() >= 2
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["accuracy_before"] <= 0.2
+    assert metrics["accuracy_after"] >= 0.95
+    assert metrics["accuracy_swapped"] <= 0.2

@@ -1,0 +1,129 @@
+"""glm-4v's forward pass in plain loops, for tests: slow, and sharing no code with the model.
+
+Written from ARCHITECTURE.md alone. Takes rows in the three-id form, one at a time, unpadded.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def forward_row(weights: dict, config: dict, ids: list[int], images: list) -> torch.Tensor:
+    """Logits ``(length, vocabulary)`` of one row; ``images`` are ``(3, S, S)``, in order."""
+    vectors, positions, images, features = [], [], iter(images), []
+    for position, token in enumerate(ids):  # an image costs three positions, as it has three ids
+        begins, inside, ends = (
+            position >= offset and ids[position - offset] == config["boi_token_id"]
+            for offset in range(3)
+        )
+        if begins:
+            features = encode_image(weights, config["vision_config"], next(images))
+        text = [weights["transformer.embedding.word_embeddings.weight"][token]]
+        image = features[:1] if begins else features[-1:] if ends else features[1:-1]
+        new = image if begins or inside or ends else text
+        vectors.extend(new)
+        positions += [position] * len(new)
+    x = torch.stack(vectors)
+    for i in range(config["num_layers"]):
+        x = decoder_layer(weights, f"transformer.encoder.layers.{i}.", config, x, positions)
+    eps = config["layernorm_epsilon"]
+    x = rms_norm(x, weights["transformer.encoder.final_layernorm.weight"], eps)
+    return x @ weights["transformer.output_layer.weight"].T
+
+
+def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
+    heads, groups = config["num_attention_heads"], config["multi_query_group_num"]
+    channels, eps = config["kv_channels"], config["layernorm_epsilon"]
+    base = 10000.0 * config["rope_ratio"]
+
+    def weight(name):
+        return weights[prefix + name]
+
+    normed = rms_norm(x, weight("input_layernorm.weight"), eps)
+    fused = normed @ weight("self_attention.query_key_value.weight").T
+    fused = fused + weight("self_attention.query_key_value.bias")
+
+    def head(number):  # counted over queries, then keys, then values
+        return fused[:, number * channels : (number + 1) * channels]
+
+    outputs = []
+    for h in range(heads):
+        group = h // (heads // groups)
+        query, key = (rotate(head(i), positions, base) for i in (h, heads + group))
+        outputs.append(attention(query, key, head(heads + groups + group), causal=True))
+    x = x + torch.cat(outputs, dim=1) @ weight("self_attention.dense.weight").T
+    normed = rms_norm(x, weight("post_attention_layernorm.weight"), eps)
+    gate_and_up = normed @ weight("mlp.dense_h_to_4h.weight").T
+    inner = gate_and_up.shape[1] // 2
+    activated = F.silu(gate_and_up[:, :inner]) * gate_and_up[:, inner:]
+    return x + activated @ weight("mlp.dense_4h_to_h.weight").T
+
+
+def rotate(x, positions, base) -> torch.Tensor:
+    """Rotate pairs of neighbouring channels in the first half of ``(length, channels)``."""
+    rotated, columns = x.shape[1] // 2, list(x.unbind(dim=1))
+    for i in range(0, rotated, 2):
+        angles = [position * base ** (-i / rotated) for position in positions]
+        cos, sin = (x.new_tensor([f(angle) for angle in angles]) for f in (math.cos, math.sin))
+        a, b = columns[i], columns[i + 1]
+        columns[i], columns[i + 1] = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(columns, dim=1)
+
+
+def attention(query, key, value, causal) -> torch.Tensor:
+    scores = query @ key.T / math.sqrt(query.shape[1])
+    if causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores.softmax(dim=1) @ value
+
+
+def rms_norm(x, weight, eps) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean(dim=1, keepdim=True) + eps) * weight
+
+
+def encode_image(weights, vision, image) -> torch.Tensor:
+    """``(tokens + 2, width)`` with the learned begin and end vectors."""
+    weights = {k.removeprefix("transformer.vision."): v for k, v in weights.items()}
+    patch, width, heads = vision["patch_size"], vision["hidden_size"], vision["num_heads"]
+    side = vision["image_size"] // patch
+
+    def linear(name, x):
+        bias = weights.get(f"{name}.bias")
+        return F.linear(x, weights[f"{name}.weight"], bias)
+
+    def layer_norm(name, x, eps):
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    kernel = weights["patch_embedding.proj.weight"].flatten(1)
+    tokens = [weights["patch_embedding.cls_embedding"][0]]
+    for top in range(0, side * patch, patch):
+        for left in range(0, side * patch, patch):
+            pixels = image[:, top : top + patch, left : left + patch].flatten()
+            tokens.append(kernel @ pixels + weights["patch_embedding.proj.bias"])
+    x = torch.stack(tokens) + weights["patch_embedding.position_embedding.weight"]
+    for i in range(vision["num_hidden_layers"]):
+        layer, eps = f"transformer.layers.{i}.", vision["layer_norm_eps"]
+        fused = linear(layer + "attention.query_key_value", x).split(width, dim=1)
+        of_heads = zip(*(part.chunk(heads, dim=1) for part in fused), strict=True)
+        attended = torch.cat([attention(*qkv, causal=False) for qkv in of_heads], dim=1)
+        attended = linear(layer + "attention.dense", attended)
+        x = x + layer_norm(layer + "input_layernorm", attended, eps)
+        hidden = linear(layer + "mlp.fc2", F.gelu(linear(layer + "mlp.fc1", x)))
+        x = x + layer_norm(layer + "post_attention_layernorm", hidden, eps)
+    patches, features = x[1:], [weights["boi"][0, 0]]
+    for top in range(0, side - 1, 2):
+        for left in range(0, side - 1, 2):
+            at = [top * side + left, top * side + left + 1]
+            at += [index + side for index in at]
+            # conv.weight is (out, in, 2, 2); the four patches are its 2 x 2, row by row.
+            conv = torch.einsum("oip,pi->o", weights["conv.weight"].flatten(2), patches[at])
+            x = linear("linear_proj.linear_proj", conv + weights["conv.bias"])
+            x = F.gelu(layer_norm("linear_proj.norm1", x, 1e-5))
+            gate = F.silu(linear("linear_proj.gate_proj", x))
+            inner = gate * linear("linear_proj.dense_h_to_4h", x)
+            features.append(linear("linear_proj.dense_4h_to_h", inner))
+    features.append(weights["eoi"][0, 0])
+    return torch.stack(features) / vision["scaling_factor"]

@@ -1,0 +1,133 @@
+"""The model equals a plain-loop reference on configurations that the golden data does not have."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import encode_image, forward_row
+from tiny import BOI, EOI, PAD, golden_case, golden_json, golden_weights, text, tiny_config
+
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+
+# Both in fp64, ours with fp32 rotary tables and variances. Relative to the largest value; measured
+# 5.7e-7 for logits, 3.2e-6 for gradients. What must fail: see test_fields_that_change_no_shape.
+RTOL = 5e-6
+GRADIENT_RTOL = 2e-5
+
+
+def vision(**changes) -> dict:
+    values = golden_json("config.json")["vision_config"] | changes
+    side = values["image_size"] // values["patch_size"]
+    return {"vision_config": values | {"num_positions": side * side + 1}}
+
+
+CONFIGURATIONS = {
+    "as golden": {},
+    "odd number of groups": {"num_attention_heads": 6, "multi_query_group_num": 3},
+    "a group for every head": {"num_attention_heads": 5, "multi_query_group_num": 5},
+    "one group": {"multi_query_group_num": 1},
+    "projection wider than hidden": {"kv_channels": 32},
+    "projection narrower than hidden": {"kv_channels": 8},
+    "rope_ratio": {"rope_ratio": 50},
+    "eps": {"layernorm_epsilon": 1e-2} | vision(layer_norm_eps=1e-2),
+    "scaling_factor": vision(scaling_factor=3),
+    "one image token": vision(image_size=28),
+    "nine image tokens": vision(image_size=84),
+    "odd grid": vision(image_size=70),
+    "pixels beside the grid": vision(image_size=60),
+    "other patch": vision(image_size=48, patch_size=8),
+    "tower": vision(hidden_size=40, num_heads=5, intermediate_size=24, num_hidden_layers=3),
+    "several": {
+        "num_attention_heads": 6,
+        "multi_query_group_num": 3,
+        "kv_channels": 20,
+        "rope_ratio": 3,
+        "ffn_hidden_size": 96,
+        "num_layers": 3,
+    }
+    | vision(image_size=70, scaling_factor=0.5, num_heads=2),
+}
+
+
+def random_model(changes: dict) -> GLM4VForCausalLM:
+    """fp64, with weights large enough that nothing that is computed is lost in the residual."""
+    torch.manual_seed(0)
+    model = GLM4VForCausalLM(tiny_config(rope_in_fp32=True, **changes)).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name and name.endswith("weight")
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1 if is_norm else 0))
+    return model
+
+
+def sample(model) -> tuple[list[int], torch.Tensor]:
+    """A row with an image at its start, two adjacent ones, and text between and after."""
+    image, side = [BOI, PAD, EOI], model.config.vision.image_size
+    row = [*image, *text(5, seed=1), *image, *image, *text(6, seed=2)]
+    generator = torch.Generator().manual_seed(3)
+    return row, torch.randn(3, 3, side, side, generator=generator, dtype=torch.float64)
+
+
+def reference_logits(model, row, pixels) -> torch.Tensor:
+    weights = dict(model.named_parameters())
+    return forward_row(weights, model.config.to_dict(), row, list(pixels))
+
+
+def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+def test_reference_gives_the_golden_logits_and_features():
+    config = golden_json("config.json")
+    weights = golden_weights()
+    inputs, want, _ = golden_case("vision.fp32")
+    for image, features in zip(inputs["images"], want["features"], strict=True):
+        got = encode_image(weights, config["vision_config"], image)
+        assert (got - features).abs().max() <= 4e-5
+    for case in ("text_single", "image_single", "image_batch2_labels"):
+        inputs, want, _ = golden_case(f"{case}.fp32")
+        images = inputs.get("images", torch.zeros(len(inputs["input_ids"]), 0))
+        for row, ids in enumerate(inputs["input_ids"].tolist()):
+            pictures = [images[row]] if "images" in inputs else []
+            got = forward_row(weights, config, ids, pictures)
+            assert (got - want["logits"][row]).abs().max() <= 4e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_logits_equal_the_reference(name, implementation):
+    model = random_model(CONFIGURATIONS[name])
+    model.set_attn_implementation(implementation)
+    row, pixels = sample(model)
+    with torch.no_grad():
+        got = model(input_ids=torch.tensor([row]), pixel_values=pixels).logits[0]
+        want = reference_logits(model, row, pixels)
+    tokens = model.config.vision.num_image_tokens
+    assert len(got) == len(row) + 3 * (tokens - 1)
+    assert relative_difference(got, want) <= RTOL
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_gradients_equal_the_reference(name):
+    model = random_model(CONFIGURATIONS[name]).train()
+    row, pixels = sample(model)
+    labels = [-100] * (len(row) - 5) + row[-5:]
+    model(
+        input_ids=torch.tensor([row]), labels=torch.tensor([labels]), pixel_values=pixels
+    ).loss.backward()
+    parameters = dict(model.named_parameters())
+    loss = F.cross_entropy(reference_logits(model, row, pixels)[-6:-1], torch.tensor(row[-5:]))
+    want = torch.autograd.grad(loss, list(parameters.values()))
+    for (name, parameter), gradient in zip(parameters.items(), want, strict=True):
+        assert gradient.abs().max() > 0, name
+        assert relative_difference(parameter.grad, gradient) <= GRADIENT_RTOL, name
+
+
+@pytest.mark.parametrize("name", ["rope_ratio", "eps", "scaling_factor"])
+def test_fields_that_change_no_shape_change_the_numbers(name):
+    row, pixels = sample(random_model({}))
+    with torch.no_grad():
+        got, other = (
+            random_model(changes)(input_ids=torch.tensor([row]), pixel_values=pixels).logits
+            for changes in (CONFIGURATIONS[name], {})
+        )
+    assert relative_difference(got, other) > 100 * RTOL

@@ -1,0 +1,324 @@
+"""The model as a module: one path for training and evaluation, tables, dtypes, initialisation."""
+
+import pytest
+import torch
+from tiny import grown_image, padded, pictures, text, three_id_image, tiny_config, tiny_model
+from transformers import DynamicCache
+
+from glm4v_patched.remote.loss import OutputLayer
+from glm4v_patched.remote.modeling_chatglm import (
+    ChatGLMForConditionalGeneration,
+    ChatGLMModel,
+    GLM4VForCausalLM,
+    RotaryEmbedding,
+)
+from glm4v_patched.remote.sharding import must_run_on_every_process
+
+# fp32, a product with fewer rows. Measured 0 on this CPU.
+ATOL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model() -> GLM4VForCausalLM:
+    return tiny_model()
+
+
+def batch(image=None) -> dict[str, torch.Tensor]:
+    image = grown_image() if image is None else image
+    inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], "left")
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return inputs | {"pixel_values": pictures(1), "labels": labels}
+
+
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+def test_training_and_evaluation_compute_the_same(model, image):
+    with torch.no_grad():
+        evaluated = model.eval()(**batch(image), use_cache=False)
+        trained = model.train()(**batch(image))
+    model.eval()
+    assert torch.equal(trained.loss, evaluated.loss)
+    assert torch.equal(trained.logits, evaluated.logits)
+
+
+def test_training_keeps_no_cache_unless_asked():
+    model = tiny_model().train()
+    assert model(**batch()).past_key_values is None
+    assert model(**batch(), use_cache=True).past_key_values is not None
+    assert model.eval()(**batch()).past_key_values is not None
+
+
+def test_the_published_class_name_is_an_alias():
+    assert ChatGLMForConditionalGeneration is GLM4VForCausalLM
+
+
+@torch.no_grad()
+def test_outputs_have_the_length_of_the_grown_rows(model):
+    inputs = batch(three_id_image())
+    length = inputs["input_ids"].shape[1] + 3
+    output = model(**inputs, output_hidden_states=True)
+    assert output.logits.shape == (2, length, 512)
+    assert len(output.hidden_states) == 3
+    assert all(state.shape == (2, length, 64) for state in output.hidden_states)
+    assert output.past_key_values.get_seq_length() == length
+    base = model.transformer(**inputs)
+    assert base.labels.shape == (2, length)
+    assert base.last_hidden_state.shape == (2, length, 64)
+
+
+@torch.no_grad()
+def test_tuples_hold_what_the_named_output_holds(model):
+    named = model(**batch(), output_hidden_states=True)
+    positional = model(**batch(), output_hidden_states=True, return_dict=False)
+    assert isinstance(positional, tuple) and len(positional) == 4
+    assert torch.equal(positional[0], named.loss)
+    assert torch.equal(positional[1], named.logits)
+    assert isinstance(model.transformer(**batch(), return_dict=False), tuple)
+    assert model(**batch(), output_attentions=True).loss.item() == named.loss.item()
+
+
+@torch.no_grad()
+def test_logits_to_keep_are_the_last_ones(model):
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    every = model(**inputs).logits
+    assert torch.equal(model(**inputs, logits_to_keep=2).logits, every[:, -2:])
+    kept = torch.tensor([1, 4])
+    assert (model(**inputs, logits_to_keep=kept).logits - every[:, kept]).abs().max() <= ATOL
+    assert model(**batch(), logits_to_keep=2).logits.shape == every.shape
+
+
+# Inputs that contradict each other
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_refuses_both_or_neither_of_ids_and_embeddings(model, both):
+    ids = torch.tensor([text(4)])
+    inputs = {"input_ids": ids, "inputs_embeds": torch.zeros(1, 4, 64)} if both else {}
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(**inputs)
+
+
+def test_refuses_images_under_both_names(model):
+    ids = torch.tensor([grown_image()])
+    with pytest.raises(ValueError, match="pixel_values and images are two names"):
+        model(input_ids=ids, pixel_values=pictures(1), images=pictures(1))
+
+
+def test_refuses_images_with_embeddings(model):
+    with pytest.raises(ValueError, match="2 images were given with inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 4, 64), pixel_values=pictures(2))
+
+
+def test_refuses_a_cache_of_tuples(model):
+    old = ((torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16)),) * 2
+    with pytest.raises(ValueError, match="past_key_values is a tuple; give a Cache"):
+        model(input_ids=torch.tensor([text(4)]), past_key_values=old)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "images"])
+@pytest.mark.parametrize("empty", [None, [], torch.zeros(0, 3, 56, 56)], ids=str)
+@torch.no_grad()
+def test_no_images_may_be_said_in_any_way(model, name, empty):
+    ids = torch.tensor([text(6)])
+    assert torch.equal(model(input_ids=ids, **{name: empty}).logits, model(input_ids=ids).logits)
+
+
+@torch.no_grad()
+def test_images_may_be_a_list(model):
+    inputs = batch()
+    want = model(**inputs).logits
+    images = list(inputs.pop("pixel_values"))
+    assert torch.equal(model(**inputs, images=images).logits, want)
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_embedded_text_equals_its_ids_with_gradients(side):
+    model = tiny_model().train()
+    inputs = padded([text(5, seed=1), text(8, seed=2)], side)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    want = model(**inputs, labels=labels)
+    want.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    got = model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], labels=labels)
+    got.loss.backward()
+    assert torch.equal(got.logits, want.logits)
+    for name, gradient in gradients.items():
+        assert torch.equal(model.get_parameter(name).grad, gradient), name
+
+
+def test_embeddings_are_the_two_tables(model):
+    assert model.get_input_embeddings() is model.transformer.embedding.word_embeddings
+    assert model.get_output_embeddings() is model.transformer.output_layer
+    assert model.transformer.get_input_embeddings() is model.get_input_embeddings()
+
+
+def test_embeddings_can_be_set():
+    model = tiny_model()
+    table, linear = torch.nn.Embedding(512, 64), torch.nn.Linear(64, 512, bias=False)
+    model.set_input_embeddings(table)
+    model.set_output_embeddings(linear)
+    assert model.get_input_embeddings() is table
+    assert isinstance(model.get_output_embeddings(), OutputLayer)
+    assert model.get_output_embeddings().weight is linear.weight
+
+
+@pytest.mark.parametrize("size", [520, 512 + 64, 505])
+def test_resizing_resizes_both_tables_and_keeps_old_logits(size):
+    model = tiny_model()
+    ids = torch.tensor([text(6)])
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+    model.resize_token_embeddings(size)
+    assert model.get_input_embeddings().weight.shape == (size, 64)
+    assert model.get_output_embeddings().weight.shape == (size, 64)
+    assert model.config.vocab_size == model.config.padded_vocab_size == size
+    assert model.get_output_embeddings().weight.requires_grad
+    with torch.no_grad():
+        got = model(input_ids=ids).logits
+    kept = min(size, 512)
+    assert got.shape[-1] == size
+    # torch sums a product of another width in another order: measured 1.9e-6.
+    assert (got[..., :kept] - want[..., :kept]).abs().max() <= 1e-5
+    plain, skipped = (model.train()(input_ids=ids, labels=ids, skip_logits=s) for s in (0, 1))
+    assert skipped.logits is None
+    assert skipped.loss.item() == pytest.approx(plain.loss.item(), abs=1e-5)
+
+
+def test_a_new_token_can_be_used_after_resizing():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="holds id 515, but the vocabulary has 512"):
+        model(input_ids=torch.tensor([[1, 515]]))
+    model.resize_token_embeddings(520)
+    assert model(input_ids=torch.tensor([[1, 515]])).logits.shape == (1, 2, 520)
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_model_computes_in_the_dtype_of_its_weights(dtype):
+    model = tiny_model(dtype)
+    output = model(**batch(), output_hidden_states=True)
+    assert output.logits.dtype == dtype
+    assert {state.dtype for state in output.hidden_states} == {dtype}
+    assert output.past_key_values.layers[0].keys.dtype == dtype
+    assert output.loss.dtype == torch.float32
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() and p.grad.dtype == dtype for p in model.parameters())
+
+
+def test_autocast_trains_fp32_weights_in_bf16():
+    model = tiny_model().train()
+    want = model(**batch()).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch()).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(want.item(), abs=0.1)
+    assert all(p.grad.dtype == torch.float32 and p.grad.norm() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rotary_tables_are_rounded_to_the_dtype_unless_kept_in_fp32(dtype):
+    positions = torch.arange(100)[None]
+    exact = RotaryEmbedding(tiny_config(rope_in_fp32=True))(positions, dtype)
+    rounded = RotaryEmbedding(tiny_config())(positions, dtype)
+    assert {table.dtype for table in exact} == {torch.float32}
+    for table, kept in zip(rounded, exact, strict=True):
+        assert torch.equal(table, kept.to(dtype))
+
+
+def test_rotary_tables_do_not_read_the_buffer():
+    model = tiny_model()
+    ids = torch.tensor([text(6)])
+    want = model(input_ids=ids).logits
+    model.transformer.rotary_pos_emb.inv_freq.zero_()
+    assert torch.equal(model(input_ids=ids).logits, want)
+
+
+# Initialisation
+
+
+def initialised(seed: int, cls=GLM4VForCausalLM, **changes):
+    torch.manual_seed(seed)
+    return cls._from_config(tiny_config(**changes))
+
+
+@pytest.mark.parametrize("cls", [GLM4VForCausalLM, ChatGLMModel])
+@pytest.mark.parametrize("std", [0.02, 0.1])
+def test_new_weights_are_normal_biases_zero_and_norms_one(std, cls):
+    for name, value in initialised(0, cls, initializer_range=std).named_parameters():
+        if "norm" in name:
+            assert (value == (1 if name.endswith("weight") else 0)).all(), name
+        elif name.endswith("bias"):
+            assert (value == 0).all(), name
+        else:
+            # The smallest has 32 numbers, whose deviation is off by 1 / sqrt(64).
+            assert value.std().item() == pytest.approx(std, rel=0.5), name
+            assert value.mean().abs() < std, name
+
+
+def test_new_weights_follow_the_seed():
+    first, again, other = (initialised(seed).state_dict() for seed in (0, 0, 1))
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+        fixed = "norm" in name or name.endswith(("bias", "inv_freq"))
+        assert torch.equal(value, other[name]) is fixed, name
+
+
+def test_a_new_model_computes_finite_numbers():
+    output = initialised(0)(**batch())
+    assert output.logits.isfinite().all()
+    assert output.loss.item() == pytest.approx(torch.tensor(512.0).log().item(), abs=0.1)
+
+
+# Work that is not done
+
+
+def test_text_batches_do_not_run_the_tower_in_a_single_process():
+    model = tiny_model().train()
+    runs = []
+    model.transformer.vision.register_forward_pre_hook(lambda *call: runs.append(call))
+    inputs = padded([text(4), text(6)], "left")
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert not runs
+    assert not must_run_on_every_process(model.transformer.vision)
+    assert all(p.grad is None for p in model.transformer.vision.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
+    use_reentrant, monkeypatch
+):
+    """What a process without images does when others would wait for it."""
+    model = tiny_model().train()
+    inputs = padded([text(4), text(6)], "left")
+    want = model(**inputs).logits
+    monkeypatch.setitem(
+        ChatGLMModel._merge_images.__globals__, "must_run_on_every_process", lambda module: True
+    )
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    output = model(**inputs, labels=inputs["input_ids"])
+    assert torch.equal(output.logits, want)
+    output.loss.backward()
+    for name, parameter in model.transformer.vision.named_parameters():
+        assert parameter.grad is not None and (parameter.grad == 0).all(), name
+
+
+def test_parameters_that_zero3_shards_make_the_tower_run(monkeypatch):
+    vision = tiny_model().transformer.vision
+    next(vision.parameters()).ds_status = "AVAILABLE"
+    assert must_run_on_every_process(vision)
+
+
+def test_a_given_cache_is_filled_and_returned(model):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        output = model(**batch(), past_key_values=cache)
+    assert output.past_key_values is cache
+    assert cache.get_seq_length() == output.logits.shape[1]

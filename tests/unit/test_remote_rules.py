@@ -1,0 +1,61 @@
+"""The files that go to the Hub obey its loader: read as text, so checked as text."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import glm4v_patched.remote
+
+REMOTE = Path(glm4v_patched.remote.__file__).parent
+FILES = sorted(path for path in REMOTE.glob("*.py") if path.name != "__init__.py")
+ENTRIES = ["modeling_chatglm.py", "processing_chatglm.py"]
+# torch, transformers, and what transformers itself requires.
+ALLOWED = {"torch", "transformers", "numpy", "tokenizers", "packaging"}
+STANDARD = set(sys.stdlib_module_names)
+
+
+def imports(path: Path) -> list[ast.stmt]:
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def siblings(path: Path) -> set[str]:
+    return {f"{node.module}.py" for node in imports(path) if getattr(node, "level", 0)}
+
+
+def closure(path: Path) -> set[str]:
+    found, todo = set(), [path.name]
+    while todo:
+        for name in siblings(REMOTE / todo.pop()) - found:
+            found.add(name)
+            todo.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_only_siblings_torch_and_what_transformers_requires_are_imported(path):
+    for node in imports(path):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            # `from . import x`, `from ..x` and `from .a.b` are not seen by the loader.
+            assert node.level == 1 and node.module and "." not in node.module
+            continue
+        names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        assert {name.split(".")[0] for name in names} <= ALLOWED | STANDARD
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_file_imports_all_it_needs_itself(entry):
+    # transformers 4.57 copies only the direct imports of a local folder's entry file.
+    assert siblings(REMOTE / entry) == closure(REMOTE / entry)
+
+
+def test_every_file_is_reached_from_an_entry():
+    reached = set(ENTRIES).union(*(closure(REMOTE / entry) for entry in ENTRIES))
+    assert reached == {path.name for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_package_is_never_named(path):
+    assert "glm4v_patched" not in path.read_text()

@@ -1,0 +1,123 @@
+"""The demo's data: drawn, written, read back, and turned into supervised batches."""
+
+import json
+import random
+
+import pytest
+from PIL import Image
+
+from glm4v_patched.training.data import (
+    ConversationCollator,
+    read_conversations,
+    write_conversations,
+)
+from glm4v_patched.training.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
+from glm4v_patched.training.plots import draw_contact_sheet, plot_loss
+from glm4v_patched.training.scratch import IMAGE_SIDE, build_processor
+
+
+def chat(*turns: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor(["Which colour is it?", "a red circle", "a green square", "red"])
+
+
+def supervised_text(processor, conversation: list[dict]) -> str:
+    batch = ConversationCollator(processor)([conversation])
+    labels = batch["labels"][0]
+    return processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=False)
+
+
+def test_written_conversations_read_back_with_absolute_images(tmp_path):
+    drawn = draw_data_set(tmp_path / "pictures", 3, seed=0, side=IMAGE_SIDE)
+    write_conversations(tmp_path / "data.jsonl", drawn)
+    assert json.loads((tmp_path / "data.jsonl").read_text().splitlines()[0])["messages"][0][
+        "image"
+    ].startswith("pictures/")
+    assert read_conversations(tmp_path / "data.jsonl") == drawn
+
+
+def test_same_seed_draws_the_same_pictures_and_another_seed_others(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, seed in zip(folders, (0, 0, 1), strict=True):
+        draw_data_set(folder, 2, seed=seed, side=IMAGE_SIDE)
+    a, b, c = ((folder / "00000.png").read_bytes() for folder in folders)
+    assert a == b != c
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_has_its_colour_in_the_middle(shape):
+    image = draw_shape("red", shape, 56, random.Random(0))
+    assert COLOURS["red"] in {colour for _, colour in image.getcolors(maxcolors=9999)}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", r"data\.jsonl:2: expected .*not json"),
+        ('{"text": "x"}', r"data\.jsonl:2: expected"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"data\.jsonl:2: no message of the"),
+        (
+            '{"messages": [{"role": "user", "image": "no.png", "content": "x"}, '
+            '{"role": "assistant", "content": "y"}]}',
+            r"data\.jsonl:2: the image .*no\.png does not exist",
+        ),
+    ],
+)
+def test_an_unusable_line_is_named(tmp_path, line, message):
+    good = json.dumps({"messages": chat(("user", "a"), ("assistant", "b"))})
+    (tmp_path / "data.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(ValueError, match=message):
+        read_conversations(tmp_path / "data.jsonl")
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "data.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="0 conversations; expected at least 1"):
+        read_conversations(tmp_path / "data.jsonl")
+
+
+def test_only_the_assistants_words_and_the_end_are_supervised(processor):
+    conversation = chat(("user", "Which colour is it?"), ("assistant", "red"))
+    assert supervised_text(processor, conversation) == "\nred<|endoftext|>"
+
+
+def test_every_turn_of_the_assistant_is_supervised_to_the_token_that_ends_it(processor):
+    conversation = chat(
+        ("user", "a"), ("assistant", "red"), ("user", "b"), ("assistant", "a red circle")
+    )
+    assert supervised_text(processor, conversation) == "\nred<|user|>\na red circle<|endoftext|>"
+
+
+def test_special_tokens_in_the_data_are_text(processor):
+    conversation = chat(("user", "x<|assistant|>y"), ("assistant", "red"))
+    assert supervised_text(processor, conversation) == "\nred<|endoftext|>"
+
+
+def test_a_batch_is_padded_on_the_right_with_nothing_supervised_there(processor):
+    image = Image.new("RGB", (20, 20))
+    long = [
+        {"role": "user", "image": image, "content": "Which colour is it?"},
+        {"role": "assistant", "content": "red"},
+    ]
+    short = chat(("user", "a"), ("assistant", "red"))
+    batch = ConversationCollator(processor)([short, long])
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    assert batch["pixel_values"].shape == (1, 3, IMAGE_SIDE, IMAGE_SIDE)
+    padding = batch["attention_mask"][0] == 0
+    assert padding.any() and padding[-1]
+    assert (batch["labels"][0][padding] == -100).all()
+
+
+def test_plots_are_pictures(tmp_path):
+    plot_loss([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "loss.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    cell = {"question": "q", "answer": "a", "expected": "b"}
+    draw_contact_sheet(
+        [cell | {"image": tmp_path / "a.png"}, cell | {"image": None}], tmp_path / "sheet.png"
+    )
+    assert Image.open(tmp_path / "loss.png").size[0] > 100
+    assert Image.open(tmp_path / "sheet.png").size[0] > 100
