@@ -256,6 +256,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        prompt_length: int | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over rows of text and images.
@@ -278,6 +279,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
             output_attentions: Accepted and without effect, as in the published code.
+            prompt_length: Ids from this column on were drawn by generation; begin- and
+                end-of-image ids among them are ordinary tokens.
             attention_kwargs: For the attention implementation, e.g. ``cu_seq_lens_q``.
 
         Raises:
@@ -303,9 +306,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             position_ids,
             labels,
             past_length,
-            _next_position(past_key_values, past_length),
-            # With a cache, a begin or end id may be one that generation drew.
-            strict=past_length == 0 or num_images > 0,
+            None if position_ids is not None else _next_position(past_key_values, past_length),
+            prompt_length,
+            # With a cache, a lone begin or end id may be one that generation drew.
+            allow_unpaired=past_length > 0 and num_images == 0,
         )
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
         embeds_BRD = self._merge_images(embeds_BRD, rows.image_mask, pixel_values, past_length)
@@ -372,7 +376,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             )
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and checkpointing:
-            return None  # a recomputed layer would enter its keys twice
+            # A recomputed layer would enter its keys twice.
+            if _cached_length(past_key_values):
+                raise ValueError(
+                    f"past_key_values holds {_cached_length(past_key_values)} positions, which "
+                    "cannot be used in training with activation checkpointing: disable one of them"
+                )
+            return None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past_key_values is None and use_cache:
@@ -496,12 +506,13 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
+        prompt_length: int | None = None,
         **kwargs,
     ) -> dict:
         """What ``forward`` needs for the part of the rows that is not in the cache yet.
 
         ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
-        here, and cut after what the cache holds.
+        here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
         """
         past_length = _cached_length(past_key_values)
         inputs = {"past_key_values": past_key_values}
@@ -522,8 +533,11 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 num_images=None,
                 attention_mask=attention_mask,
                 position_ids=_continued(position_ids, input_ids.shape[1]),
-                strict=False,
+                prompt_length=prompt_length,
             )
+            if prompt_length is not None:
+                drawn = input_ids.shape[1] - prompt_length
+                inputs["prompt_length"] = rows.input_ids.shape[1] - drawn - past_length
             inputs["input_ids"] = rows.input_ids[:, past_length:]
             inputs["position_ids"] = rows.position_ids[:, past_length:]
             inputs["attention_mask"] = rows.attention_mask
@@ -545,7 +559,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
-        """Repeat rows for beams or several answers, with each row's images kept together."""
+        """Repeat rows for beams or several answers, with each row's images kept together.
+
+        Also notes where the prompt ends.
+        """
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
@@ -567,6 +584,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         )
         if images is not None:
             model_kwargs["pixel_values"] = images
+        if input_ids is not None:
+            # Called once, before the first token is drawn.
+            model_kwargs["prompt_length"] = input_ids.shape[1]
         return input_ids, model_kwargs
 
 
@@ -605,8 +625,13 @@ def _cached_length(cache: Cache | None) -> int:
 
 def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position that follows each row of the cache, if it was filled by this model."""
-    length, position_B1 = getattr(cache, "glm4v_next_position", (None, None))
-    return position_B1 if length == past_length else None
+    length, position_B1 = getattr(cache, "glm4v_next_position", (past_length, None))
+    if past_length and length != past_length:
+        raise ValueError(
+            f"the cache holds {past_length} positions but was filled to {length}: what position "
+            "comes next is not known any more; give position_ids"
+        )
+    return position_B1 if past_length else None
 
 
 def _remember_next_position(cache: Cache, position_ids: Tensor) -> None:

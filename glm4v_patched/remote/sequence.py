@@ -57,7 +57,8 @@ def grow_rows(
     labels: Tensor | None = None,
     past_length: int = 0,
     next_position: Tensor | None = None,
-    strict: bool = True,
+    prompt_length: int | None = None,
+    allow_unpaired: bool = False,
 ) -> GrownRows:
     """Bring rows of either form, with any number of images each, to the grown form.
 
@@ -74,14 +75,15 @@ def grow_rows(
         labels: ``(B, L)`` int64.
         past_length: ``P``, positions already in the cache.
         next_position: ``(B, 1)``, the position that follows the cache; default ``past_length``.
-        strict: Refuse begin and end ids that do not enclose an image. Otherwise they are ordinary
-            tokens, which generation may draw.
+        prompt_length: Columns from here on were drawn by generation: a begin or end id among them
+            is an ordinary token. Default: all columns are the prompt.
+        allow_unpaired: Take begin and end ids that enclose no image for ordinary tokens too.
 
     Raises:
         ValueError: names both numbers and the cure.
     """
     _check_shapes(input_ids, attention_mask, position_ids, labels, past_length)
-    spans = _find_images(input_ids, image_format)
+    spans = _find_images(input_ids, image_format, prompt_length)
     padding_mask = current_mask = None
     if attention_mask is not None and attention_mask.ndim == 2:
         current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
@@ -91,7 +93,9 @@ def grow_rows(
     counted = _count_positions(input_ids, position_ids, current_mask, past_length, next_position)
     positions = _share_image_positions(counted, spans)
     width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
-    length = _check_rows(input_ids, image_format, spans, positions, width, num_images, strict)
+    length = _check_rows(
+        input_ids, image_format, spans, positions, width, num_images, allow_unpaired
+    )
     if labels is not None:
         labels = labels.to(input_ids.device).masked_fill(spans.is_inside, -100)
     image_mask = spans.is_inside | spans.is_begin | spans.is_end
@@ -150,8 +154,9 @@ def count_images(input_ids: Tensor, image_format: ImageFormat) -> Tensor:
 
 
 class _ImageSpans(NamedTuple):
-    """``(B, L)`` each. Only begin and end ids that belong together count."""
+    """``(B, L)`` each. Only begin and end ids of the prompt that belong together count."""
 
+    is_prompt: Tensor
     is_begin: Tensor
     is_inside: Tensor
     is_end: Tensor
@@ -159,11 +164,14 @@ class _ImageSpans(NamedTuple):
     inner_length: Tensor  # at begin ids: how many ids lie before the end
 
 
-def _find_images(input_ids: Tensor, image_format: ImageFormat) -> _ImageSpans:
+def _find_images(
+    input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
+) -> _ImageSpans:
     length = input_ids.shape[1]
     columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-    is_begin = input_ids == image_format.begin_id
-    is_end = input_ids == image_format.end_id
+    is_prompt = columns < (length if prompt_length is None else prompt_length)
+    is_begin = (input_ids == image_format.begin_id) & is_prompt
+    is_end = (input_ids == image_format.end_id) & is_prompt
     last_begin = columns.masked_fill(~is_begin, -1).cummax(dim=1).values
     last_end = columns.masked_fill(~is_end, -1).cummax(dim=1).values
     next_begin = _cummin_from_right(columns.masked_fill(~is_begin, length))
@@ -175,6 +183,7 @@ def _find_images(input_ids: Tensor, image_format: ImageFormat) -> _ImageSpans:
     inner_length = next_end - columns - 1
     is_placeholder = _shift_right(is_begin & (inner_length == 1))
     return _ImageSpans(
+        is_prompt=is_prompt,
         is_begin=is_begin,
         is_inside=is_inside,
         is_end=is_end & _shift_right(is_inside),
@@ -209,6 +218,10 @@ def _count_within_samples(positions: Tensor) -> Tensor:
 
 def _check_shapes(input_ids, attention_mask, position_ids, labels, past_length) -> None:
     rows, length = input_ids.shape
+    if not rows * length:
+        raise ValueError(
+            f"input_ids has shape {(rows, length)}: give at least one row with at least one id"
+        )
     if attention_mask is not None and attention_mask.ndim == 2:
         wanted = (rows, past_length + length)
         if tuple(attention_mask.shape) != wanted:
@@ -232,23 +245,22 @@ def _check_shapes(input_ids, attention_mask, position_ids, labels, past_length) 
         )
 
 
-def _check_rows(input_ids, image_format, spans, positions, width, num_images, strict) -> int:
+def _check_rows(
+    input_ids, image_format, spans, positions, width, num_images, allow_unpaired
+) -> int:
     """Raise ``ValueError`` for rows that cannot be computed; return the grown length."""
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
-    misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1)
-    zero = input_ids.new_zeros(1)
+    misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
     # One transfer from the device for all that is checked.
     facts = torch.stack(
         [
-            (input_ids == image_format.begin_id).sum(),
-            (input_ids == image_format.end_id).sum(),
+            ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
+            ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
             spans.is_begin.sum(),
-            misfits.flatten()[(misfits.flatten() - 1).abs().argmax()]
-            if inner.numel()
-            else zero[0] + 1,
-            torch.cat((input_ids.flatten(), zero)).amin(),
-            torch.cat((input_ids.flatten(), zero)).amax(),
-            torch.cat((positions.flatten(), zero)).amax(),
+            misfits[(misfits - 1).abs().argmax()],
+            input_ids.amin(),
+            input_ids.amax(),
+            positions.amax(),
             width.sum(dim=1).amax(),
         ]
     ).tolist()
@@ -259,13 +271,13 @@ def _check_rows(input_ids, image_format, spans, positions, width, num_images, st
             f"input_ids holds id {offender}, but the vocabulary has {image_format.vocab_size} "
             "entries: use the tokenizer of this model, or resize_token_embeddings"
         )
-    if strict and not begins == ends == found:
+    if not allow_unpaired and not begins == ends == found:
         raise ValueError(
             f"input_ids holds {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
             f"end-of-image ids ({image_format.end_id}), of which {found} pairs belong together: "
             "every begin needs its end later in the same row; was a row truncated inside an image?"
         )
-    if strict and misfit != 1:
+    if misfit != 1:
         raise ValueError(
             f"an image has {misfit} ids between its begin and its end, but takes 1 (to be grown "
             f"here) or {image_format.num_image_tokens} (grown already, at this model's image_size)"

@@ -305,3 +305,12 @@ def test_checkpointing_keeps_less_memory():
     plain = kept(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert kept(model) < plain / 2
+
+
+def test_refuses_a_filled_cache_in_checkpointed_training():
+    model = tiny_model()
+    ids = torch.tensor([[1, 2, 3]])
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="holds 3 positions.*disable one"):
+        model(input_ids=ids, past_key_values=cache)

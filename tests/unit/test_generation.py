@@ -257,6 +257,16 @@ def test_static_cache_gives_the_same_tokens(model, image):
     assert torch.equal(new_tokens(model, batch, past_key_values=cache), new_tokens(model, batch))
 
 
+def test_refuses_a_cropped_cache_without_positions(model):
+    row, step = torch.tensor([rows_with(grown_image())[1]]), torch.tensor([[5]])
+    cache = model(input_ids=row, pixel_values=pictures(1), use_cache=True).past_key_values
+    full = cache.get_seq_length()
+    cache.crop(-2)
+    with pytest.raises(ValueError, match=f"holds {full - 2} positions but was filled to {full}"):
+        model(input_ids=step, past_key_values=cache)
+    model(input_ids=step, past_key_values=cache, position_ids=torch.tensor([[9]]))
+
+
 class Draws(LogitsProcessor):
     """Makes generation draw given tokens first."""
 
@@ -281,10 +291,7 @@ class Draws(LogitsProcessor):
         [BOI, EOI],
         [EOI, 7, BOI],
         [BOI, 7, 7, EOI, 3],
-        pytest.param(
-            [BOI, 7, EOI],
-            marks=pytest.mark.xfail(strict=True, reason="a drawn three-id image is grown"),
-        ),
+        [BOI, 7, EOI],
     ],
     ids=str,
 )
@@ -296,6 +303,8 @@ def test_drawn_image_ids_are_ordinary_tokens(model, drawn, prompt, image):
     draws = LogitsProcessorList([Draws(len(row), drawn)])
     got = new_tokens(model, batch, logits_processor=draws)[0].tolist()
     assert got[: len(drawn)] == drawn
+    without_cache = new_tokens(model, batch, logits_processor=draws, use_cache=False)
+    assert without_cache[0].tolist() == got
 
     # The same by hand, on a cache, one id at a time.
     with torch.no_grad():

@@ -445,6 +445,12 @@ def test_refuses_ids_outside_the_vocabulary(model, wrong):
         model(input_ids=torch.tensor([[1, wrong, 2]]))
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_refuses_empty_rows(model, shape):
+    with pytest.raises(ValueError, match=rf"shape \({shape[0]}, {shape[1]}\): give at least one"):
+        model(input_ids=torch.zeros(shape, dtype=torch.long))
+
+
 def test_refuses_to_grow_a_row_under_a_4d_mask(model):
     row = [*text(2), *three_id_image()]
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
