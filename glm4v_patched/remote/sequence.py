@@ -25,7 +25,7 @@ class GrownRows(NamedTuple):
         image_mask: ``(B, R)`` bool, true from an image's begin to its end.
         attention_mask: ``(B, P + R)``, ``None`` if none was given and none is needed, or a given
             4D mask unchanged.
-        labels: ``(B, R)`` int64 or ``None``; -100 inside images.
+        labels: ``(B, R)`` int64 or ``None``; -100 inside images and where a row or sample starts.
         packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
             sample; ``None`` unless positions were given without a mask, as packed rows have them.
     """
@@ -96,10 +96,11 @@ def grow_rows(
     length = _check_rows(
         input_ids, image_format, spans, positions, width, num_images, allow_unpaired
     )
-    if labels is not None:
-        labels = labels.to(input_ids.device).masked_fill(spans.is_inside, -100)
     image_mask = spans.is_inside | spans.is_begin | spans.is_end
     packed = position_ids is not None and attention_mask is None and past_length == 0
+    if labels is not None:
+        unlearned = spans.is_inside | _starts(positions, current_mask, packed)
+        labels = labels.to(input_ids.device).masked_fill(unlearned, -100)
 
     if length == input_ids.shape[1]:
         packed_ids = _count_within_samples(positions) if packed else None
@@ -209,6 +210,17 @@ def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
     surplus = (is_extra & stepped).long().cumsum(dim=1)
     surplus_of_earlier_samples = surplus.masked_fill(counted != 0, 0).cummax(dim=1).values
     return (counted - surplus + surplus_of_earlier_samples).clamp(min=0)
+
+
+def _starts(positions: Tensor, current_mask: Tensor | None, packed: bool) -> Tensor:
+    """First columns of rows and packed samples: nothing of theirs comes before to predict them."""
+    starts = torch.zeros_like(positions, dtype=torch.bool)
+    starts[:, 0] = True
+    if current_mask is not None:
+        starts |= _shift_right(current_mask == 0)
+    if packed:
+        starts |= positions == 0
+    return starts
 
 
 def _count_within_samples(positions: Tensor) -> Tensor:

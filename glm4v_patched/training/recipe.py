@@ -63,6 +63,7 @@ def train(recipe: Recipe) -> None:
     model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.bfloat16)
     model.config.skip_logits = True
     checkpoint_activations(model)
+    stop_ids = model.config.eos_token_id
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -72,6 +73,8 @@ def train(recipe: Recipe) -> None:
     )
     trainer.train()
     model.config.skip_logits = False
+    # The Trainer put the tokenizer's one end token in place of the model's three.
+    model.config.eos_token_id = stop_ids
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = [

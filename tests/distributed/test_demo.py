@@ -14,6 +14,13 @@ def test_demo_trains_on_two_processes_and_a_stranger_judges_it(tmp_path, capsys)
     assert main(["demo", "--out", str(tmp_path), "--steps", "20"]) == 0
     for name in FILES:
         assert (tmp_path / name).is_file(), name
+    before, after = (
+        json.loads((tmp_path / folder / "config.json").read_text())
+        for folder in ("initial", "trained")
+    )
+    assert after["eos_token_id"] == before["eos_token_id"]
+    assert after["auto_map"] == before["auto_map"]
+    assert not after["skip_logits"]
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["world_size"] == 2
     assert metrics["zero_stage"] == 3

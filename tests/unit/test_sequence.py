@@ -445,6 +445,36 @@ def test_refuses_ids_outside_the_vocabulary(model, wrong):
         model(input_ids=torch.tensor([[1, wrong, 2]]))
 
 
+def labelled_alone(model, row: list[int], images) -> tuple[float, int]:
+    """Summed loss of a row on which every id is a label, and how many are."""
+    ids = torch.tensor([row])
+    labels = ids.masked_fill(ids >= 500, -100)
+    output = model(input_ids=ids, labels=labels, pixel_values=images, num_items_in_batch=1)
+    return output.loss.item(), int((labels[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_start_of_a_padded_row_is_not_learned_from_its_padding(model, side):
+    rows = [[1, 2, *three_id_image(), 3, 4], [5, 6, 7], [8, *three_id_image(), *three_id_image()]]
+    batch = padded(rows, side) | {"pixel_values": pictures(3)}
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] >= 500, -100)
+    images = (pictures(3)[:1], None, pictures(3)[1:])
+    alone = [labelled_alone(model, *pair) for pair in zip(rows, images, strict=True)]
+    got = model(**batch, labels=labels).loss.item()
+    want = sum(total for total, _ in alone) / sum(number for _, number in alone)
+    assert got == pytest.approx(want, abs=1e-5)
+
+
+def test_the_start_of_a_packed_sample_is_not_learned_from_the_sample_before(model):
+    rows = [[1, 2, 3, 4], [5, 6, 7]]
+    ids = torch.tensor([sum(rows, [])])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    alone = [labelled_alone(model, row, None) for row in rows]
+    got = model(input_ids=ids, position_ids=positions, labels=ids).loss.item()
+    want = sum(total for total, _ in alone) / sum(number for _, number in alone)
+    assert got == pytest.approx(want, abs=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
 def test_refuses_empty_rows(model, shape):
     with pytest.raises(ValueError, match=rf"shape \({shape[0]}, {shape[1]}\): give at least one"):
