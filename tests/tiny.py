@@ -88,8 +88,8 @@ def grown_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(inputs) | tensors
 
 
-def pictures(number: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(number, 3, 56, 56, generator=torch.Generator().manual_seed(seed))
+def pictures(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
+    return torch.randn(number, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
 def text(length: int, seed: int = 0) -> list[int]:

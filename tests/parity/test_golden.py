@@ -32,10 +32,10 @@ GENERATE = [name for name in CASES if name.startswith("generate")]
 ATOL = 4e-5
 GRADIENT_ATOL = 2e-5  # measured 1.1e-5; the loss is equal
 GRADIENT_NORM_RTOL = 1e-5  # the norms of all gradients; measured 3.9e-6
-# bf16, in units of the spacing of bf16 numbers at the tensor's largest value. With AVX-512 all logits
-# but one case's are equal bit for bit; in that one (left padding) a single image feature falls on the
-# other side of a rounding tie, which the decoder amplifies to 5.5 units there and to 1.5 on a CPU
-# with AVX2 only. Rounding in other places must fail: eager attention differs by 13 and more.
+# bf16, in units of the spacing of bf16 numbers at the tensor's largest value. On a CPU with AVX-512
+# all logits but one case's are equal bit for bit; in that one (left padding) a single image feature
+# falls on the other side of a rounding tie, which the decoder amplifies to 5.5 units, and to 1.5 on
+# a CPU with AVX2 only. Rounding in other places must fail: eager attention differs by 13 and more.
 BF16_UNITS = 8
 BF16_LOSS_ATOL = 1e-2  # measured 4.5e-3, from logits that differ by up to 0.05
 
