@@ -29,7 +29,8 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict
     model = model.to("cuda", dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     image = three_id_image()
-    rows = [[*image, *text(100, 1), *image, *text(200, 2)], [5, *image, *text(180, 3)], text(140, 4)]
+    two, one = [*image, *text(100, 1), *image, *text(200, 2)], [5, *image, *text(180, 3)]
+    rows = [two, one, text(140, 4)]
     inputs = {name: value.cuda() for name, value in padded(rows, side).items()}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
     loss = model(**inputs, labels=labels, pixel_values=pictures(3, side=SIDE).cuda()).loss
