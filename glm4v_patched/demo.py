@@ -17,7 +17,7 @@ from pathlib import Path
 
 from . import __version__
 from .training.data import read_conversations, write_conversations
-from .training.launch import launch
+from .training.launch import launch, runs_on_cpu
 from .training.pictures import draw_data_set
 from .training.plots import draw_contact_sheet, plot_loss
 from .training.recipe import Recipe
@@ -41,7 +41,7 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
     Raises:
         ValueError: the data cannot be used; RuntimeError: training cannot run or failed.
     """
-    require_deepspeed(on_cpu=False)
+    require_deepspeed(runs_on_cpu(processes))
     started = time.time()
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)

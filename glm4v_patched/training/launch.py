@@ -11,13 +11,18 @@ from .recipe import Recipe
 from .zero import require_deepspeed
 
 
+def runs_on_cpu(processes: int) -> bool:
+    """True unless there is a GPU for each process."""
+    return torch.cuda.device_count() < processes
+
+
 def launch(recipe: Recipe, processes: int) -> None:
     """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU.
 
     Raises:
         RuntimeError: DeepSpeed or what it needs is missing, or the training failed.
     """
-    on_cpu = torch.cuda.device_count() < processes
+    on_cpu = runs_on_cpu(processes)
     require_deepspeed(on_cpu)
     folder = Path(recipe.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 
 import pytest
+import torch
 
 from glm4v_patched.cli import main
 from glm4v_patched.training.zero import require_deepspeed
@@ -42,3 +43,11 @@ def test_one_conversation_cannot_be_split(tmp_path, capsys):
     )
     assert main(["demo", "--out", str(tmp_path), "--data", str(data)]) == 1
     assert "1 conversations; at least 2 are needed" in capsys.readouterr().err
+
+
+def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["demo", "--out", str(tmp_path / "new")]) == 1
+    assert "apt-get install g++" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
