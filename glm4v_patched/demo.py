@@ -161,7 +161,12 @@ def _picture(messages: list[dict]) -> str | None:
 def _ask_stranger(out: Path, requests: list[tuple[Path, list]]) -> list[list[str]]:
     asked, answered = out / "requests.json", out / "replies.json"
     asked.write_text(json.dumps([{"model": str(m), "prompts": p} for m, p in requests]))
-    subprocess.run([sys.executable, str(STRANGER), str(asked), str(answered)], check=True)
+    done = subprocess.run([sys.executable, str(STRANGER), str(asked), str(answered)], check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"the process that judges the saved model failed with exit status {done.returncode}; "
+            f"the error above says why (its questions: {asked})"
+        )
     return json.loads(answered.read_text())
 
 

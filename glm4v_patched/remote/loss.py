@@ -1,5 +1,7 @@
 """Next-token cross-entropy over supervised positions. Knows nothing of this model."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +33,30 @@ def next_token_loss(
     return _average(total, targets, num_items_in_batch)
 
 
+def chunked_next_token_loss(
+    project: Callable[[Tensor], Tensor],
+    hidden_BLD: Tensor,
+    labels_BL: Tensor,
+    num_items_in_batch: Tensor | int | None,
+    chunk_size: int,
+) -> Tensor:
+    """:func:`next_token_loss` of ``project(hidden_BLD)``, without ever holding those logits.
+
+    Logits exist for ``chunk_size`` supervised positions at a time, in forward and again
+    (recomputed) in backward.
+    """
+
+    def chunk_loss(hidden_SD: Tensor, targets_S: Tensor) -> Tensor:
+        return F.cross_entropy(project(hidden_SD).float(), targets_S, reduction="sum")
+
+    rows, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
+    hidden_chunks = hidden_BLD[rows].split(chunk_size)
+    total = 0.0  # a batch without labels is one empty chunk: its loss is 0 and has a graph
+    for hidden, target in zip(hidden_chunks, targets.split(chunk_size), strict=True):
+        total = total + checkpoint(chunk_loss, hidden, target, use_reentrant=False)
+    return _average(total, targets, num_items_in_batch)
+
+
 def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Index of the S positions that predict a supervised label, and those labels.
 
@@ -44,10 +70,10 @@ def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tens
 
 def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
     if num_items_in_batch is None:
-        return total / max(targets.numel(), 1)
+        num_items_in_batch = targets.numel()
     if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return total / num_items_in_batch.to(total.device).clamp(min=1)
+    return total / max(num_items_in_batch, 1)
 
 
 class OutputLayer(nn.Linear):
@@ -71,21 +97,9 @@ class OutputLayer(nn.Linear):
         num_items_in_batch: Tensor | int | None = None,
         chunk_size: int = 1024,
     ) -> Tensor:
-        """Logits ``(..., V)``; with labels the loss of :func:`next_token_loss` instead.
-
-        With labels, logits exist for ``chunk_size`` supervised positions at a time, in forward and
-        again (recomputed) in backward.
-        """
+        """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead."""
         if labels_BL is None:
             return super().forward(hidden_BLD)
-        rows, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
-        hidden_SD = hidden_BLD[rows]
-        total = 0.0  # a batch without labels is one empty chunk: its loss is 0 and has a graph
-        for hidden, target in zip(
-            hidden_SD.split(chunk_size), targets.split(chunk_size), strict=True
-        ):
-            total = total + checkpoint(self._chunk_loss, hidden, target, use_reentrant=False)
-        return _average(total, targets, num_items_in_batch)
-
-    def _chunk_loss(self, hidden_SD: Tensor, targets_S: Tensor) -> Tensor:
-        return F.cross_entropy(super().forward(hidden_SD).float(), targets_S, reduction="sum")
+        return chunked_next_token_loss(
+            super().forward, hidden_BLD, labels_BL, num_items_in_batch, chunk_size
+        )

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .attention import attend
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
-from .loss import OutputLayer, next_token_loss
+from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
 from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
 from .sharding import must_run_on_every_process
 from .visual import EVA2CLIPModel, PatchEmbedding
@@ -311,6 +311,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             # With a cache, a lone begin or end id may be one that generation drew.
             allow_unpaired=past_length > 0 and num_images == 0,
         )
+        _check_room(past_key_values, past_length + rows.input_ids.shape[1])
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
         embeds_BRD = self._merge_images(embeds_BRD, rows.image_mask, pixel_values, past_length)
 
@@ -366,7 +367,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         images = pixel_values if images is None else images
         if images is None or len(images) == 0:
             return None
-        return images if isinstance(images, Tensor) else torch.stack(list(images))
+        images = images if isinstance(images, Tensor) else torch.stack(list(images))
+        if images.ndim != 4:
+            raise ValueError(
+                f"images have shape {tuple(images.shape)}; give (number of images, channels, side, "
+                "side), also for one image"
+            )
+        return images
 
     def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
         if past_key_values is not None and not isinstance(past_key_values, Cache):
@@ -477,10 +484,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         output_layer = self.transformer.output_layer
         hidden_BRD = output.last_hidden_state
         loss = logits = None
-        if labels is not None and skip_logits and isinstance(output_layer, OutputLayer):
-            loss = output_layer(
-                hidden_BRD, output.labels, num_items_in_batch, self.config.loss_chunk_size
-            )
+        if labels is not None and skip_logits:
+            chunked = output.labels, num_items_in_batch, self.config.loss_chunk_size
+            if isinstance(output_layer, OutputLayer):
+                loss = output_layer(hidden_BRD, *chunked)
+            else:  # wrapped by peft, or quantised
+                loss = chunked_next_token_loss(output_layer, hidden_BRD, *chunked)
         elif labels is not None:
             logits = output_layer(hidden_BRD)
             loss = next_token_loss(logits, output.labels, num_items_in_batch)
@@ -538,8 +547,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             if prompt_length is not None:
                 drawn = input_ids.shape[1] - prompt_length
                 inputs["prompt_length"] = rows.input_ids.shape[1] - drawn - past_length
-            inputs["input_ids"] = rows.input_ids[:, past_length:]
-            inputs["position_ids"] = rows.position_ids[:, past_length:]
+            # A cache may hold more than the rows: peft's virtual tokens have no ids.
+            first = min(past_length, rows.input_ids.shape[1] - 1)
+            inputs["input_ids"] = rows.input_ids[:, first:]
+            inputs["position_ids"] = rows.position_ids[:, first:]
             inputs["attention_mask"] = rows.attention_mask
             inputs["pixel_values"] = _images_after(
                 images, rows, past_length, self.config.boi_token_id
@@ -621,6 +632,17 @@ def _causal_mask(config, embeds_BRD, rows: GrownRows, past_key_values, past_leng
 def _cached_length(cache: Cache | None) -> int:
     # A static cache answers with a tensor, which in transformers 5 is the counter itself.
     return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _check_room(cache: Cache | None, length: int) -> None:
+    layers = [] if cache is None else cache.layers
+    room = getattr(layers[0], "max_cache_len", length) if layers else length
+    if room < length:
+        raise ValueError(
+            f"the cache has room for {room} positions but the rows take {length}: make it larger, "
+            "or give grown rows, as this model's processor makes them (generate sizes a static "
+            "cache by the ids it is given)"
+        )
 
 
 def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:

@@ -100,7 +100,7 @@ def grow_rows(
     packed = position_ids is not None and attention_mask is None and past_length == 0
     if labels is not None:
         unlearned = spans.is_inside | _starts(positions, current_mask, packed)
-        labels = labels.to(input_ids.device).masked_fill(unlearned, -100)
+        labels = labels.to(input_ids.device, torch.long).masked_fill(unlearned, -100)
 
     if length == input_ids.shape[1]:
         packed_ids = _count_within_samples(positions) if packed else None
@@ -229,11 +229,12 @@ def _count_within_samples(positions: Tensor) -> Tensor:
 
 
 def _check_shapes(input_ids, attention_mask, position_ids, labels, past_length) -> None:
-    rows, length = input_ids.shape
-    if not rows * length:
+    if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(
-            f"input_ids has shape {(rows, length)}: give at least one row with at least one id"
+            f"input_ids has shape {tuple(input_ids.shape)}: give at least one row with at least "
+            "one id, (rows, ids)"
         )
+    rows, length = input_ids.shape
     if attention_mask is not None and attention_mask.ndim == 2:
         wanted = (rows, past_length + length)
         if tuple(attention_mask.shape) != wanted:

@@ -8,39 +8,63 @@ import json
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from ..remote.loss import IGNORE_INDEX
+
+ROLES = ("system", "user", "assistant", "observation")
 
 
 def read_conversations(path: str | Path) -> list[list[dict]]:
     """Read a JSONL file of conversations; image paths become absolute.
 
     Raises:
-        ValueError: a line that is no conversation, or an image that does not exist; names the line.
+        ValueError: a line that is no conversation ending with the assistant, or an image that
+            cannot be read; names the line.
     """
     path = Path(path)
     conversations = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            messages = json.loads(line)["messages"]
-            roles = [message["role"] for message in messages]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}]}}, '
-                f"got {line[:80]!r}"
-            ) from error
-        if "assistant" not in roles:
-            raise ValueError(f"{path}:{number}: no message of the assistant, so nothing to learn")
-        for message in messages:
-            if "image" in message:
-                message["image"] = str(_existing(path.parent / message["image"], path, number))
-        conversations.append(messages)
+        if line.strip():
+            try:
+                conversations.append(_parse(line, path.parent))
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                raise ValueError(f"{path}:{number}: {_explain(error, line)}") from error
     if not conversations:
         raise ValueError(f"{path}: 0 conversations; expected at least 1 line")
     return conversations
+
+
+def _explain(error: Exception, line: str) -> str:
+    if type(error) is ValueError:
+        return str(error)
+    return f'expected {{"messages": [{{"role": ..., "content": ...}}]}}, got {line[:80]!r}'
+
+
+def _parse(line: str, folder: Path) -> list[dict]:
+    messages = json.loads(line)["messages"]
+    for message in messages:
+        if message["role"] not in ROLES:
+            raise ValueError(f"the role {message['role']!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"content is a {type(message['content']).__name__}; expected text")
+        if "image" in message:
+            message["image"] = str(_checked_image(folder / message["image"]))
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise ValueError("expected a question and, at the end, a message of the assistant to learn")
+    return messages
+
+
+def _checked_image(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"the image {path} does not exist")
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except Exception as error:  # Pillow raises whatever a broken file makes its readers raise
+        raise ValueError(f"the image {path} cannot be read: {error}") from error
+    return path.resolve()
 
 
 def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
@@ -55,12 +79,6 @@ def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
                 for message in messages
             ]
             file.write(json.dumps({"messages": relative}, ensure_ascii=False) + "\n")
-
-
-def _existing(image: Path, path: Path, number: int) -> Path:
-    if not image.is_file():
-        raise ValueError(f"{path}:{number}: the image {image} does not exist")
-    return image.resolve()
 
 
 class ConversationCollator:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .recipe import Recipe
-from .zero import require_deepspeed
+from .zero import path_of_processes, require_deepspeed
 
 
 def runs_on_cpu(processes: int) -> bool:
@@ -28,12 +28,10 @@ def launch(recipe: Recipe, processes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "recipe.json"
     recipe.write(settings)
-    environment = os.environ | {
-        "TOKENIZERS_PARALLELISM": "false",
-        # DeepSpeed calls collectives by names that torch 2.13 deprecates: a warning each would bury
-        # the progress bar.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-    }
+    environment = os.environ | {"PATH": path_of_processes(), "TOKENIZERS_PARALLELISM": "false"}
+    # DeepSpeed calls collectives by names that torch 2.13 deprecates: a warning each would bury the
+    # progress bar.
+    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,7 +1,10 @@
 """DeepSpeed configurations, and what DeepSpeed needs of the machine."""
 
 import importlib.util
+import os
 import shutil
+import sys
+from pathlib import Path
 
 
 def zero_config(stage: int) -> dict:
@@ -22,6 +25,15 @@ def zero_config(stage: int) -> dict:
     }
 
 
+def path_of_processes() -> str:
+    """``PATH`` for training processes, with the programs of this Python environment first.
+
+    torch starts ``ninja`` by name; pip puts it beside the interpreter, which is on ``PATH`` only
+    where the environment is activated.
+    """
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def require_deepspeed(on_cpu: bool) -> None:
     """Raise ``RuntimeError`` naming what is missing and how to install it."""
     missing = []
@@ -29,7 +41,7 @@ def require_deepspeed(on_cpu: bool) -> None:
         missing.append("DeepSpeed and what training needs: pip install 'glm4v-patched[train]'")
     if on_cpu and shutil.which("g++") is None and shutil.which("c++") is None:
         missing.append("a C++ compiler, for DeepSpeed's CPU collectives: apt-get install g++")
-    if on_cpu and not (shutil.which("ninja") or importlib.util.find_spec("ninja")):
+    if on_cpu and shutil.which("ninja", path=path_of_processes()) is None:
         missing.append("ninja, for DeepSpeed's CPU collectives: pip install ninja")
     if missing:
         raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))

@@ -12,6 +12,8 @@ import torch
 from steps import add_adapters, rank_batch
 from tiny import tiny_model
 
+from glm4v_patched.training.zero import path_of_processes
+
 HERE = Path(__file__).parent
 STEPS = 3
 
@@ -21,10 +23,16 @@ SCENARIOS = [
         "stage": stage,
         "weights": weights,
         "use_reentrant": use_reentrant,
+        "skip_logits": mode == "skiplogits",
         "steps": STEPS,
     }
     for stage, weights in [(1, "all"), (2, "adapters"), (3, "all"), (3, "adapters")]
-    for mode, use_reentrant in [("plain", None), ("reentrant", True), ("nonreentrant", False)]
+    for mode, use_reentrant in [
+        ("plain", None),
+        ("reentrant", True),
+        ("nonreentrant", False),
+        ("skiplogits", False),
+    ]
 ]
 
 # fp32. Relative to the largest gradient of the step, because DeepSpeed's own linear function sums
@@ -42,6 +50,7 @@ def run_two_processes(worker: str, *arguments: str, seconds: int) -> str:
         "PYTHONPATH": os.pathsep.join(
             [str(root), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         ),
+        "PATH": path_of_processes(),
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

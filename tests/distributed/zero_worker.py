@@ -42,6 +42,7 @@ def run(scenario: dict, folder: Path) -> dict:
     if scenario["weights"] == "adapters":
         model = add_adapters(model)
     model.train()
+    model.config.skip_logits = scenario["skip_logits"]
     if scenario["use_reentrant"] is not None:
         model.gradient_checkpointing_enable({"use_reentrant": scenario["use_reentrant"]})
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -257,6 +257,33 @@ def test_static_cache_gives_the_same_tokens(model, image):
     assert torch.equal(new_tokens(model, batch, past_key_values=cache), new_tokens(model, batch))
 
 
+@FORMS
+def test_a_static_cache_sized_by_generate_is_refused_for_rows_that_grow(model, image):
+    batch = {"input_ids": torch.tensor([rows_with(image)[1]]), "pixel_values": pictures(1)}
+    if len(image) == 3:
+        with pytest.raises(ValueError, match="cache has room for .* positions but the rows take"):
+            new_tokens(model, batch, cache_implementation="static")
+    else:
+        got = new_tokens(model, batch, cache_implementation="static")
+        assert torch.equal(got, new_tokens(model, batch))
+
+
+def test_prompt_tuning_generates(model):
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = get_peft_model(tiny_model(), config).eval()
+    batch = padded([text(5, seed=1), text(5, seed=2)], "left")
+    got = tuned.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    for _ in range(4):
+        with torch.no_grad():
+            logits = tuned(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
+        mask = torch.ones_like(ids)
+    assert got[:, -4:].tolist() == ids[:, -4:].tolist()
+
+
 def test_refuses_a_cropped_cache_without_positions(model):
     row, step = torch.tensor([rows_with(grown_image())[1]]), torch.tensor([[5]])
     cache = model(input_ids=row, pixel_values=pictures(1), use_cache=True).past_key_values

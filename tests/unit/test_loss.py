@@ -204,3 +204,36 @@ def test_output_layer_runs_its_forward_once_a_step(monkeypatch):
     model(**batch(), skip_logits=True).loss.backward()
     assert len(calls) == 1
     assert loss_module.IGNORE_INDEX == -100
+
+
+@pytest.mark.parametrize("targets", ["modules_to_save", "target_modules"])
+def test_skipped_logits_stay_skipped_when_peft_wraps_the_output_layer(targets):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(**{"target_modules": ["query_key_value"], targets: ["output_layer"]})
+    model = get_peft_model(tiny_model(), config)
+    ids = torch.tensor([text(9)])
+    output = model(input_ids=ids, labels=ids, skip_logits=True)
+    assert output.logits is None
+    want = model(input_ids=ids, labels=ids, skip_logits=False).loss
+    torch.testing.assert_close(output.loss, want)
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+@pytest.mark.parametrize("number", [0, torch.tensor(0)])
+def test_no_items_in_the_batch_give_zero(number, skip_logits):
+    ids = torch.tensor([text(9)])
+    labels = torch.full_like(ids, -100)
+    model = tiny_model()
+    loss = model(
+        input_ids=ids, labels=labels, skip_logits=skip_logits, num_items_in_batch=number
+    ).loss
+    assert loss.item() == 0
+
+
+def test_labels_of_another_integer_type_are_taken():
+    ids = torch.tensor([text(9)])
+    model = tiny_model()
+    assert torch.equal(
+        model(input_ids=ids, labels=ids.int()).loss, model(input_ids=ids, labels=ids).loss
+    )

@@ -1,5 +1,7 @@
 """The sequence contract: both forms of writing images, any padding, packing; and its errors."""
 
+import re
+
 import pytest
 import torch
 from tiny import (
@@ -407,6 +409,11 @@ def test_refuses_images_of_another_size(model):
         model(input_ids=row, pixel_values=torch.zeros(1, 1, 56, 56))
 
 
+def test_refuses_one_image_without_its_own_dimension(model):
+    with pytest.raises(ValueError, match=re.escape("shape (3, 56, 56); give (number of images")):
+        model(input_ids=torch.tensor([three_id_image()]), pixel_values=pictures(1)[0])
+
+
 def test_refuses_a_row_longer_than_the_position_table(model):
     assert call(text(128)).position_ids.max() == 127
     with pytest.raises(ValueError, match="position 128, but the position table ends at 127"):
@@ -475,9 +482,9 @@ def test_the_start_of_a_packed_sample_is_not_learned_from_the_sample_before(mode
     assert got == pytest.approx(want, abs=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3), (3,)])
 def test_refuses_empty_rows(model, shape):
-    with pytest.raises(ValueError, match=rf"shape \({shape[0]}, {shape[1]}\): give at least one"):
+    with pytest.raises(ValueError, match=re.escape(f"shape {shape}: give at least one row")):
         model(input_ids=torch.zeros(shape, dtype=torch.long))
 
 

@@ -59,11 +59,39 @@ def test_a_shape_has_its_colour_in_the_middle(shape):
     [
         ("not json", r"data\.jsonl:2: expected .*not json"),
         ('{"text": "x"}', r"data\.jsonl:2: expected"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', r"data\.jsonl:2: no message of the"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"data\.jsonl:2: expected a question"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            r"data\.jsonl:2: expected a question",
+        ),
+        (
+            '{"messages": [{"role": "tool", "content": "x"}, '
+            '{"role": "assistant", "content": "y"}]}',
+            r"data\.jsonl:2: the role 'tool' is not one of system, user",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": []}, '
+            '{"role": "assistant", "content": "y"}]}',
+            r"data\.jsonl:2: content is a list; expected text",
+        ),
+        (
+            '{"messages": [{"role": "user"}, {"role": "assistant", "content": "y"}]}',
+            r"data\.jsonl:2: expected .*messages",
+        ),
+        (
+            '{"messages": [{"role": "user", "image": null, "content": "x"}, '
+            '{"role": "assistant", "content": "y"}]}',
+            r"data\.jsonl:2: expected .*messages",
+        ),
         (
             '{"messages": [{"role": "user", "image": "no.png", "content": "x"}, '
             '{"role": "assistant", "content": "y"}]}',
             r"data\.jsonl:2: the image .*no\.png does not exist",
+        ),
+        (
+            '{"messages": [{"role": "user", "image": "data.jsonl", "content": "x"}, '
+            '{"role": "assistant", "content": "y"}]}',
+            r"data\.jsonl:2: the image .*data\.jsonl cannot be read",
         ),
     ],
 )
