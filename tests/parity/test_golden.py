@@ -32,11 +32,17 @@ GENERATE = [name for name in CASES if name.startswith("generate")]
 ATOL = 4e-5
 GRADIENT_ATOL = 2e-5  # measured 1.1e-5; the loss is equal
 GRADIENT_NORM_RTOL = 1e-5  # the norms of all gradients; measured 3.9e-6
-# bf16, in units of the spacing of bf16 numbers at the tensor's largest value. On a CPU with AVX-512
-# all logits but one case's are equal bit for bit; in that one (left padding) a single image feature
-# falls on the other side of a rounding tie, which the decoder amplifies to 5.5 units, and to 1.5 on
-# a CPU with AVX2 only. Rounding in other places must fail: eager attention differs by 13 and more.
-BF16_UNITS = 8
+# bf16, in units of the spacing of bf16 numbers at the tensor's largest value. Most outputs are
+# equal bit for bit; one unit allows for a rounding tie that falls on its other side. Three cases
+# need more, depending on the CPU (measured on AMD with AVX2, and on Intel with AVX-512 and AMX):
+# the decoder amplifies the tie of a single value, in the left-padded one to 2.0 and 5.5 units.
+# Rounding in other places must fail: eager attention differs by 13 and more.
+BF16_UNITS = {
+    "text_single": 2.5,
+    "image_batch2_right_pad_labels": 2.5,
+    "image_batch2_left_pad_labels": 8,
+}
+BF16_STEP_UNITS = 3  # measured 1.75
 BF16_LOSS_ATOL = 1e-2  # measured 4.5e-3, from logits that differ by up to 0.05
 
 
@@ -118,7 +124,7 @@ def test_bf16_logits_hidden_states_and_cache(case, form):
     inputs, want, _ = golden_case(f"{case}.bf16")
     output = forward(model_for(torch.bfloat16), inputs, form)
     found = compare_outputs(output, inputs, want, bf16_units)
-    assert max(found.values()) <= BF16_UNITS, found
+    assert max(found.values()) <= BF16_UNITS.get(case, 1), found
 
 
 @pytest.mark.parametrize("case, form", forms_of(LABELLED))
@@ -187,7 +193,7 @@ def test_bf16_vision_stages():
     got = vision_stages(model_for(torch.bfloat16), inputs["images"].bfloat16())
     assert got.keys() == want.keys()
     found = {name: bf16_units(got[name], want[name]) for name in want}
-    assert max(found.values()) <= BF16_UNITS, found
+    assert max(found.values()) <= 1, found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -212,7 +218,7 @@ def test_generated_tokens_are_the_same(case, form, dtype):
     if dtype is torch.float32:
         assert largest_difference(step_logits, want["step_logits"]) <= ATOL
     else:
-        assert bf16_units(step_logits, want["step_logits"]) <= BF16_UNITS
+        assert bf16_units(step_logits, want["step_logits"]) <= BF16_STEP_UNITS
 
 
 def test_parameters_have_the_published_names_shapes_and_order():
