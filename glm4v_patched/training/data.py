@@ -25,8 +25,11 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
     """
     path = Path(path)
     conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
+    # By the file, not by splitlines(): JSON strings may hold other line separators.
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
                 conversations.append(_parse(line, path.parent))
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

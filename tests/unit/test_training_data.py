@@ -102,6 +102,12 @@ def test_an_unusable_line_is_named(tmp_path, line, message):
         read_conversations(tmp_path / "data.jsonl")
 
 
+def test_a_unicode_line_separator_in_a_text_ends_no_line(tmp_path):
+    conversation = chat(("user", "a\u2028b"), ("assistant", "c"))
+    write_conversations(tmp_path / "data.jsonl", [conversation])
+    assert read_conversations(tmp_path / "data.jsonl") == [conversation]
+
+
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="0 conversations; expected at least 1"):
