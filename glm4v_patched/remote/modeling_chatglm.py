@@ -536,6 +536,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 inputs["inputs_embeds"] = inputs_embeds
         else:
             images = self.transformer._one_image_tensor(pixel_values, images)
+            if attention_mask is None:
+                # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
+                # positions without a mask would say that rows are packed.
+                attention_mask = torch.ones_like(input_ids)
             rows = grow_rows(
                 input_ids,
                 self.transformer.image_format,

@@ -257,6 +257,18 @@ def test_static_cache_gives_the_same_tokens(model, image):
     assert torch.equal(new_tokens(model, batch, past_key_values=cache), new_tokens(model, batch))
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_rows_of_one_length_that_grow_differently_generate_as_alone(model, with_mask, use_cache):
+    rows = [[1, 2, *three_id_image(), 3, 4], text(7)]
+    images = (pictures(1), [])
+    alone = [recomputed_tokens(model, *pair) for pair in zip(rows, images, strict=True)]
+    batch = padded(rows, "left") | {"pixel_values": pictures(1)}
+    if not with_mask:
+        del batch["attention_mask"]
+    assert new_tokens(model, batch, use_cache=use_cache).tolist() == alone
+
+
 @FORMS
 def test_a_static_cache_sized_by_generate_is_refused_for_rows_that_grow(model, image):
     batch = {"input_ids": torch.tensor([rows_with(image)[1]]), "pixel_values": pictures(1)}
