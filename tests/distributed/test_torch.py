@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_zero import RTOL, largest, run_two_processes, unsharded_run
+from processes import run_two_processes
+from test_zero import RTOL, largest, unsharded_run
 from tiny import tiny_model
 
 

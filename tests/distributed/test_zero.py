@@ -1,20 +1,14 @@
 """Two real processes under DeepSpeed give the losses and gradients of one without sharding."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_two_processes
 from steps import add_adapters, rank_batch
 from tiny import tiny_model
 
-from glm4v_patched.training.zero import path_of_processes
-
-HERE = Path(__file__).parent
 STEPS = 3
 
 SCENARIOS = [
@@ -39,39 +33,6 @@ SCENARIOS = [
 # in another order than torch's. Measured: 0 under stages 1 and 2; under stage 3 8e-7 in the first
 # step and 1e-5 after three. A missing rank, image or adapter differs by more than 1e-1.
 RTOL = 5e-5
-
-
-def run_two_processes(worker: str, *arguments: str, seconds: int) -> str:
-    """Run a worker on two processes; a hang or an error is a failure that shows the output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", str(HERE / worker)]
-    root = HERE.parents[1]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(root), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        ),
-        "PATH": path_of_processes(),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": "2",
-    }
-    process = subprocess.Popen(
-        [*command, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{worker} hung: not done after {seconds} s\n{output[-4000:]}")
-    assert process.returncode == 0, output[-8000:]
-    return output
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,74 @@
+"""Start real training processes; a hang or an orphan is a failure and not a stuck run."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.training.zero import path_of_processes
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group of processes ended: ``status`` is ``None`` if it was killed for hanging."""
+
+    status: int | None
+    output: str
+
+
+def two_processes(worker: Path, *arguments: str) -> list[str]:
+    """The command that runs a script on two processes of this machine, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    return [*command, str(worker), *arguments]
+
+
+def cpu_environment() -> dict[str, str]:
+    """For processes that import this package and the tests' modules, and see no GPU."""
+    paths = [str(ROOT), str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": path_of_processes(),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "2",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def run_with_limit(
+    command: list[str], seconds: float, environment: dict[str, str] | None = None
+) -> Ended:
+    """Run a command in a session of its own, which is killed whole when the time is up."""
+    process = subprocess.Popen(
+        command,
+        env=cpu_environment() if environment is None else environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Ended(None, output)
+    return Ended(process.returncode, output)
+
+
+def run_two_processes(worker: str, *arguments: str, seconds: float) -> str:
+    """Run a worker of this folder on two processes; a hang or an error fails the test."""
+    ended = run_with_limit(two_processes(HERE / worker, *arguments), seconds)
+    if ended.status is None:
+        pytest.fail(f"{worker} hung: not done after {seconds} s\n{ended.output[-4000:]}")
+    assert ended.status == 0, ended.output[-8000:]
+    return ended.output
