@@ -30,18 +30,21 @@ def two_processes(worker: Path, *arguments: str) -> list[str]:
     return [*command, str(worker), *arguments]
 
 
-def cpu_environment() -> dict[str, str]:
-    """For processes that import this package and the tests' modules, and see no GPU."""
+def gpu_environment() -> dict[str, str]:
+    """For processes that import this package and the tests' modules."""
     paths = [str(ROOT), str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PATH": path_of_processes(),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": "2",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def cpu_environment() -> dict[str, str]:
+    """The same for processes that see no GPU."""
+    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "LOCAL_SIZE": "2"}
+    return gpu_environment() | cpu
 
 
 def run_with_limit(

@@ -1,0 +1,92 @@
+"""The matrix of trainings that have to give the numbers of one process without sharding.
+
+A cell is one combination of the axes below. The versions of transformers and DeepSpeed are axes
+too, but of the environment: tests/noxfile.py installs them one pair after the other.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+
+TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.23.0")
+# 0.19.2 is the last one without DeepSpeed's own fix for frozen weights in a checkpoint.
+DEEPSPEED = ("0.16.9", "0.18.9", "0.19.2", "0.19.8")
+
+ZERO_STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+WITHOUT_DEEPSPEED = ("fsdp2", "ddp", "ddp_static_graph")
+REENTRANT = (True, False, "unset")
+WEIGHTS = (
+    "all",
+    "lora_language",
+    "lora_both",
+    "lora_modules_to_save",
+    "frozen_vision",
+    "frozen_language",
+)
+PRECISIONS = ("fp32", "bf16", "bf16_autocast")
+PERSISTENCE = ("0", "default")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of ``steps`` steps on two processes.
+
+    Attributes:
+        strategy: a key of ``ZERO_STAGES`` or one of ``WITHOUT_DEEPSPEED``.
+        weights: what is trained.
+        use_reentrant: of the activation checkpoints; "unset" leaves it to transformers and "off"
+            enables none.
+        precision: "fp32"; "bf16" weights; "bf16_autocast" over fp32 weights.
+        persistence: ZeRO-3 only. "0" shards every parameter and sets live parameters, reuse
+            distance and prefetching to 0 too: the harshest setting. "default" is DeepSpeed's.
+        images: which ranks have one. "rank0", in every step, or "changing".
+        skip_logits: the loss in chunks, without logits.
+        cure: ``False`` takes away what keeps frozen weights gathered (remote/checkpointing.py).
+    """
+
+    strategy: str
+    weights: str = "all"
+    use_reentrant: bool | str = False
+    precision: str = "fp32"
+    persistence: str | None = None
+    steps: int = 3
+    images: str = "rank0"
+    skip_logits: bool = False
+    cure: bool = True
+
+    @property
+    def is_zero3(self) -> bool:
+        return ZERO_STAGES.get(self.strategy) == 3
+
+    @property
+    def name(self) -> str:
+        """What differs from the defaults."""
+        parts = [self.strategy]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={value}")
+        return "-".join(parts)
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def deepspeed_cells() -> list[Cell]:
+    """All cells of one pair of versions, in an order that keeps alike ones together."""
+    return [
+        Cell(strategy, weights, use_reentrant, precision, persistence)
+        for strategy, precision, weights, use_reentrant in product(
+            ZERO_STAGES, PRECISIONS, WEIGHTS, REENTRANT
+        )
+        for persistence in (PERSISTENCE if ZERO_STAGES[strategy] == 3 else (None,))
+    ]
+
+
+def torch_cells() -> list[Cell]:
+    """The cells that do not depend on DeepSpeed."""
+    return [
+        Cell(strategy, weights, use_reentrant, precision)
+        for strategy, precision, weights, use_reentrant in product(
+            WITHOUT_DEEPSPEED, PRECISIONS, WEIGHTS, REENTRANT
+        )
+    ]
