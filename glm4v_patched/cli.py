@@ -1,4 +1,4 @@
-"""Command line: ``glm4v-patched demo``."""
+"""Command line: ``glm4v-patched demo`` and ``glm4v-patched train``."""
 
 import argparse
 import sys
@@ -6,23 +6,52 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        options.run(options)
+    except (ValueError, RuntimeError, FileNotFoundError) as error:
+        print(f"glm4v-patched: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stop:
+        print(f"glm4v-patched: {stop or 'stopped'}", file=sys.stderr)
+        return 128 + getattr(stop, "number", 2)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="glm4v-patched", description="Fine-tuning glm-4v-9b.")
     commands = parser.add_subparsers(dest="command", required=True)
+
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
+    demo.set_defaults(run=_demo)
     demo.add_argument("--out", type=Path, default=Path("demo_output"), help="folder to write to")
     demo.add_argument("--processes", type=_at_least_one, default=2, help="training processes")
     demo.add_argument("--steps", type=_at_least_one, default=300, help="training steps")
     demo.add_argument("--data", type=Path, help="JSONL of messages to train on instead")
-    options = parser.parse_args(argv)
 
-    # Late: --help and mistakes are answered without loading torch.
+    train = commands.add_parser("train", help="run a recipe, or continue one that was stopped")
+    train.set_defaults(run=_train)
+    train.add_argument("recipe", type=Path, metavar="RECIPE.json", help="the fields of Recipe")
+    train.add_argument("--processes", type=_at_least_one, default=1, help="training processes")
+    start = train.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last complete checkpoint, if there is one",
+    )
+    start.add_argument(
+        "--resume-from", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint"
+    )
+    return parser
+
+
+# The imports are late: --help and mistakes are answered without loading torch.
+
+
+def _demo(options: argparse.Namespace) -> None:
     from .demo import run_demo
 
-    try:
-        metrics = run_demo(options.out, options.processes, options.steps, options.data)
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
-        print(f"glm4v-patched: {error}", file=sys.stderr)
-        return 1
+    metrics = run_demo(options.out, options.processes, options.steps, options.data)
     print(
         f"""
 exact match on pictures it has not seen, answered by a fresh process without this package:
@@ -34,7 +63,15 @@ contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}
 figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
     )
-    return 0
+
+
+def _train(options: argparse.Namespace) -> None:
+    from .training.launch import launch
+    from .training.recipe import Recipe
+
+    recipe = Recipe.read(options.recipe)
+    launch(recipe, options.processes, options.resume_from or options.resume)
+    print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
 
 
 def _at_least_one(text: str) -> int:

@@ -1,14 +1,32 @@
 """Start a recipe on several processes of this machine and wait for it."""
 
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
 from .zero import path_of_processes, require_deepspeed
+
+# Processes that are told to end do so at once, unless they hang in a driver.
+SECONDS_TO_END = 10
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended the training; the message says how to continue it."""
+
+    def __init__(self, message: str, number: signal.Signals):
+        super().__init__(message)
+        self.number = number
 
 
 def runs_on_cpu(processes: int) -> bool:
@@ -16,15 +34,32 @@ def runs_on_cpu(processes: int) -> bool:
     return torch.cuda.device_count() < processes
 
 
-def launch(recipe: Recipe, processes: int) -> None:
+def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
     """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU.
 
+    No training process outlives this call, nor this process, however it ends.
+
+    Args:
+        resume: True, to continue from the last complete checkpoint in ``recipe.out``, or from the
+            beginning if there is none; or the checkpoint there to continue from. Incomplete
+            checkpoints in the way are renamed.
+
     Raises:
-        RuntimeError: DeepSpeed or what it needs is missing, or the training failed.
+        RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
+            behind, or the training failed.
+        ValueError: ``recipe.out`` holds checkpoints and ``resume`` is False, the checkpoint is
+            incomplete, or of a run with other settings.
+        TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
     on_cpu = runs_on_cpu(processes)
     require_deepspeed(on_cpu)
+    if on_cpu:
+        require_no_abandoned_lock()
     folder = Path(recipe.out)
+    checkpoint = recipe.starting_point(processes, resume)
+    if resume:
+        print(_describe_start(recipe, checkpoint), flush=True)
+        set_incomplete_aside(folder, after_step=0 if checkpoint is None else step_of(checkpoint))
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "recipe.json"
     recipe.write(settings)
@@ -38,10 +73,123 @@ def launch(recipe: Recipe, processes: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     # Port 0: the launcher picks a free one, so that two trainings can run side by side.
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += ["-m", "glm4v_patched.training.recipe", str(settings)]
-    done = subprocess.run(command, env=environment, check=False)
-    if done.returncode:
+    command += ["-m", "glm4v_patched.training.recipe", str(settings), "--end-with-stdin"]
+    if checkpoint is not None:
+        command += ["--resume-from", str(checkpoint)]
+    try:
+        status = _run(command, environment)
+    except KeyboardInterrupt as stop:
+        number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
+        raise TrainingStopped(
+            f"training was stopped by {number.name}{_how_to_resume(recipe, settings, processes)}",
+            number,
+        ) from None
+    if status:
         raise RuntimeError(
-            f"training on {processes} processes failed with exit status {done.returncode}; the "
-            f"first error above says why (settings: {settings})"
+            f"training on {processes} processes failed with exit status {status}; the first error "
+            f"above says why (settings: {settings}){_how_to_resume(recipe, settings, processes)}"
         )
+
+
+def require_no_abandoned_lock() -> None:
+    """Raise ``RuntimeError`` naming the lock that would keep DeepSpeed waiting for ever.
+
+    Processes load DeepSpeed's CPU collectives in turn, under a lock that is a file: one that is
+    killed meanwhile leaves it behind, and nothing tells the next ones that nobody will remove it.
+    """
+    # It may need setuptools, which training on GPUs does not.
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    python = f"py{sys.version_info.major}{sys.version_info.minor}*"
+    for lock in [*root.glob("*_comm/lock"), *root.glob(f"{python}/*_comm/lock")]:
+        if _is_abandoned(lock):
+            raise RuntimeError(
+                f"{lock} was left behind by a process that was killed while it loaded DeepSpeed's "
+                "CPU collectives, and training would wait for it for ever; no process of this "
+                f"machine has it open. Delete it: rm {shlex.quote(str(lock))}"
+            )
+
+
+def _is_abandoned(lock: Path) -> bool:
+    # Comes with accelerate and DeepSpeed, which were just asked for.
+    import psutil
+
+    # Its owner keeps it open until just before it deletes it.
+    for _ in range(3):
+        if not lock.exists():
+            return False
+        for process in psutil.process_iter():
+            try:
+                if str(lock.resolve()) in (file.path for file in process.open_files()):
+                    return False
+            except psutil.Error:  # another user's, or it has ended
+                continue
+        time.sleep(0.1)
+    return lock.exists()
+
+
+def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:
+    if checkpoint is None:
+        return f"no complete checkpoint in {recipe.out}: training starts from the beginning"
+    return f"training continues from {checkpoint}, after step {step_of(checkpoint)}"
+
+
+def _how_to_resume(recipe: Recipe, settings: Path, processes: int) -> str:
+    if recipe.save_steps is None:
+        return ""
+    checkpoint = last_complete_checkpoint(Path(recipe.out))
+    place = "from the beginning, for no checkpoint is complete"
+    if checkpoint is not None:
+        place = f"from {checkpoint}"
+    command = ["glm4v-patched", "train", str(settings), "--processes", str(processes), "--resume"]
+    return f"\nto continue {place}:\n  {shlex.join(command)}"
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """The exit status of a command whose processes all end with this one."""
+    with _sigterm_as_exception():
+        # Only this process holds the other end of their standard input. In a session of its own,
+        # Ctrl-C reaches torch's launcher through us alone.
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            return process.wait()
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End torch's launcher, which ends its processes, and then any that it could not."""
+    if process.poll() is None:
+        process.terminate()
+        _wait_a_while(process)
+    process.stdin.close()
+    _wait_a_while(process)
+    process.kill()
+    process.wait()
+
+
+def _wait_a_while(process: subprocess.Popen) -> None:
+    try:
+        process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        return
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """In the main thread, where alone Python lets signals be handled."""
+
+    def stop(number: int, frame) -> None:
+        raise TrainingStopped("", signal.Signals(number))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,12 +1,17 @@
 """Fine-tune a glm-4v folder on a file of conversations: what every training process runs.
 
 ``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.training.recipe SETTINGS``,
-where ``SETTINGS`` is a JSON file of :class:`Recipe`. :mod:`launch` does that.
+where ``SETTINGS`` is a JSON file of :class:`Recipe`; ``--resume-from CHECKPOINT`` continues a run.
+:mod:`launch` does that.
 """
 
+import argparse
+import hashlib
 import json
+import os
 import sys
-from dataclasses import asdict, dataclass
+import threading
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -14,13 +19,23 @@ from transformers import Trainer, TrainingArguments
 
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
+from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
 from .data import ConversationCollator, read_conversations
 from .zero import zero_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# What a continued run may change: where things are, and how often they are saved.
+FREE_WHEN_RESUMING = {"model", "data", "out", "save_steps", "keep_checkpoints"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train and how. Paths are folders but for ``data``, a JSONL file."""
+    """What to train and how. Paths are folders but for ``data``, a JSONL file.
+
+    With ``save_steps``, a checkpoint to continue from is saved to ``out`` every so many steps (not
+    at the last one, where the model itself is saved); the newest ``keep_checkpoints`` are kept, or
+    all of them. ``precision`` is "bf16" or "fp32", of the weights and of the computation.
+    """
 
     model: str
     data: str
@@ -30,15 +45,93 @@ class Recipe:
     learning_rate: float
     zero_stage: int = 3
     seed: int = 0
+    precision: str = "bf16"
+    save_steps: int | None = None
+    keep_checkpoints: int | None = None
+
+    def __post_init__(self):
+        if self.precision not in DTYPES:
+            raise ValueError(
+                f"precision is {self.precision!r}; expected one of {', '.join(DTYPES)}"
+            )
+        for name in ("save_steps", "keep_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1, or null for none")
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2))
 
+    @classmethod
+    def read(cls, path: Path) -> "Recipe":
+        """Raises ``ValueError`` naming the fields that are unknown or missing."""
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        known = {field.name for field in fields(cls)}
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        wrong = [f"unknown: {name}" for name in values if name not in known]
+        wrong += [f"missing: {name}" for name in sorted(required - set(values))]
+        if wrong:
+            raise ValueError(f"{path} is no recipe; {', '.join(wrong)}")
+        return cls(**values)
 
-def train(recipe: Recipe) -> None:
-    """Train all weights in bf16 with both towers checkpointed; save the model to ``recipe.out``.
+    def starting_point(self, processes: int, resume: bool | Path) -> Path | None:
+        """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
 
-    Also writes ``training.json`` there: the loss history, and how many processes took part.
+        Raises:
+            ValueError: none can be chosen, or it is of a run with other settings.
+        """
+        checkpoint = choose_checkpoint(Path(self.out), resume)
+        if checkpoint is not None:
+            require_same_settings(checkpoint, self.settings(processes))
+        return checkpoint
+
+    def settings(self, processes: int) -> dict:
+        """What decides the course of training, and the same for a run and its continuation."""
+        decisive = {k: v for k, v in asdict(self).items() if k not in FREE_WHEN_RESUMING}
+        digest = hashlib.sha256(Path(self.data).read_bytes()).hexdigest()
+        return decisive | {"processes": processes, "sha256 of data": digest}
+
+    def logging_steps(self) -> int:
+        """For about 50 entries a run, none across a checkpoint, where a resumption would cut it."""
+        wanted = max(self.steps // 50, 1)
+        if self.save_steps is None:
+            return wanted
+        return max(n for n in range(1, wanted + 1) if self.save_steps % n == 0)
+
+
+class RecipeTrainer(Trainer):
+    """Saves the model with the config it came with, in checkpoints too: they can be loaded."""
+
+    def __init__(self, model: GLM4VForCausalLM, **options):
+        # The Trainer puts the tokenizer's one end token in place of the model's three.
+        self.stop_ids = model.config.eos_token_id
+        super().__init__(model=model, **options)
+        model.config.skip_logits = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        config = self.model.config
+        config.eos_token_id = self.stop_ids
+        config.skip_logits = False
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            config.skip_logits = True
+
+
+def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
+    """Train all weights with both towers checkpointed; save the model to ``recipe.out``.
+
+    Also writes ``training.json`` there, last: the loss history, and how many processes took part.
+
+    Args:
+        checkpoint: Complete checkpoint in ``recipe.out`` to continue from. In fp32 on a CPU the
+            losses and weights are those of a run that was never stopped, to the bit.
+
+    Raises:
+        ValueError: :meth:`Recipe.starting_point` says when.
     """
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
@@ -50,31 +143,31 @@ def train(recipe: Recipe) -> None:
         warmup_steps=max(recipe.steps // 20, 1),
         max_grad_norm=1.0,
         optim="adamw_torch",
-        bf16=True,
+        bf16=recipe.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
-        deepspeed=zero_config(recipe.zero_stage),
+        deepspeed=zero_config(recipe.zero_stage, bf16=recipe.precision == "bf16"),
         remove_unused_columns=False,
-        save_strategy="no",
+        save_strategy="no" if recipe.save_steps is None else "steps",
+        save_steps=recipe.save_steps or 0,
         report_to="none",
-        logging_steps=max(recipe.steps // 50, 1),
+        logging_steps=recipe.logging_steps(),
         seed=recipe.seed,
     )
+    recipe.starting_point(arguments.world_size, checkpoint or False)
     processor = ChatGLMProcessor.from_pretrained(recipe.model)
-    model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.bfloat16)
-    model.config.skip_logits = True
+    model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=DTYPES[recipe.precision])
     checkpoint_activations(model)
-    stop_ids = model.config.eos_token_id
-    trainer = Trainer(
-        model=model,
+    trainer = RecipeTrainer(
+        model,
         args=arguments,
         train_dataset=read_conversations(recipe.data),
         data_collator=ConversationCollator(processor),
         processing_class=processor,
+        callbacks=[
+            CompletionMarker(recipe.settings(arguments.world_size), recipe.keep_checkpoints)
+        ],
     )
-    trainer.train()
-    model.config.skip_logits = False
-    # The Trainer put the tokenizer's one end token in place of the model's three.
-    model.config.eos_token_id = stop_ids
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = [
@@ -93,6 +186,29 @@ def checkpoint_activations(model: GLM4VForCausalLM) -> None:
     enable(options)
 
 
+def end_with_stdin() -> None:
+    """End this process when its standard input ends: when whoever holds the other end is gone.
+
+    The kernel closes that end however the holder dies, which no handler and, outside Linux, no
+    death signal can promise; and torch elastic gives each process a session of its own, so that no
+    signal to a group reaches it.
+    """
+
+    def wait_for_end() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+
+
 if __name__ == "__main__":
-    train(Recipe(**json.loads(Path(sys.argv[1]).read_text())))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--end-with-stdin", action="store_true")
+    options = parser.parse_args()
+    if options.end_with_stdin:
+        end_with_stdin()
+    train(Recipe.read(options.settings), options.resume_from)
     torch.distributed.destroy_process_group()

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 
-def zero_config(stage: int) -> dict:
-    """ZeRO at ``stage`` in bf16; batch sizes and clipping are the trainer's."""
+def zero_config(stage: int, bf16: bool = True) -> dict:
+    """ZeRO at ``stage`` in bf16 or fp32; batch sizes and clipping are the trainer's."""
     return {
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": bf16},
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,

@@ -1,12 +1,13 @@
 """Start real training processes; a hang or an orphan is a failure and not a stuck run."""
 
 import os
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from glm4v_patched.training.zero import path_of_processes
@@ -50,7 +51,7 @@ def cpu_environment() -> dict[str, str]:
 def run_with_limit(
     command: list[str], seconds: float, environment: dict[str, str] | None = None
 ) -> Ended:
-    """Run a command in a session of its own, which is killed whole when the time is up."""
+    """Run a command; when the time is up, kill it and all that it started."""
     process = subprocess.Popen(
         command,
         env=cpu_environment() if environment is None else environment,
@@ -62,7 +63,10 @@ def run_with_limit(
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        # Not a process group: torch's launcher starts every worker in a session of its own.
+        for part in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                part.kill()
         output, _ = process.communicate()
         return Ended(None, output)
     return Ended(process.returncode, output)

@@ -1,13 +1,19 @@
 """The command line says what is wrong before it starts."""
 
 import importlib.util
+import json
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
 import torch
 
 from glm4v_patched.cli import main
+from glm4v_patched.training import launch
+from glm4v_patched.training.checkpoints import write_manifest
+from glm4v_patched.training.recipe import Recipe
 from glm4v_patched.training.zero import path_of_processes, require_deepspeed
 
 
@@ -62,3 +68,126 @@ def test_ninja_of_an_environment_that_is_not_activated_is_found(tmp_path, monkey
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
     assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> dict:
+    """A recipe in ``recipe.json``, and no processes that it could be run on."""
+    values = {
+        "model": "model",
+        "data": str(tmp_path / "data.jsonl"),
+        "out": str(tmp_path / "out"),
+        "steps": 10,
+        "micro_batch": 1,
+        "learning_rate": 1e-3,
+        "save_steps": 2,
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(values))
+    (tmp_path / "data.jsonl").write_text("a conversation\n")
+    monkeypatch.setattr(launch, "require_deepspeed", lambda on_cpu: None)
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda processes: True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("processes were started"))
+    return values
+
+
+def add_checkpoint(tmp_path, step: int, processes: int = 2) -> None:
+    folder = tmp_path / "out" / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("x")
+    settings = Recipe.read(tmp_path / "recipe.json").settings(processes)
+    write_manifest(folder, settings)
+
+
+def run_train(tmp_path, *options: str) -> int:
+    return main(["train", str(tmp_path / "recipe.json"), "--processes", "2", *options])
+
+
+def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+    (tmp_path / "recipe.json").write_text('{"stepps": 3}')
+    assert main(["train", str(tmp_path / "recipe.json")]) == 1
+    assert "recipe.json is no recipe; unknown: stepps, missing: data" in capsys.readouterr().err
+
+
+def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
+    tmp_path, recipe, capsys
+):
+    add_checkpoint(tmp_path, 4)
+    assert run_train(tmp_path) == 1
+    assert "holds checkpoint-4 of an earlier run; continue it (--resume)" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "recipe.json").exists()
+
+
+@pytest.mark.parametrize("options", [["--resume"], ["--resume-from", "out/checkpoint-4"]])
+def test_training_continues_from_the_checkpoint_it_names(
+    tmp_path, recipe, options, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    add_checkpoint(tmp_path, 4)
+    commands = []
+    monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
+    assert run_train(tmp_path, *options) == 0
+    assert "checkpoint-4, after step 4" in capsys.readouterr().out
+    assert commands[0][-2] == "--resume-from"
+    assert (tmp_path / commands[0][-1]).samefile(tmp_path / "out" / "checkpoint-4")
+
+
+def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
+    tmp_path, recipe, monkeypatch, capsys
+):
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    commands = []
+    monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
+    assert run_train(tmp_path, "--resume") == 0
+    assert "no complete checkpoint in" in capsys.readouterr().out
+    assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
+    assert "--resume-from" not in commands[0]
+
+
+def test_an_incomplete_checkpoint_that_is_named_is_refused(tmp_path, recipe, capsys):
+    add_checkpoint(tmp_path, 4)
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    (checkpoint / "latest").write_text("longer")
+    assert run_train(tmp_path, "--resume-from", str(checkpoint)) == 1
+    assert "latest: expected 1 bytes, found 6" in capsys.readouterr().err
+
+
+def test_a_run_of_another_number_of_processes_cannot_be_continued(tmp_path, recipe, capsys):
+    add_checkpoint(tmp_path, 4, processes=3)
+    assert run_train(tmp_path, "--resume") == 1
+    assert "processes: 3 there, 2 now" in capsys.readouterr().err
+
+
+def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, monkeypatch, capsys):
+    add_checkpoint(tmp_path, 4)
+    monkeypatch.setattr(launch, "_run", lambda command, environment: 1)
+    assert run_train(tmp_path, "--resume") == 1
+    message = capsys.readouterr().err
+    assert "failed with exit status 1" in message
+    assert f"to continue from {tmp_path / 'out' / 'checkpoint-4'}:\n  glm4v-patched" in message
+
+
+def test_ctrl_c_ends_with_the_status_of_a_signal(tmp_path, recipe, monkeypatch, capsys):
+    def interrupt(command, environment):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_run", interrupt)
+    assert run_train(tmp_path) == 128 + signal.SIGINT
+    assert "training was stopped by SIGINT\nto continue" in capsys.readouterr().err
+
+
+def test_a_lock_that_a_killed_process_left_is_named_and_one_in_use_is_not(
+    tmp_path, recipe, monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "_run", lambda command, environment: 0)
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        assert run_train(tmp_path) == 0
+    assert run_train(tmp_path) == 1
+    assert f"rm {lock}" in capsys.readouterr().err
+    assert lock.exists()
+    lock.unlink()
+    assert run_train(tmp_path) == 0

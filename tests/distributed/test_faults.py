@@ -1,0 +1,250 @@
+"""Killed processes, cut checkpoints, and what a resumed run computes, on two real processes."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from processes import HERE, cpu_environment, run_with_limit, two_processes
+from safetensors.torch import load_file
+
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.training.checkpoints import (
+    find_faults,
+    last_complete_checkpoint,
+    set_incomplete_aside,
+    step_of,
+)
+from glm4v_patched.training.data import write_conversations
+from glm4v_patched.training.pictures import draw_data_set
+from glm4v_patched.training.recipe import Recipe
+from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
+
+# On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
+SECONDS_TO_RUN = 300
+# torch's launcher gives processes that it ends 30 seconds before it kills them.
+SECONDS_TO_END = 45
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Recipe:
+    """Five steps an epoch, so that a checkpoint at step 8 lies inside the second one."""
+    folder = tmp_path_factory.mktemp("faults")
+    conversations = draw_data_set(folder / "pictures", 20, seed=0, side=IMAGE_SIDE)
+    write_conversations(folder / "train.jsonl", conversations)
+    build_from_scratch(folder / "model", conversations, seed=0)
+    return Recipe(
+        model=str(folder / "model"),
+        data=str(folder / "train.jsonl"),
+        out="",
+        steps=12,
+        micro_batch=2,
+        learning_rate=1e-3,
+        precision="fp32",
+    )
+
+
+def train(recipe: Recipe, *arguments: str):
+    Path(recipe.out).mkdir(exist_ok=True)
+    settings = Path(recipe.out, "recipe.json")
+    recipe.write(settings)
+    command = two_processes(HERE / "fault_worker.py", str(settings), *arguments)
+    return run_with_limit(command, SECONDS_TO_RUN)
+
+
+def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    history = json.loads(Path(recipe.out, "training.json").read_text())["history"]
+    return history, load_file(Path(recipe.out, "model.safetensors"))
+
+
+def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
+    recipe, tmp_path, caplog
+):
+    never_stopped = replace(recipe, out=str(tmp_path / "never_stopped"))
+    ended = train(never_stopped)
+    assert ended.status == 0, ended.output[-8000:]
+
+    stopped = replace(recipe, out=str(tmp_path / "stopped"), save_steps=4)
+    ended = train(stopped, "--die-writing", "checkpoint-8/global_step8/" + shard_of_rank(1))
+    assert ended.status, ended.output[-8000:]
+    folder = Path(stopped.out)
+    assert (folder / "checkpoint-8" / "global_step8" / shard_of_rank(1)).stat().st_size > 0
+    assert find_faults(folder / "checkpoint-8")
+    checkpoint = stopped.starting_point(2, resume=True)
+    assert checkpoint == folder / "checkpoint-4"
+    assert str(folder / "checkpoint-8") in caplog.text
+
+    # What launch() does before it starts the processes.
+    set_incomplete_aside(folder, after_step=4)
+    ended = train(stopped, "--resume-from", str(checkpoint))
+    assert ended.status == 0, ended.output[-8000:]
+
+    expected_history, expected_weights = result(never_stopped)
+    history, weights = result(stopped)
+    assert [entry["step"] for entry in history] == list(range(1, 13))
+    assert history == expected_history
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected_weights[name]), name
+    assert find_faults(folder / "checkpoint-8") == []
+
+    # A checkpoint is a model too, with the config it came with.
+    config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-8").config
+    assert config.eos_token_id == GLM4VForCausalLM.from_pretrained(recipe.model).config.eos_token_id
+    assert not config.skip_logits
+
+
+def shard_of_rank(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+class CommandLine:
+    """``glm4v-patched train`` in processes that can be found, killed and counted."""
+
+    def __init__(self, recipe: Recipe, *options: str):
+        self.folder = Path(recipe.out)
+        self.folder.mkdir(exist_ok=True)
+        settings = self.folder / "mine.json"
+        recipe.write(settings)
+        self.log = self.folder / "output.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "glm4v_patched.cli"]
+                + ["train", str(settings), "--processes", "2", *options],
+                env=cpu_environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def alive(self) -> list[psutil.Process]:
+        """All processes of this run, whoever their parents are: the folder is in their command."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if any(str(self.folder) in argument for argument in process.info["cmdline"] or [])
+        ]
+
+    def rank(self, number: int) -> psutil.Process | None:
+        for process in self.alive():
+            try:
+                if process.environ().get("RANK") == str(number):
+                    return process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
+                continue
+        return None
+
+    def wait_for(self, condition: Callable, seconds: float):
+        end = time.monotonic() + seconds
+        while not (found := condition()):
+            if time.monotonic() > end or self.process.poll() is not None:
+                pytest.fail(f"status {self.process.poll()}\n{self.output[-8000:]}")
+            time.sleep(0.05)
+        return found
+
+    def wait_for_checkpoint(self, after_step: int = 0) -> Path:
+        def newer() -> Path | None:
+            checkpoint = last_complete_checkpoint(self.folder)
+            return checkpoint if checkpoint and step_of(checkpoint) > after_step else None
+
+        return self.wait_for(newer, SECONDS_TO_RUN)
+
+    def status(self) -> int:
+        try:
+            return self.process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"did not end within {SECONDS_TO_END} s\n{self.output[-8000:]}")
+
+    def require_none_alive(self) -> None:
+        end = time.monotonic() + SECONDS_TO_END
+        while alive := self.alive():
+            assert time.monotonic() < end, f"still there: {alive}\n{self.output[-8000:]}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., CommandLine]]:
+    started = []
+
+    def start(*arguments) -> CommandLine:
+        started.append(CommandLine(*arguments))
+        return started[-1]
+
+    yield start
+    for run in started:
+        for process in run.alive():
+            process.kill()
+        run.process.wait()
+
+
+@pytest.fixture
+def endless(recipe, tmp_path) -> Recipe:
+    return replace(recipe, out=str(tmp_path / "out"), steps=10**6, save_steps=2, keep_checkpoints=2)
+
+
+@pytest.fixture
+def own_extensions(tmp_path, monkeypatch) -> None:
+    """For processes killed while they start: one that loads an extension then leaves a lock."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+
+def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(endless, start):
+    run = start(endless)
+    run.wait_for_checkpoint()
+    worker = run.rank(1)
+    worker.kill()
+    assert run.status() == 1
+    run.require_none_alive()
+    assert f"Signal 9 (SIGKILL) received by PID {worker.pid}" in run.output
+    assert "rank      : 1" in run.output
+    checkpoint = last_complete_checkpoint(run.folder)
+    resume = ["train", str(run.folder / "recipe.json"), "--processes", "2", "--resume"]
+    assert run.output.endswith(
+        f"to continue from {checkpoint}:\n  glm4v-patched {shlex.join(resume)}\n"
+    )
+
+    run = start(endless, "--resume")
+    run.wait_for_checkpoint(after_step=step_of(checkpoint))
+    assert f"training continues from {checkpoint}, after step" in run.output
+    assert len(run.alive()) == 4  # the command line, torch's launcher, two ranks
+    run.process.kill()
+    assert run.status() == -signal.SIGKILL
+    run.require_none_alive()
+    assert last_complete_checkpoint(run.folder)
+
+
+@pytest.mark.usefixtures("own_extensions")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
+    number, endless, start
+):
+    run = start(endless)
+    run.wait_for(lambda: run.rank(0) and run.rank(1), SECONDS_TO_RUN)
+    os.kill(run.process.pid, number)
+    assert run.status() == 128 + number
+    run.require_none_alive()
+    assert f"training was stopped by {number.name}\nto continue from the beginning" in run.output
+    assert "--resume" in run.output
+
+
+@pytest.mark.usefixtures("own_extensions")
+def test_a_killed_launcher_of_torch_leaves_no_process(endless, start):
+    run = start(endless)
+    run.wait_for(lambda: run.rank(0) and run.rank(1), SECONDS_TO_RUN)
+    run.rank(0).parent().kill()
+    assert run.status() == 1
+    run.require_none_alive()
+    assert "failed with exit status -9" in run.output
