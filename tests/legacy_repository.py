@@ -1,0 +1,102 @@
+"""A stand-in for the repository of glm-4v-9b as it was published in 2024, with tiny weights.
+
+It computes what that repository computes on unpadded rows with one image each, and has these of
+its defects, which a test can show on it and show cured:
+
+- padded rows in training: the images are silently replaced by plain tokens
+- labels: 1600 for an image whatever its size, and an error on rows without one
+- rows without an image skip the tower, so that processes sharing sharded weights part ways
+- checkpointing: torch's own, non-reentrant whatever is asked for, never the tower's layers, and
+  switched on through a method of a form that transformers gave up
+- loss: of an fp32 copy of all logits, rounded to the model's dtype; labels stay on their device
+- a model made from a config holds uninitialised memory
+
+It has no cache and no generation.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+from tiny import (
+    BOI,
+    EOI,
+    NUM_IMAGE_TOKENS,
+    PAD,
+    golden_bytes,
+    golden_json,
+    golden_weights,
+    pictures,
+    text,
+)
+from transformers import AutoModel, PreTrainedModel, dynamic_module_utils
+
+LEGACY_CODE = Path(__file__).parent / "legacy"
+LEGACY_MODEL = "modeling_chatglm.ChatGLMForConditionalGeneration"
+LEGACY_AUTO_MAP = {
+    "AutoConfig": "configuration_chatglm.ChatGLMConfig",
+    "AutoModel": LEGACY_MODEL,
+    "AutoModelForCausalLM": LEGACY_MODEL,
+    "AutoModelForSeq2SeqLM": LEGACY_MODEL,
+}
+
+
+def write_legacy_repository(folder: Path) -> None:
+    """Write code, config and the golden weights to ``folder``, which is created."""
+    folder.mkdir(parents=True)
+    for name in ("configuration_chatglm.py", "modeling_chatglm.py", "visual.py"):
+        shutil.copyfile(LEGACY_CODE / name, folder / name)
+    config = {"architectures": ["ChatGLMModel"], "auto_map": LEGACY_AUTO_MAP}
+    (folder / "config.json").write_text(json.dumps(golden_json("config.json") | config))
+    buffer = load(golden_bytes("buffer_inv_freq.safetensors"))
+    weights = golden_weights() | buffer
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def remote_code_under(folder: Path) -> Iterator[None]:
+    """transformers copies remote code to ``folder``, not to the user's cache, and forgets it."""
+
+    def is_remote(name: str) -> bool:
+        return name.partition(".")[0] == "transformers_modules"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+        patch.setattr(sys, "path", [*sys.path])
+        others = {name: sys.modules.pop(name) for name in [*sys.modules] if is_remote(name)}
+        try:
+            yield
+        finally:
+            for name in [*filter(is_remote, sys.modules)]:
+                del sys.modules[name]
+            sys.modules.update(others)
+
+
+@contextmanager
+def legacy_model(folder: Path, **arguments) -> Iterator[PreTrainedModel]:
+    """The model of a repository written to ``folder``, as a user loads it."""
+    write_legacy_repository(folder / "repository")
+    with remote_code_under(folder / "modules"):
+        yield AutoModel.from_pretrained(folder / "repository", trust_remote_code=True, **arguments)
+
+
+def count_labels_of_small_images(model: PreTrainedModel) -> None:
+    """Let the model train on tiny images, for which the published code has too many labels."""
+    sys.modules[type(model).__module__].LABELS_OF_AN_IMAGE = NUM_IMAGE_TOKENS
+
+
+def image_row(seed: int) -> dict[str, torch.Tensor]:
+    """A labelled row with one image in the three-id form: what the published code trains on."""
+    row = [*text(5, seed=seed), BOI, PAD, EOI, *text(9, seed=seed + 1)]
+    labels = [-100] * (len(row) - 6) + row[-6:]
+    return {
+        "input_ids": torch.tensor([row]),
+        "labels": torch.tensor([labels]),
+        "images": pictures(1, seed=seed),
+    }
