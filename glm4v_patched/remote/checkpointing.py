@@ -77,7 +77,8 @@ def frozen_parameters_held(layer: nn.Module):
 
     Does nothing outside a backward pass, and nothing to parameters that ZeRO-3 does not shard.
     """
-    owners = _frozen_zero3_parameters(layer) if _in_backward() else {}
+    modules = list(layer.modules()) if _in_backward() else []
+    owners = _frozen_zero3_parameters(modules)
     for parameter in owners:
         parameter.ds_active_sub_modules.add(_HOLDER)
     try:
@@ -87,7 +88,7 @@ def frozen_parameters_held(layer: nn.Module):
             # Also drops the modules outside this layer that DeepSpeed 0.19.3 and newer entered.
             parameter.ds_active_sub_modules.intersection_update(module_ids)
         if owners:
-            for module in layer.modules():
+            for module in modules:
                 getattr(module, "ds_recompute_parameters", set()).clear()
 
 
@@ -95,10 +96,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _frozen_zero3_parameters(layer: nn.Module) -> dict[nn.Parameter, set[int]]:
-    """The layer's frozen ZeRO-3 parameters, each with the ids of the modules that own it."""
+def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[nn.Parameter, set[int]]:
+    """Their frozen ZeRO-3 parameters, each with the ids of the modules that own it."""
     owners: dict[nn.Parameter, set[int]] = {}
-    for module in layer.modules():
+    for module in modules:
         # Not module.parameters() or attributes: DeepSpeed's getters gather what is asked for.
         for parameter in module._parameters.values():
             if parameter is None or parameter.requires_grad:

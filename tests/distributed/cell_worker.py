@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from cells import ZERO_STAGES, Cell
 from gathers import counted_gathers
+from start_deepspeed import start_deepspeed
 from steps import (
     LEARNING_RATE,
     autocast,
@@ -174,9 +175,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if any(cell.strategy in ZERO_STAGES for cell in cells):
-        import deepspeed
-
-        deepspeed.init_distributed(verbose=False)
+        start_deepspeed()
     else:
         torch.distributed.init_process_group("nccl" if device() == "cuda" else "gloo")
     keep = folder / "gradients"

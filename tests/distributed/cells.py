@@ -7,6 +7,8 @@ too, but of the environment: tests/noxfile.py installs them one pair after the o
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 
+from packaging.version import Version
+
 TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.23.0")
 # 0.19.2 is the last one without DeepSpeed's own fix for frozen weights in a checkpoint.
 DEEPSPEED = ("0.16.9", "0.18.9", "0.19.2", "0.19.8")
@@ -90,3 +92,17 @@ def torch_cells() -> list[Cell]:
             WITHOUT_DEEPSPEED, PRECISIONS, WEIGHTS, REENTRANT
         )
     ]
+
+
+def known_limit(cell: Cell, deepspeed: str | None) -> str | None:
+    """Why no model can pass this cell, if that is so; the matrix tries one cell of each reason."""
+    if (
+        cell.is_zero3
+        and cell.weights == "lora_modules_to_save"
+        and Version(deepspeed) < Version("0.19.8")
+    ):
+        return (
+            "DeepSpeed before 0.19.8 takes the wrapper of peft's modules_to_save for the module "
+            "inside it; it fails on two linear layers as well: use DeepSpeed 0.19.8"
+        )
+    return None

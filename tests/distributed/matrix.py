@@ -1,8 +1,9 @@
 """Train the cells of the matrix with the installed versions and say which gave the right numbers.
 
-``python tests/distributed/matrix.py --out tests/results/matrix.json`` runs all that depend on
-DeepSpeed, ``--strategy fsdp2 ddp`` others; ``--gpus`` on two GPUs with NCCL. Rows of other versions
-in the file stay: tests/noxfile.py fills it pair by pair. ``--table`` prints what the file holds.
+``python tests/distributed/matrix.py --out tests/results/matrix.json``, with ``PYTHONPATH=.:tests``,
+runs all that depend on DeepSpeed; ``--strategy fsdp2 ddp`` others; ``--gpus`` on two GPUs with
+NCCL. Rows of other versions in the file stay: tests/noxfile.py fills it pair by pair. ``--table``
+prints what the file holds.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from cells import (
     ZERO_STAGES,
     Cell,
     deepspeed_cells,
+    known_limit,
     torch_cells,
 )
 from processes import HERE, cpu_environment, gpu_environment, run_with_limit, two_processes
@@ -46,6 +48,25 @@ def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[di
     ``folder`` is scratch space. Where it holds a folder ``gradients``, each cell's losses and
     gradients are saved there under its name.
     """
+    deepspeed = version("deepspeed") if any(c.strategy in ZERO_STAGES for c in cells) else None
+    limits = {cell: known_limit(cell, deepspeed) for cell in cells}
+    first_of_limit = {limits[cell]: cell for cell in reversed(cells)}
+    tried = [cell for cell in cells if limits[cell] is None or first_of_limit[limits[cell]] == cell]
+    found = _train(tried, folder, on_gpus)
+    for limit, first in first_of_limit.items():
+        if limit is None:
+            continue
+        rest = [cell for cell in cells if limits[cell] == limit and cell != first]
+        if "reason" in found[first.name]:
+            cause = f"{limit} ({found[first.name]['reason']})"
+            found |= {cell.name: {"reason": cause, "limit": True} for cell in (first, *rest)}
+        else:
+            found |= _train(rest, folder, on_gpus)
+    return [_row(cell, found[cell.name]) for cell in cells]
+
+
+def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
+    """By the cells' names, what the worker found: differences, or the reason of a failure."""
     small_model().save_pretrained(folder / "model")
     references = {reference_name(cell): cell for cell in cells}
     torch.save(
@@ -66,7 +87,10 @@ def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[di
         if not news:
             raise RuntimeError(f"the worker ended before its first cell\n{ended.output[-4000:]}")
         found |= news
-    return [_row(cell, found[cell.name]) for cell in cells]
+        for name, figures in news.items():
+            if "reason" in figures:
+                print(f"{name}: {figures['reason']}", file=sys.stderr, flush=True)
+    return found
 
 
 def _outcomes(folder: Path, ended) -> dict[str, dict]:
@@ -98,7 +122,7 @@ def _row(cell: Cell, found: dict) -> dict:
             if not difference <= limit[cell.precision]:
                 reason = f"{kind} differs by {difference:.1e}, limit {limit[cell.precision]:.0e}"
     return cell.as_dict() | {
-        "outcome": "passed" if reason is None else "failed",
+        "outcome": "cannot work" if "limit" in found else "failed" if reason else "passed",
         "reason": reason,
         "loss_difference": found.get("loss_difference"),
         "gradient_difference": found.get("gradient_difference"),

