@@ -49,3 +49,15 @@ def matrix(session: nox.Session) -> None:
 def failures(session: nox.Session) -> None:
     install(session, TRANSFORMERS[-1], "0.19.2")
     session.run("pytest", "-q", str(ROOT / "tests/distributed/test_failures.py"))
+
+
+@nox.session
+@nox.parametrize("transformers", [TRANSFORMERS[0], TRANSFORMERS[-1]])
+def frameworks(session: nox.Session, transformers: str) -> None:
+    # Newer pyarrow cannot pickle what datasets pickles.
+    trl = ["trl==1.16.0", "datasets==4.7.0", "pyarrow==21.0.0"]
+    install(session, transformers, DEEPSPEED[-1], *trl)
+    session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_trl.py"))
+    for version in ("0.9.2", "0.9.5"):  # before and after LLaMA-Factory's own fix
+        session.install("--no-deps", "--ignore-requires-python", f"llamafactory=={version}")
+        session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_llamafactory.py"))

@@ -25,7 +25,7 @@ from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
 from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
-from .sharding import must_run_on_every_process
+from .sharding import must_run_on_every_process, refuse_split_model
 from .visual import EVA2CLIPModel, PatchEmbedding
 
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
@@ -185,6 +185,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     # Absent from some checkpoints; it follows from the config.
     _keys_to_ignore_on_load_missing = [r"rotary_pos_emb\.inv_freq"]
+
+    def train(self, mode: bool = True):
+        """As usual. Raises ``ValueError`` for a split model among several processes."""
+        if mode:
+            refuse_split_model(self)
+        return super().train(mode)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -465,6 +471,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows.
         """
+        if self.training:
+            refuse_split_model(self)  # again: the processes may have met after train()
         output = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,4 +1,4 @@
-"""Tells whether a module has to run on every process of a training, whatever its batch holds."""
+"""What training in several processes asks of a model, whichever framework started them."""
 
 import torch
 from torch import nn
@@ -25,3 +25,22 @@ def must_run_on_every_process(module: nn.Module) -> bool:
         parameter.requires_grad for parameter in module.parameters()
     )
     return is_sharded or (is_trained and torch.distributed.get_world_size() > 1)
+
+
+def refuse_split_model(model: nn.Module) -> None:
+    """Raise ``ValueError`` if processes train together and ``device_map`` split this model.
+
+    Each process would use all of those devices. Frameworks notice in different ways, or never.
+    """
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map is None or not torch.distributed.is_available():
+        return
+    # One device may be written as 0, "cuda:0" or torch.device("cuda:0").
+    devices = sorted({str(device).removeprefix("cuda:") for device in device_map.values()})
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if len(devices) > 1 and processes > 1:
+        raise ValueError(
+            f"this model was split over {len(devices)} devices ({', '.join(devices)}) by "
+            f"device_map, which cannot be trained by {processes} processes: load it without "
+            'device_map or with device_map={"": local_rank}, or train it in 1 process'
+        )

@@ -13,10 +13,12 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import torch
@@ -27,6 +29,7 @@ from processes import gpu_environment, run_with_limit, two_processes
 from steps import select_weights, trainable
 from transformers.integrations import HfDeepSpeedConfig
 
+from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
@@ -66,6 +69,24 @@ def batch(config: ChatGLMConfig, rank: int) -> dict[str, torch.Tensor]:
     return {name: values.cuda() for name, values in inputs.items()}
 
 
+@contextmanager
+def timed_cure(seconds: list[float]) -> Iterator[None]:
+    """Append how long each entry into the cure, with its exit, keeps the process busy."""
+    held = checkpointing.frozen_parameters_held
+
+    @contextmanager
+    def timed(layer):
+        start = time.perf_counter()
+        with held(layer):
+            entered = time.perf_counter()
+            yield
+            left = time.perf_counter()
+        seconds.append(time.perf_counter() - left + entered - start)
+
+    with mock.patch.object(checkpointing, "frozen_parameters_held", timed):
+        yield
+
+
 def measure(cell: Cell, stage: int, layers: int, warm_up: int, steps: int) -> dict:
     """Build the model, train it and take it down again."""
     config = zero_config(stage)
@@ -84,8 +105,8 @@ def measure(cell: Cell, stage: int, layers: int, warm_up: int, steps: int) -> di
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-5, fused=True)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
     inputs = batch(engine.module.config, engine.global_rank)
-    seconds = []
-    with with_or_without_cure(cell):
+    seconds, in_cure = [], []
+    with with_or_without_cure(cell), timed_cure(in_cure):
         for step in range(warm_up + steps):
             if step == warm_up:
                 torch.cuda.reset_peak_memory_stats()
@@ -108,6 +129,7 @@ def measure(cell: Cell, stage: int, layers: int, warm_up: int, steps: int) -> di
         "step_s": round(statistics.median(timed), 4),
         "fastest_s": round(timed[0], 4),
         "slowest_s": round(timed[-1], 4),
+        "in_cure_s": round(sum(in_cure) / len(seconds), 6),
         "gathers": count.calls,
         "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "loss": round(loss.item(), 4),
@@ -138,12 +160,11 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
-    for weights, reentrant, _, cure in product(
-        arguments.weights,
-        arguments.reentrant,
-        range(arguments.rounds),
-        arguments.cure or ["with", "without"],
+    cures = arguments.cure or ["with", "without"]
+    for weights, reentrant, round_, turn in product(
+        arguments.weights, arguments.reentrant, range(arguments.rounds), range(len(cures))
     ):
+        cure = cures[(round_ + turn) % len(cures)]  # none is always the first of its round
         # Processes of its own for each: an engine that is taken down leaves memory behind.
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "row.json")

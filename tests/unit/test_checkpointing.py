@@ -21,6 +21,16 @@ with_activation_checkpointing = pytest.mark.skipif(
     not HAS_ACTIVATION_CHECKPOINTING,
     reason="transformers has activation_checkpointing_enable, every_n_layers from 5.23 on",
 )
+# Versions before 5.23 may have them, under the old name of the method.
+TAKES_LAYER_OPTIONS = (
+    HAS_ACTIVATION_CHECKPOINTING
+    or "offload"
+    in inspect.signature(transformers.PreTrainedModel.gradient_checkpointing_enable).parameters
+)
+with_layer_options = pytest.mark.skipif(
+    not TAKES_LAYER_OPTIONS,
+    reason="transformers is too old for every_n_layers and offload: pip install -U transformers",
+)
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False])
 
 
@@ -275,14 +285,66 @@ def test_packed_rows_and_skipped_logits_checkpoint_too(use_reentrant):
     assert_equal(gradients(model, inputs), want)
 
 
-@with_activation_checkpointing
+def enable(model, options=None, **layer_options) -> None:
+    name = "activation" if HAS_ACTIVATION_CHECKPOINTING else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")(options, **layer_options)
+
+
+@with_layer_options
 def test_every_n_layers_is_honoured(count_runs):
     model = tiny_model().train()
     want = gradients(model)
-    model.activation_checkpointing_enable(every_n_layers=2)
+    enable(model, every_n_layers=2)
     runs = count_runs(model)
     assert_equal(gradients(model), want)
     assert sorted(runs.values()) == [1, 1, 2, 2], runs
+
+
+@with_layer_options
+@REENTRANT
+def test_offload_moves_what_goes_into_every_layer_of_both_towers(use_reentrant, monkeypatch):
+    offloaded = set()
+
+    class Recorded(torch.autograd.graph.save_on_cpu):
+        """As torch's, without pinned memory, which only an accelerator has."""
+
+        def __init__(self, pin_memory, **options):
+            super().__init__(pin_memory=False, **options)
+            pack = self.pack_hook
+
+            def record(tensor):
+                offloaded.add(tensor.data_ptr())
+                return pack(tensor)
+
+            self.pack_hook = record
+
+    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", Recorded)
+    model = tiny_model().train()
+    want = gradients(model)
+    enable(model, {"use_reentrant": use_reentrant}, offload=True)
+    inputs = {}
+    for name, layer in layers(model).items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
+    assert_equal(gradients(model), want)
+    assert len(inputs) == 4
+    for name, hidden in inputs.items():
+        assert hidden.data_ptr() in offloaded, name
+
+
+@pytest.mark.skipif(TAKES_LAYER_OPTIONS, reason="this version of transformers takes the options")
+@pytest.mark.parametrize("option", [{"every_n_layers": 2}, {"offload": True}])
+def test_layer_options_are_refused_where_transformers_lacks_them(option):
+    with pytest.raises(TypeError, match=next(iter(option))):
+        tiny_model().train().gradient_checkpointing_enable(**option)
+
+
+@REENTRANT
+@pytest.mark.parametrize("option", [{"every_n_layers": 2}, {"offload": True}])
+def test_layer_options_among_those_for_torch_are_refused(option, use_reentrant):
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant, **option})
+    with pytest.raises((TypeError, ValueError), match=next(iter(option))):
+        gradients(model)
 
 
 def test_checkpointing_keeps_less_memory():
