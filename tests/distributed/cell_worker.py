@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from cells import ZERO_STAGES, Cell
 from gathers import counted_gathers
-from start_deepspeed import start_deepspeed
+from start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
 from steps import (
     LEARNING_RATE,
     autocast,
@@ -44,12 +44,7 @@ Step = tuple[torch.Tensor, dict[str, torch.Tensor], int | None]
 def zero_config(cell: Cell) -> dict:
     zero: dict = {"stage": ZERO_STAGES[cell.strategy]}
     if cell.persistence == "0":
-        zero |= {
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,
-        }
+        zero |= NOTHING_STAYS_GATHERED
     if cell.strategy == "zero3_offload":
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     return {
@@ -85,9 +80,20 @@ def with_or_without_cure(cell: Cell) -> Iterator[None]:
             yield
 
 
+def full_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Over all ranks.
+
+    DeepSpeed 0.16.9 at stage 0 reduces and uses an fp32 copy of a bf16 gradient, but its
+    ``safe_get_full_grad`` returns the one of this rank.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    reduced = getattr(parameter, "_hp_grad", None)
+    return safe_get_full_grad(parameter) if reduced is None else reduced.reshape(parameter.shape)
+
+
 def deepspeed_steps(cell: Cell, folder: Path) -> Iterator[Step]:
     import deepspeed
-    from deepspeed.utils import safe_get_full_grad
     from transformers.integrations import HfDeepSpeedConfig
 
     config = zero_config(cell)
@@ -102,7 +108,7 @@ def deepspeed_steps(cell: Cell, folder: Path) -> Iterator[Step]:
                 loss = engine(**rank_batch(cell, engine.global_rank, step)).loss
             engine.backward(loss)
         gradients = {
-            name: safe_get_full_grad(parameter)
+            name: full_gradient(parameter)
             for name, parameter in engine.module.named_parameters()
             if parameter.requires_grad
         }

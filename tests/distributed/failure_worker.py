@@ -16,6 +16,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from legacy_repository import count_labels_of_small_images, image_row
 from peft import LoraConfig, get_peft_model
+from start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModel
 
@@ -32,13 +33,7 @@ def zero_config(dtype: str) -> dict:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # DeepSpeed 0.19 clips to 1.0 unless told
         "bf16": {"enabled": dtype == "bf16"},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,
-        },
+        "zero_optimization": {"stage": 3} | NOTHING_STAYS_GATHERED,
     }
 
 
@@ -107,7 +102,7 @@ def train(model, run: dict) -> dict:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    deepspeed.init_distributed()
+    start_deepspeed()
     # DeepSpeed replaces F.linear for good when a model is made under zero.Init, as from_pretrained
     # does; since 0.19.3 always. Only then are Linear weights saved for backward as they are.
     with deepspeed.zero.Init(config_dict_or_path=zero_config("fp32")):

@@ -6,6 +6,14 @@ from pathlib import Path
 import torch
 from packaging.version import parse
 
+# ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
+NOTHING_STAYS_GATHERED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
 
 def start_deepspeed() -> None:
     """``deepspeed.init_distributed``; on the CPU, with correct loading and nothing left behind."""

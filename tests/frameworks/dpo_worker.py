@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from deepspeed.utils import safe_get_full_fp32_param
 from peft import LoraConfig
+from start_deepspeed import NOTHING_STAYS_GATHERED
 from transformers import TrainerCallback, set_seed
 from trl import DPOConfig, DPOTrainer
 
@@ -26,14 +27,7 @@ ZERO3 = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": {
-        "stage": 3,
-        # Everything is sharded and nothing stays gathered: the harshest setting.
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 0,
-        "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": 0,
-    },
+    "zero_optimization": {"stage": 3} | NOTHING_STAYS_GATHERED,
 }
 
 
