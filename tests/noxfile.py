@@ -1,9 +1,8 @@
 """The tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
 
-``matrix`` trains every cell on every pair of versions (about two hours on two cores) and fills
-results/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``failures`` shows the
-CheckpointError with the last DeepSpeed that has it. ``frameworks`` runs the code of LLaMA-Factory
-and TRL.
+``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
+results/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the code of
+LLaMA-Factory and TRL.
 """
 
 import sys
@@ -17,7 +16,7 @@ from cells import DEEPSPEED, TRANSFORMERS, WITHOUT_DEEPSPEED  # noqa: E402
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["failures", "frameworks"]
+nox.options.sessions = ["frameworks"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests" / "results" / "matrix.json"
@@ -43,12 +42,6 @@ def matrix(session: nox.Session) -> None:
         session.run(*command, success_codes=[0, 1])  # 1: a cell failed, as the table says
         if deepspeed == DEEPSPEED[-1]:
             session.run(*command, "--strategy", *WITHOUT_DEEPSPEED, success_codes=[0, 1])
-
-
-@nox.session
-def failures(session: nox.Session) -> None:
-    install(session, TRANSFORMERS[-1], "0.19.2")
-    session.run("pytest", "-q", str(ROOT / "tests/distributed/test_failures.py"))
 
 
 @nox.session

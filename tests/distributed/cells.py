@@ -96,13 +96,17 @@ def torch_cells() -> list[Cell]:
 
 def known_limit(cell: Cell, deepspeed: str | None) -> str | None:
     """Why no model can pass this cell, if that is so; the matrix tries one cell of each reason."""
-    if (
-        cell.is_zero3
-        and cell.weights == "lora_modules_to_save"
-        and Version(deepspeed) < Version("0.19.8")
-    ):
+    if deepspeed is None:
+        return None
+    version = Version(deepspeed)
+    if cell.is_zero3 and cell.weights == "lora_modules_to_save" and version < Version("0.19.8"):
         return (
             "DeepSpeed before 0.19.8 takes the wrapper of peft's modules_to_save for the module "
             "inside it; it fails on two linear layers as well: use DeepSpeed 0.19.8"
+        )
+    if cell.strategy in ("zero1", "zero2") and version == Version("0.18.9"):
+        return (
+            "DeepSpeed 0.18.9 gathers updated weights into views that torch 2.13 and gloo may not "
+            "write to; it fails on two linear layers as well: use DeepSpeed 0.19.8"
         )
     return None

@@ -124,6 +124,8 @@ class CommandLine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Tests that run in a shell's background have inherited that it is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
