@@ -4,7 +4,7 @@ A cell is one combination of the axes below. The versions of transformers and De
 too, but of the environment: tests/noxfile.py installs them one pair after the other.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import product
 
 from packaging.version import Version
@@ -68,9 +68,6 @@ class Cell:
             if value != field.default:
                 parts.append(f"{field.name}={value}")
         return "-".join(parts)
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def deepspeed_cells() -> list[Cell]:
