@@ -61,7 +61,7 @@ def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[di
             continue
         rest = [cell for cell in cells if limits[cell] == limit and cell != first]
         if "reason" in found[first.name]:
-            cause = f"{limit} ({found[first.name]['reason']})"
+            cause = f"{limit} ({found[first.name]['reason'][:80]})"
             found |= {cell.name: {"reason": cause, "limit": True} for cell in (first, *rest)}
         else:
             found |= _train(rest, folder, on_gpus)
@@ -173,7 +173,7 @@ def merge(old: list[dict], new: list[dict]) -> list[dict]:
     """Old rows but for those of the same cell and versions."""
 
     def key(row: dict) -> tuple:
-        return (row["transformers"], row["deepspeed"], *(row[axis] for axis in AXES))
+        return (row["transformers"], row.get("deepspeed"), *(row.get(axis) for axis in AXES))
 
     replaced = {key(row) for row in new}
     return [row for row in old if key(row) not in replaced] + new
@@ -189,7 +189,7 @@ def table(rows: list[dict]) -> str:
                 outcomes = Counter(
                     row["outcome"]
                     for row in rows
-                    if (row["strategy"], row["deepspeed"], row["transformers"])
+                    if (row["strategy"], row.get("deepspeed"), row["transformers"])
                     == (strategy, deepspeed, transformers)
                 )
                 counts.append("/".join(str(outcomes[o]) for o in OUTCOMES) if outcomes else "-")
@@ -207,7 +207,7 @@ def table(rows: list[dict]) -> str:
         if worst:
             lines.append(f"largest gradient difference, {precision}: {max(worst):.1e}")
     reasons = Counter(
-        (row["outcome"], row["reason"].splitlines()[0][:200]) for row in rows if row["reason"]
+        (row["outcome"], row["reason"].splitlines()[0][:200]) for row in rows if row.get("reason")
     )
     lines += [f"{number:>5} {outcome}: {reason}" for (outcome, reason), number in reasons.items()]
     return "\n".join(lines)
@@ -226,6 +226,9 @@ def main() -> int:
         for cells in (deepspeed_cells(), torch_cells()):
             if cells := [cell for cell in cells if cell.strategy in chosen]:
                 rows = merge(rows, run_installed(cells, arguments.gpus))
+        rows = [
+            {column: value for column, value in row.items() if value is not None} for row in rows
+        ]
         lines = [json.dumps(row, separators=(",", ":")) for row in rows]
         arguments.out.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     print(table(rows))
