@@ -14,7 +14,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 from .image_processing_chatglm import ChatGLMImageProcessor
 from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer
 
-_DOWNLOAD_OPTIONS = (
+DOWNLOAD_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -82,7 +82,7 @@ class ChatGLMProcessor(ProcessorMixin):
     def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
         """Load both parts as this file's siblings, so that no second trust question arises."""
         tokenizer = ChatGLM4Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
-        options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
+        options = {name: kwargs[name] for name in DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         saved = cached_file(
             pretrained_model_name_or_path,
             IMAGE_PROCESSOR_NAME,

@@ -5,8 +5,32 @@ import sys
 
 import pytest
 import torch
-from legacy_repository import count_labels_of_small_images, image_row, legacy_model
-from tiny import golden_case, golden_json, padded, pictures, text, three_id_image, tiny_model
+from legacy_repository import (
+    LEGACY_SPECIAL_TOKENS,
+    SENTENCES,
+    count_labels_of_small_images,
+    image_row,
+    legacy_model,
+    remote_code_under,
+    write_legacy_repository,
+)
+from tiny import (
+    BOI,
+    EOI,
+    PAD,
+    golden_case,
+    golden_json,
+    padded,
+    pictures,
+    text,
+    three_id_image,
+    tiny_model,
+)
+from transformers import AutoTokenizer
+
+from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 
 # As in parity/test_golden.py. Measured: logits 2.4e-5, gradients 1.2e-5.
 ATOL = 4e-5
@@ -139,3 +163,134 @@ def test_a_model_made_from_a_config_is_not_initialised(legacy, uninitialised_mem
     ours = type(tiny_model())
     assert initialised(type(legacy)(legacy.config)) == {False}
     assert initialised(ours(ours.config_class(**golden_json("config.json")))) == {True}
+
+
+# The tokenizer
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("legacy_tokenizer")
+    write_legacy_repository(folder / "repository")
+    with remote_code_under(folder / "modules"):
+        yield folder / "repository"
+
+
+@pytest.fixture(scope="module")
+def legacy_tokenizer(repository):
+    return AutoTokenizer.from_pretrained(repository, trust_remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def our_tokenizer(repository):
+    return ChatGLM4Tokenizer.from_pretrained(repository)
+
+
+def legacy_ids(tokenizer, text, **arguments):
+    """Without a mask nothing is padded, and the published tokenizer encodes."""
+    return tokenizer.encode(text, return_attention_mask=False, **arguments)
+
+
+def test_ids_of_special_tokens_are_those_of_the_golden_config(legacy_tokenizer, our_tokenizer):
+    config = golden_json("config.json")
+    for tokenizer in (legacy_tokenizer, our_tokenizer):
+        ids = tokenizer.convert_tokens_to_ids
+        assert ids("<|begin_of_image|>") == config["boi_token_id"] == BOI
+        assert ids("<|end_of_image|>") == config["eoi_token_id"] == EOI
+        assert tokenizer.pad_token_id == config["pad_token_id"] == PAD
+        stops = ["<|endoftext|>", "<|user|>", "<|observation|>"]
+        assert ids(stops) == config["eos_token_id"]
+        assert ids(list(LEGACY_SPECIAL_TOKENS)) == [*range(498, 512)]
+        assert len(tokenizer) == config["padded_vocab_size"]
+
+
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_legacy_ids_are_ours(with_prefix, legacy_tokenizer, our_tokenizer):
+    assert type(legacy_tokenizer) is not type(our_tokenizer)
+    texts = [
+        *SENTENCES,
+        "",
+        "naïve  \n\n\t 1234567 x",
+        "\U0001f600",
+        "".join(LEGACY_SPECIAL_TOKENS),
+    ]
+    for case in [*texts, "Is it<|user|>\n<|begin_of_image|>red?"]:
+        ours = our_tokenizer.encode(case, add_special_tokens=with_prefix)
+        assert legacy_ids(legacy_tokenizer, case, add_special_tokens=with_prefix) == ours, case
+
+
+def test_legacy_merges_what_it_learned(legacy_tokenizer):
+    ids = legacy_ids(legacy_tokenizer, SENTENCES[0], add_special_tokens=False)
+    assert len(ids) < len(SENTENCES[0]) / 3
+    # Only bytes can spell this one.
+    assert legacy_ids(legacy_tokenizer, "Żż", add_special_tokens=False) == [*"Żż".encode()]
+
+
+@pytest.mark.parametrize("text", ["", "Which shape is it? <|user|>"])
+def test_legacy_messages_have_our_ids(text, legacy_tokenizer, our_tokenizer):
+    message = {"role": "user", "image": "a picture", "content": text}
+    ids = our_tokenizer.apply_chat_template([message], return_dict=False)
+    assert legacy_tokenizer.get_prefix_tokens() + legacy_tokenizer._encode_message(message) == ids
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda tokenizer: tokenizer.pad({"input_ids": [[1], [2, 3]]}),
+        lambda tokenizer: tokenizer(["one", "one more"], padding=True),
+        lambda tokenizer: tokenizer("one"),
+    ],
+    ids=["pad", "a padded batch", "one row with its mask"],
+)
+def test_legacy_padding_fails_where_ours_works(encode, legacy_tokenizer, our_tokenizer):
+    with pytest.raises(TypeError, match=r"_pad\(\) got an unexpected keyword .*'padding_side'"):
+        encode(legacy_tokenizer)
+    assert set(encode(our_tokenizer)) == {"input_ids", "attention_mask"}
+
+
+def test_legacy_chat_fails_where_ours_works(legacy_tokenizer, our_tokenizer):
+    conversation = [{"role": "user", "content": "hi"}]
+    with pytest.raises((TypeError, AttributeError), match="padding_side|batch_encode_plus"):
+        legacy_tokenizer.apply_chat_template(conversation)
+    our_tokenizer.apply_chat_template(conversation)
+
+
+def test_legacy_pads_left_or_not_at_all(legacy_tokenizer, monkeypatch):
+    row = legacy_tokenizer._pad({"input_ids": [7, 8]}, max_length=4, padding_strategy="max_length")
+    assert row == {
+        "input_ids": [PAD, PAD, 7, 8],
+        "attention_mask": [0, 0, 1, 1],
+        "position_ids": [0, 0, 0, 1],
+    }
+    monkeypatch.setattr(legacy_tokenizer, "padding_side", "right")
+    with pytest.raises(AssertionError):
+        legacy_tokenizer._pad({"input_ids": [7, 8]})
+
+
+def test_legacy_loses_the_image_size_in_saving(repository, legacy_tokenizer, tmp_path):
+    ours = ChatGLM4Tokenizer.from_pretrained(repository)
+    assert legacy_tokenizer.image_size == ours.image_size == 56
+    legacy_tokenizer.save_pretrained(tmp_path / "legacy")
+    ours.save_pretrained(tmp_path / "ours")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "legacy", trust_remote_code=True)
+    assert saved.image_size is None
+    assert legacy_ids(saved, "one") == legacy_ids(legacy_tokenizer, "one")
+    assert ChatGLM4Tokenizer.from_pretrained(tmp_path / "ours").image_size == 56
+
+
+def test_legacy_repeats_text_before_a_special_token(legacy_tokenizer):
+    tokens = [b"a", "<|user|>", b"b"]
+    assert legacy_tokenizer.convert_tokens_to_string(tokens) == "aab"
+
+
+def test_legacy_pairs_end_with_a_token_that_is_none(legacy_tokenizer, our_tokenizer):
+    with pytest.raises(KeyError, match="<eos>"):
+        legacy_ids(legacy_tokenizer, "one", text_pair="two")
+    our_tokenizer.encode("one", text_pair="two")
+
+
+def test_rows_of_our_processor_fit_the_golden_model(our_tokenizer):
+    processor = ChatGLMProcessor(ChatGLMImageProcessor(size=56), our_tokenizer)
+    row = "<|begin_of_image|><|endoftext|><|end_of_image|>Which shape is it?"
+    inputs = processor(text=row, return_tensors="pt", images=pictures(1)[0].sigmoid())
+    assert tiny_model()(**inputs).logits.isfinite().all()

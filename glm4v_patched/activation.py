@@ -1,0 +1,274 @@
+"""``apply()``: transformers' Auto classes give our classes for every glm-4v, and for nothing else.
+
+Registering our classes would not do: "chatglm" is the model type of other models too, and
+transformers 4 prefers the code of a repository to what is registered. So each Auto class gets a
+``from_pretrained`` that looks at what the repository holds and either loads our class, which needs
+no trust in anybody's code, or does what it did before.
+"""
+
+import functools
+import importlib.util
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+
+from transformers import PretrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
+
+from .kernels import kernel_swaps
+from .patching import PatchSet, Swap
+from .remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from .remote.image_processing_chatglm import ChatGLMImageProcessor
+from .remote.modeling_chatglm import GLM4VForCausalLM
+from .remote.processing_chatglm import ChatGLMProcessor
+from .remote.tokenization_chatglm import ChatGLM4Tokenizer
+from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
+
+logger = logging.getLogger(__name__)
+
+MODEL_CLASSES = [name for name in AUTO_MAP if name.startswith("AutoModel")]
+
+# What the Auto classes take for themselves and our classes have no use for.
+AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``apply`` takes. ``None``: not said, which leaves the default or what is in force."""
+
+    fused_linear_cross_entropy: bool | None = None
+    attn_implementation: str | None = None
+    rms_norm: bool | None = None
+    swiglu: bool | None = None
+
+    @classmethod
+    def of(cls, **given) -> "Options":
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+        return cls(**given)
+
+    def said(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class _Activation:
+    """The patches in force, and who wants them: ``apply``, and blocks of ``applied``."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.patches: PatchSet | None = None
+        self.options = Options()
+        self.is_kept = False
+        self.blocks = 0
+
+    def activate(self, options: Options) -> None:
+        if self.patches is not None:
+            in_force = asdict(self.options)
+            if any(in_force[name] != value for name, value in options.said().items()):
+                raise ValueError(
+                    f"applied already with {self.options.said() or 'no options'}, which "
+                    f"{options.said()} contradicts: revert() first"
+                )
+            return
+        patches = PatchSet(_swaps(options))
+        patches.apply()
+        self.patches, self.options = patches, options
+        logger.info(
+            "%s give glm4v_patched's classes for glm-4v", ", ".join(["AutoConfig", *MODEL_CLASSES])
+        )
+
+    def deactivate(self) -> None:
+        if self.patches is not None:
+            self.patches.revert()
+            self.patches, self.options = None, Options()
+
+
+_activation = _Activation()
+
+
+def apply(**options) -> None:
+    """From now on the Auto classes give this package's classes for every glm-4v.
+
+    ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
+    ``AutoModelForImageTextToText``, ``AutoTokenizer``, ``AutoProcessor``, ``AutoImageProcessor``,
+    with and without ``trust_remote_code=True``, for folders and for repositories of the Hub; other
+    models are loaded as before. Adapters that peft saves get our code beside them. Applying again
+    changes nothing.
+
+    Args:
+        fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
+            all positions (``config.skip_logits``); the output's ``logits`` is then ``None``.
+        attn_implementation: For models that are loaded without saying which.
+        rms_norm, swiglu: Liger-Kernel's kernels in the language model. They round differently.
+
+    Raises:
+        ValueError: an unknown option; options that contradict those in force; kernels without GPU.
+        ImportError: kernels were asked for and Liger-Kernel is not there.
+        AttributeError: transformers has moved something; nothing was patched.
+    """
+    with _activation.lock:
+        _activation.activate(Options.of(**options))
+        _activation.is_kept = True
+
+
+def revert() -> None:
+    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends.
+
+    Models that were loaded stay as they are.
+
+    Raises:
+        RuntimeError: somebody replaced one of the same attributes since; names it and whose it is.
+    """
+    with _activation.lock:
+        if _activation.blocks == 0:
+            _activation.deactivate()
+        _activation.is_kept = False
+
+
+@contextmanager
+def applied(**options) -> Iterator[None]:
+    """:func:`apply` for a block; what was in force before it stays in force after it."""
+    with _activation.lock:
+        _activation.activate(Options.of(**options))
+        _activation.blocks += 1
+    try:
+        yield
+    finally:
+        with _activation.lock:
+            _activation.blocks -= 1
+            if _activation.blocks == 0 and not _activation.is_kept:
+                _activation.deactivate()
+
+
+def _swaps(options: Options) -> list[Swap]:
+    load_model = functools.partial(_load_model, options)
+    make_model = functools.partial(_make_model, options)
+    loaders = {
+        "AutoConfig": _load_config,
+        **{name: load_model for name in MODEL_CLASSES},
+        "AutoTokenizer": _load_tokenizer,
+        "AutoProcessor": _load_processor,
+        "AutoImageProcessor": _load_image_processor,
+    }
+    swaps = [
+        Swap(f"transformers:{name}", "from_pretrained", functools.partial(_dispatch, load))
+        for name, load in loaders.items()
+    ]
+    swaps += [
+        Swap(f"transformers:{name}", "from_config", functools.partial(_dispatch_config, make_model))
+        for name in MODEL_CLASSES
+    ]
+    if importlib.util.find_spec("peft") is not None:
+        swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
+    return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
+
+
+def _dispatch(load: Callable, original: classmethod) -> classmethod:
+    """A ``from_pretrained`` that calls ``load`` for a glm-4v and the original for all else."""
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        config = kwargs.get("config")
+        if isinstance(config, PretrainedConfig):
+            is_ours = is_glm4v(config.to_dict())
+        else:
+            is_ours = Repository(pretrained_model_name_or_path, kwargs).holds_glm4v()
+        if not is_ours:
+            return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
+        for name in AUTO_OPTIONS:
+            kwargs.pop(name, None)
+        return load(pretrained_model_name_or_path, *args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
+    @functools.wraps(original.__func__)
+    def from_config(cls, config, **kwargs):
+        if not is_glm4v(config.to_dict()):
+            return original.__func__(cls, config, **kwargs)
+        for name in AUTO_OPTIONS:
+            kwargs.pop(name, None)
+        return make(config, **kwargs)
+
+    return classmethod(from_config)
+
+
+def _load_config(name_or_path, **kwargs):
+    return ChatGLMConfig.from_pretrained(name_or_path, name_or_path=name_or_path, **kwargs)
+
+
+def _load_model(options: Options, name_or_path, *args, config=None, **kwargs):
+    if isinstance(config, PretrainedConfig):
+        config = own_config(config)
+    if options.attn_implementation is not None:
+        kwargs.setdefault("attn_implementation", options.attn_implementation)
+    loaded = GLM4VForCausalLM.from_pretrained(name_or_path, *args, config=config, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+    _set_loss(model, options)
+    return loaded
+
+
+def _make_model(options: Options, config: PretrainedConfig, **kwargs):
+    if options.attn_implementation is not None:
+        kwargs.setdefault("attn_implementation", options.attn_implementation)
+    model = GLM4VForCausalLM._from_config(own_config(config), **kwargs)
+    _set_loss(model, options)
+    return model
+
+
+def _set_loss(model: GLM4VForCausalLM, options: Options) -> None:
+    if options.fused_linear_cross_entropy is not None:
+        model.config.skip_logits = options.fused_linear_cross_entropy
+
+
+def _load_tokenizer(name_or_path, *args, config=None, **kwargs):
+    return ChatGLM4Tokenizer.from_pretrained(name_or_path, *args, **kwargs)
+
+
+def _load_processor(name_or_path, **kwargs):
+    return ChatGLMProcessor.from_pretrained(name_or_path, **kwargs)
+
+
+def _load_image_processor(name_or_path, *args, config=None, **kwargs):
+    repository = Repository(name_or_path, kwargs)
+    if repository.read(IMAGE_PROCESSOR_CONFIG) is not None:
+        return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
+    # The published repository has no such file.
+    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **kwargs)).vision
+    return ChatGLMImageProcessor(size=vision.image_size, patch_size=vision.patch_size)
+
+
+def own_config(config: PretrainedConfig) -> ChatGLMConfig:
+    """The same configuration as an object of our class; the same object if it is one.
+
+    Raises:
+        ValueError: a field at a value that our model does not compute.
+    """
+    if isinstance(config, ChatGLMConfig):
+        return config
+    own = ChatGLMConfig.from_dict(config.to_dict())
+    own.name_or_path = config.name_or_path
+    own._attn_implementation = config._attn_implementation
+    return own
+
+
+def _save_code_with_adapters(original: Callable) -> Callable:
+    """A stranger who gets an adapter then has code to load its base with, too."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        result = original(self, save_directory, *args, **kwargs)
+        given = signature.bind(self, save_directory, *args, **kwargs).arguments
+        base = self.get_base_model()
+        if isinstance(base, GLM4VForCausalLM) and given.get("is_main_process", True):
+            custom_object_save(base, save_directory)
+        return result
+
+    return save_pretrained
