@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -467,6 +468,39 @@ def test_kernels_without_a_gpu_are_refused_and_nothing_is_patched(kernel):
     with pytest.raises(ValueError, match="run on GPUs and torch finds 0"):
         glm4v_patched.apply(**{kernel: True})
     assert entries() == before
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
+def test_kernels_take_the_place_of_our_modules_and_leave_it(kernel, monkeypatch, published):
+    """With functions of the same form as Liger's, which need no GPU; tests/unit/test_gpu.py has
+    Liger's own."""
+    runs = []
+
+    def liger_rms_norm(x, weight, eps, offset, casting_mode, in_place):
+        assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
+        runs.append("rms_norm")
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def liger_swiglu(gate, up):
+        runs.append("swiglu")
+        return torch.nn.functional.silu(gate) * up
+
+    functional = SimpleNamespace(liger_rms_norm=liger_rms_norm, liger_swiglu=liger_swiglu)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    row = image_row(0) | {"labels": None}
+    with torch.no_grad(), glm4v_patched.applied(**{kernel: True}):
+        model = load("AutoModel", published)
+        got = model(**row).logits
+    layers = model.config.num_layers
+    wanted_runs = [kernel] * (layers if kernel == "swiglu" else 2 * layers + 1)
+    assert runs == wanted_runs
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(**row).logits, rtol=0, atol=1e-5)
+    assert runs == wanted_runs  # reverted: none more
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
