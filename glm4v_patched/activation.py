@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 
+from .conversion import own_config
 from .kernels import kernel_swaps
 from .patching import PatchSet, Swap
 from .remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
@@ -242,20 +243,6 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     # The published repository has no such file.
     vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **kwargs)).vision
     return ChatGLMImageProcessor(size=vision.image_size, patch_size=vision.patch_size)
-
-
-def own_config(config: PretrainedConfig) -> ChatGLMConfig:
-    """The same configuration as an object of our class; the same object if it is one.
-
-    Raises:
-        ValueError: a field at a value that our model does not compute.
-    """
-    if isinstance(config, ChatGLMConfig):
-        return config
-    own = ChatGLMConfig.from_dict(config.to_dict())
-    own.name_or_path = config.name_or_path
-    own._attn_implementation = config._attn_implementation
-    return own
 
 
 def _save_code_with_adapters(original: Callable) -> Callable:
