@@ -70,7 +70,8 @@ class _Activation:
     def activate(self, options: Options) -> None:
         if self.patches is not None:
             in_force = asdict(self.options)
-            if any(in_force[name] != value for name, value in options.said().items()):
+            # Not said is off.
+            if any((in_force[name] or None) != (v or None) for name, v in options.said().items()):
                 raise ValueError(
                     f"applied already with {self.options.said() or 'no options'}, which "
                     f"{options.said()} contradicts: revert() first"

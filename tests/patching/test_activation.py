@@ -424,7 +424,7 @@ def test_unknown_options_are_refused_with_the_known_ones():
 def test_contradicting_options_are_refused_and_silence_is_not_one():
     glm4v_patched.apply(attn_implementation="eager")
     glm4v_patched.apply()
-    glm4v_patched.apply(attn_implementation="eager")
+    glm4v_patched.apply(attn_implementation="eager", rms_norm=False)
     with pytest.raises(ValueError, match="'eager'.*'sdpa'.*contradicts: revert"):
         glm4v_patched.apply(attn_implementation="sdpa")
     glm4v_patched.revert()
