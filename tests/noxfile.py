@@ -2,7 +2,7 @@
 
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 results/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the code of
-LLaMA-Factory and TRL.
+LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires.
 """
 
 import sys
@@ -50,7 +50,20 @@ def frameworks(session: nox.Session, transformers: str) -> None:
     # Newer pyarrow cannot pickle what datasets pickles.
     trl = ["trl==1.16.0", "datasets==4.7.0", "pyarrow==21.0.0"]
     install(session, transformers, DEEPSPEED[-1], *trl)
-    session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_trl.py"))
+    for name in ("test_trl.py", "test_patched_training.py"):
+        session.run("pytest", "-q", str(ROOT / "tests/frameworks" / name))
     for version in ("0.9.2", "0.9.5"):  # before and after LLaMA-Factory's own fix
         session.install("--no-deps", "--ignore-requires-python", f"llamafactory=={version}")
         session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_llamafactory.py"))
+
+
+@nox.session
+def llamafactory(session: nox.Session) -> None:
+    # Not a build of torch for CPUs, which pip would prefer wherever it finds one: the torchvision
+    # and torchaudio of PyPI do not load beside it.
+    session.install("torch===2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0")
+    session.install("-e", str(ROOT), "llamafactory==0.9.5", "pyarrow==21.0.0", "pytest", "psutil")
+    session.env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+    for transformers in (TRANSFORMERS[0], "5.6.0"):  # the oldest of ours, the newest of its
+        session.install(f"transformers=={transformers}")
+        session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_patched_training.py"))
