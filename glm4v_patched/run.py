@@ -68,7 +68,8 @@ def find_script(name: str) -> str:
     """
     if os.path.isfile(name):
         return name
-    path = shutil.which(name)
+    # An environment that is used without being activated has its commands beside its python.
+    path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if path is None:
         raise ValueError(f"there is no file {name} and no command of this name on PATH")
     with open(path, "rb") as file:

@@ -204,6 +204,7 @@ class ChatGLMProcessor(ProcessorMixin):
             ValueError: an image part names no image; otherwise as `__call__` and the tokenizer.
         """
         options = {
+            "add_special_tokens": False,
             "padding": padding,
             "truncation": truncation,
             "max_length": max_length,
@@ -215,6 +216,8 @@ class ChatGLMProcessor(ProcessorMixin):
         images_options, options, return_tensors = _merge_options(
             options, return_tensors, processor_kwargs or {}
         )
+        # The template writes the prefix itself, once, whatever is asked for.
+        del options["add_special_tokens"]
         chat = {
             "tools": tools,
             "documents": documents,

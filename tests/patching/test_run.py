@@ -19,6 +19,7 @@ from legacy_repository import write_legacy_repository
 from processes import cpu_environment, run_with_limit, two_processes
 
 import glm4v_patched
+from glm4v_patched.run import find_script
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 RUN = [sys.executable, "-m", "glm4v_patched.run"]
@@ -476,3 +477,12 @@ json.dump(results, open(os.path.join(os.environ["TOLD"], "results.json"), "w"))
         FIRST_IMPORTS, "glm4v_patched"
     )
     assert "GLM4V_PATCHED='{\"rmsnorm\": true}': unknown option rmsnorm" in error
+
+
+def test_a_command_is_found_beside_python_when_its_environment_is_not_active(tmp_path, monkeypatch):
+    command = tmp_path / "train-it"
+    command.write_text(f"#!{sys.executable}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert find_script("train-it") == str(command)

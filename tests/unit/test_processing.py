@@ -352,3 +352,12 @@ def test_growth_follows_the_vocabulary(image_processor, reversed_tokenizer):
     grown = ChatGLMProcessor(image_processor, other)(images=picture(), text=f"{IMAGE}cat")
     ids = other.convert_tokens_to_ids(["<|begin_of_image|>", FILL, "<|end_of_image|>"])
     assert grown["input_ids"][0][2 : 2 + N + 2] == [ids[0], *[ids[1]] * N, ids[2]]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_prefix_of_a_conversation_is_written_once(flag, processor):
+    """TRL passes this option; the template writes the prefix."""
+    messages = [{"role": "user", "content": "cat"}]
+    want = processor.apply_chat_template(messages, tokenize=True)
+    options = {"add_special_tokens": flag}
+    assert processor.apply_chat_template(messages, tokenize=True, processor_kwargs=options) == want
