@@ -1,11 +1,8 @@
 """After ``apply()``, what is saved loads for a stranger, who has the folder and not the package."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch
 from legacy_repository import LEGACY_CODE, image_row, remote_code_under, write_legacy_repository
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from strangers import run_as_stranger
 from transformers import AutoModelForCausalLM, AutoProcessor, Trainer, TrainingArguments
 
 import glm4v_patched
@@ -140,23 +138,8 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
 def stranger(saved) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """What a process without the package loads from these folders: logits, and classes."""
     out, _ = saved
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    environment |= {
-        "HF_HOME": str(out / "home"),
-        "HF_HUB_CACHE": str(out / "cache"),
-        "HF_MODULES_CACHE": str(out / "modules_of_stranger"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(out), ",".join(WHOLE), ",".join(ADAPTERS)],
-        cwd=out,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
+    folders = ",".join(WHOLE), ",".join(ADAPTERS)
+    run_as_stranger(STRANGER, out, str(out), *folders, HF_HUB_CACHE=str(out / "cache"))
     return load_file(out / "logits.safetensors"), json.loads((out / "classes.json").read_text())
 
 

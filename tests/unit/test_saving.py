@@ -1,15 +1,14 @@
 """What is saved loads as it was, here and by a stranger who has only the folder."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from strangers import run_as_stranger
 from tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
 from transformers.utils import logging
 
@@ -186,22 +185,7 @@ def load_as_stranger(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Logits by every Auto class, in a process that has the folder and not our package."""
     out.mkdir()
     save_file(inputs(), out / "inputs.safetensors")
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    environment |= {
-        "HF_HOME": str(out / "home"),
-        "HF_MODULES_CACHE": str(out / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(folder), str(out)],
-        cwd=out,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
+    run_as_stranger(STRANGER, out, str(folder), str(out))
     return load_file(out / "logits.safetensors")
 
 
