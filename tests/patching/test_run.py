@@ -160,7 +160,12 @@ def test_a_script_ends_as_under_python(source, quick):
 def test_an_interrupt_reaches_the_script(quick):
     (quick / "script.py").write_text("import time; print('ready', flush=True); time.sleep(60)")
     process = subprocess.Popen(
-        [*RUN, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*RUN, "script.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background, it is ignored and inherited so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
