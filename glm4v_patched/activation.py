@@ -7,9 +7,9 @@ no trust in anybody's code, or does what it did before.
 """
 
 import functools
-import importlib.util
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 
 from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import is_peft_available
 
 from .conversion import own_config
 from .kernels import kernel_swaps
@@ -24,7 +25,7 @@ from .patching import PatchSet, Swap
 from .remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 from .remote.image_processing_chatglm import ChatGLMImageProcessor
 from .remote.modeling_chatglm import GLM4VForCausalLM
-from .remote.processing_chatglm import ChatGLMProcessor
+from .remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from .remote.tokenization_chatglm import ChatGLM4Tokenizer
 from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
 
@@ -165,7 +166,7 @@ def _swaps(options: Options) -> list[Swap]:
         Swap(f"transformers:{name}", "from_config", functools.partial(_dispatch_config, make_model))
         for name in MODEL_CLASSES
     ]
-    if importlib.util.find_spec("peft") is not None:
+    if is_peft_available():
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
     return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
 
@@ -192,7 +193,7 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
 def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def from_config(cls, config, **kwargs):
-        if not is_glm4v(config.to_dict()):
+        if not (isinstance(config, PretrainedConfig) and is_glm4v(config.to_dict())):
             return original.__func__(cls, config, **kwargs)
         for name in AUTO_OPTIONS:
             kwargs.pop(name, None)
@@ -242,8 +243,10 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     if repository.read(IMAGE_PROCESSOR_CONFIG) is not None:
         return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
     # The published repository has no such file.
-    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **kwargs)).vision
-    return ChatGLMImageProcessor(size=vision.image_size, patch_size=vision.patch_size)
+    where = {option: kwargs.pop(option) for option in DOWNLOAD_OPTIONS if option in kwargs}
+    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **where)).vision
+    sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
+    return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
 
 
 def _save_code_with_adapters(original: Callable) -> Callable:
@@ -256,7 +259,10 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         given = signature.bind(self, save_directory, *args, **kwargs).arguments
         base = self.get_base_model()
         if isinstance(base, GLM4VForCausalLM) and given.get("is_main_process", True):
-            custom_object_save(base, save_directory)
+            for name in given.get("selected_adapters") or self.peft_config:
+                # As peft names their folders.
+                folder = "" if name == "default" else name
+                custom_object_save(base, os.path.join(save_directory, folder))
         return result
 
     return save_pretrained

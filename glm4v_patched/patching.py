@@ -30,13 +30,16 @@ class Swap:
     def full_name(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
-    def find_owner(self) -> object | None:
-        """The module or class that holds the attribute; ``None`` if it is not there any more."""
-        try:
-            owner = pkgutil.resolve_name(self.owner)
-        except (ImportError, AttributeError):
-            return None
-        return owner if self.name in vars(owner) else None
+    def find_owner(self) -> object:
+        """The module or class that holds the attribute.
+
+        Raises:
+            AttributeError, ImportError: it is not there any more, or cannot be imported.
+        """
+        owner = pkgutil.resolve_name(self.owner)
+        if self.name not in vars(owner):
+            raise AttributeError(f"{self.owner} does not define {self.name}")
+        return owner
 
 
 @dataclass
@@ -71,14 +74,16 @@ class PatchSet:
         with self._lock:
             if self._replaced:
                 return
-            owners = [swap.find_owner() for swap in self._swaps]
-            moved = [
-                s.full_name for s, owner in zip(self._swaps, owners, strict=True) if owner is None
-            ]
+            owners, moved = [], []
+            for swap in self._swaps:
+                try:
+                    owners.append(swap.find_owner())
+                except (AttributeError, ImportError) as error:
+                    moved.append(f"{swap.full_name} ({error})")
             if moved:
                 raise AttributeError(
-                    f"nothing was patched: {', '.join(moved)} cannot be found; the versions that "
-                    "are installed are not among those this package supports"
+                    f"nothing was patched, because these cannot be found: {', '.join(moved)}; "
+                    "install versions that this package supports, or mend the installation"
                 )
             replaced = []
             for swap, owner in zip(self._swaps, owners, strict=True):

@@ -43,42 +43,59 @@ class Repository:
             # Once is enough: from_pretrained itself will do it.
             if options.get(name) is not None and name != "force_download"
         }
+        if options.get("use_auth_token") is not None:  # transformers 4 still takes that name
+            self._options.setdefault("token", options["use_auth_token"])
 
-    def read(self, file_name: str) -> dict | None:
+    def read(self, file_name: str, ask_hub: bool = True) -> dict | None:
         """The contents of a JSON file, ``None`` where there is none.
 
-        Errors of the connection are also ``None``: the call that comes after raises its own.
+        Args:
+            file_name: Of the repository; a config if :attr:`name_or_path` is a file itself.
+            ask_hub: Look further than folders and the cache.
+
+        Raises:
+            Exception: whatever the client raises for a Hub it cannot reach; for ``config.json``.
         """
-        path = Path(self.name_or_path)
-        if path.is_file():  # a config itself, or a file of weights
-            return _json_object(path) if path.suffix == ".json" else None
-        try:
-            found = cached_file(
-                str(self.name_or_path),
-                file_name,
-                _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                **self._options,
-            )
-        except (OSError, ValueError):  # no such repository, or no name of one
+        if not isinstance(self.name_or_path, (str, PathLike)):
             return None
+        if Path(self.name_or_path).is_file():  # a config itself, or a file of weights
+            path = Path(self.name_or_path)
+            return _json_object(path) if path.suffix == ".json" else None
+        must_answer = ask_hub and file_name == CONFIG
+        found = cached_file(
+            str(self.name_or_path),
+            file_name,
+            _raise_exceptions_for_gated_repo=must_answer,
+            _raise_exceptions_for_missing_entries=must_answer,  # that config.json is missing: None
+            _raise_exceptions_for_connection_errors=must_answer,
+            **self._options | ({} if ask_hub else {"local_files_only": True}),
+        )
         return None if found is None else _json_object(Path(found))
 
     def holds_glm4v(self) -> bool:
-        """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself."""
-        config = self.read(CONFIG) or self._config_of_base()
-        if config is not None:
-            return is_glm4v(config)
-        tokenizer = self.read(TOKENIZER_CONFIG) or {}
-        # The text models of GLM-4 have the same tokenizer, without a size of images.
-        return "ChatGLM4Tokenizer" in str(tokenizer) and "image_size" in tokenizer
+        """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.
 
-    def _config_of_base(self) -> dict | None:
-        base = (self.read(ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        What is in the cache is not asked for again: a repository does not become another model.
+        False if it cannot be found out: the call that comes after raises its own error.
+        """
+        try:
+            for ask_hub in (False, True):
+                config = self.read(CONFIG, ask_hub) or self._config_of_base(ask_hub)
+                if config is not None:
+                    return is_glm4v(config)
+                tokenizer = self.read(TOKENIZER_CONFIG, ask_hub) or {}
+                # The text models of GLM-4 have the same tokenizer, without a size of images.
+                if "ChatGLM4Tokenizer" in str(tokenizer) and "image_size" in tokenizer:
+                    return True
+        except Exception:  # of the Hub's client, whose kinds differ by its version
+            pass
+        return False
+
+    def _config_of_base(self, ask_hub: bool) -> dict | None:
+        base = (self.read(ADAPTER_CONFIG, ask_hub) or {}).get("base_model_name_or_path")
         of_adapter = ("revision", "subfolder")
         options = {name: value for name, value in self._options.items() if name not in of_adapter}
-        return Repository(base, options).read(CONFIG) if base else None
+        return Repository(base, options).read(CONFIG, ask_hub) if base else None
 
 
 def _json_object(path: Path) -> dict | None:

@@ -1,4 +1,4 @@
-"""Run a script, module or command as python does, with glm-4v patched, in all that it starts.
+"""Run a script, module or command as python does, with glm-4v patched in it and in all it starts.
 
     python -m glm4v_patched.run train.py --lr 1e-5
     python -m glm4v_patched.run -m package.train --lr 1e-5

@@ -418,6 +418,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
     _auto_class = "AutoModelForCausalLM"
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torch."):
+            # FSDP2 derives a class, and save_pretrained would write torch's files, and its name.
+            cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__(config)
         self.transformer = ChatGLMModel(config)

@@ -17,9 +17,11 @@ from legacy_repository import (
     remote_code_under,
     write_legacy_repository,
 )
+from local_hub import LocalHub
 from tiny import golden_json, padded, pictures, text, three_id_image, tiny_model
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -34,6 +36,7 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from glm4v_patched.repository import Repository
 
 OURS = {
     "AutoConfig": ChatGLMConfig,
@@ -294,6 +297,77 @@ def test_errors_about_missing_repositories_are_those_of_transformers(tmp_path, p
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("name", [None, "x" * 400, "a/b/c"])
+def test_errors_about_what_is_no_repository_are_those_of_transformers(name):
+    errors = []
+    for _ in range(2):
+        with pytest.raises(Exception) as error:
+            AutoModel.from_pretrained(name, local_files_only=True)
+        errors.append((type(error.value), str(error.value)))
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            AutoModel.from_config(name)
+        glm4v_patched.apply()
+    assert errors[0] == errors[1]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        yield hub
+
+
+def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):
+    """Other models, too: what this package adds to their loading is a look into the cache."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    transformers.LlamaConfig(**sizes, intermediate_size=8).save_pretrained(tmp_path / "other")
+    config = (tmp_path / "other" / "config.json").read_bytes()
+    hub.add_repository("our-org/other", {"config.json": config})
+
+    def requests() -> list[tuple[str, str]]:
+        hub.requests.clear()
+        AutoConfig.from_pretrained("our-org/other", cache_dir=tmp_path / "cache")
+        return [(request.method, request.path) for request in hub.requests]
+
+    requests()
+    before = requests()
+    glm4v_patched.apply()
+    assert requests() == before
+
+
+@pytest.mark.parametrize("option", ["token", "use_auth_token"])
+def test_a_private_repository_is_recognised_by_whoever_may_read_it(
+    option, hub, published, tmp_path
+):
+    config = (published / "config.json").read_bytes()
+    hub.add_repository("our-org/private", {"config.json": config}, private=True)
+    where = {"cache_dir": str(tmp_path / "cache")}
+    assert not Repository("our-org/private", where).holds_glm4v()
+    assert Repository("our-org/private", where | {option: hub.token}).holds_glm4v()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(hub, tmp_path):
+    hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
+    where = {"cache_dir": str(tmp_path / "cache")}
+    assert not Repository("our-org/unknown", where).holds_glm4v()
+    assert {request.path for request in hub.requests} == {
+        "/our-org/unknown/resolve/main/config.json"
+    }
+
+
+def test_a_broken_peft_is_named_with_its_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(AttributeError, match=r"peft\.PeftModel\.save_pretrained \(.*peft"):
+        glm4v_patched.apply()
+
+
+def test_options_of_the_image_processor_are_taken(published):
+    glm4v_patched.apply()
+    size = {"height": 28, "width": 28}
+    assert AutoImageProcessor.from_pretrained(published).size["height"] == 56
+    assert AutoImageProcessor.from_pretrained(published, size=size).size == size
+
+
 def test_a_classifier_of_glm4v_is_not_there(published):
     """The published one reads the wrong row and no images; ours does not pretend."""
     glm4v_patched.apply()
@@ -402,7 +476,7 @@ def test_a_symbol_that_transformers_moved_is_named_and_nothing_is_patched(moved,
     owner, _, name = moved.partition(".")
     with monkeypatch.context() as patch:
         patch.delattr(getattr(transformers, owner), name)
-        with pytest.raises(AttributeError, match=f"nothing was patched: transformers.{moved}"):
+        with pytest.raises(AttributeError, match=f"nothing was patched.*: transformers.{moved} "):
             glm4v_patched.apply()
         rest = {key: value for key, value in before.items() if key != (owner, name)}
         assert entries() == rest
@@ -472,7 +546,7 @@ def test_kernels_without_a_gpu_are_refused_and_nothing_is_patched(kernel):
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
 def test_kernels_take_the_place_of_our_modules_and_leave_it(kernel, monkeypatch, published):
-    """With functions of the same form as Liger's, which need no GPU; tests/unit/test_gpu.py has
+    """With functions of the same form as Liger's, which need no GPU; test_kernels_gpu.py has
     Liger's own."""
     runs = []
 

@@ -97,7 +97,9 @@ def test_a_second_time_changes_nothing(library):
 )
 def test_a_symbol_that_moved_is_named_and_nothing_is_replaced(swap, full_name, library):
     patches = PatchSet([*SWAPS, swap])
-    with pytest.raises(AttributeError, match=f"nothing was patched: {full_name} cannot be found"):
+    with pytest.raises(
+        AttributeError, match=f"nothing was patched.*cannot be found: {full_name} \\("
+    ):
         patches.apply()
     assert answers(library) == QUIET and not patches.is_applied
 

@@ -180,6 +180,10 @@ def test_nothing_refers_to_the_code_of_the_original_repository(name, saved):
         for module, class_name in re.findall(r'"(\w+_chatglm|visual)\.(\w+)"', content):
             source = (folder / f"{module}.py").read_text()
             assert re.search(rf"^(class )?{class_name}\b", source, re.MULTILINE), path.name
+    if name not in WHOLE:
+        adapter = json.loads((folder / "adapter_config.json").read_text())
+        library = (adapter.get("auto_mapping") or {}).get("parent_library", "")
+        assert library in ("", "glm4v_patched.remote.modeling_chatglm")
     legacy = {path.read_text() for path in LEGACY_CODE.glob("*.py")}
     assert not legacy & {path.read_text() for path in folder.glob("*.py")}
 
@@ -213,6 +217,20 @@ def test_only_the_main_process_writes_the_code(saved, tmp_path):
         model.save_pretrained(tmp_path / "other", is_main_process=False)
         model.save_pretrained(tmp_path / "main")
     assert not [*(tmp_path / "other").glob("*.py")] and [*(tmp_path / "main").glob("*.py")]
+
+
+def test_every_adapter_has_the_code_in_its_own_folder(saved, tmp_path):
+    with glm4v_patched.applied():
+        base = AutoModelForCausalLM.from_pretrained(saved[0] / "save_pretrained")
+        config = LoraConfig(target_modules=["query_key_value"])
+        model = get_peft_model(base, config, adapter_name="pictures")
+        model.add_adapter("text", config)
+        model.save_pretrained(tmp_path / "both")
+        model.save_pretrained(tmp_path / "one", selected_adapters=["text"])
+    folders = {path.parent for path in tmp_path.rglob("adapter_config.json")}
+    names = {str(folder.relative_to(tmp_path)) for folder in folders}
+    assert names == {"both/pictures", "both/text", "one/text"}
+    assert {path.parent for path in tmp_path.rglob("modeling_chatglm.py")} == folders
 
 
 def test_adapters_of_other_models_are_saved_as_before(tmp_path):

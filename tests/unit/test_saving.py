@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from strangers import run_as_stranger
 from tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
+from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
+from torch.distributed.fsdp import fully_shard
 from transformers.utils import logging
 
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP
@@ -159,6 +161,28 @@ def test_weights_that_a_checkpoint_lacks_are_initialised_and_only_those(checkpoi
         else:
             assert value.std().item() == pytest.approx(0.02, rel=0.5), name
     assert logits(model).isfinite().all()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    destroy_process_group()
+
+
+def test_a_model_sharded_by_fsdp2_is_saved_as_the_class_it_was(one_process, tmp_path):
+    """FSDP2 derives a class of its own, in a file of torch's."""
+    model = fully_shard(tiny_model(), mesh=one_process)
+    assert type(model) is not GLM4VForCausalLM
+    weights = {
+        name: value.full_tensor()
+        for name, value in model.state_dict().items()
+        if hasattr(value, "full_tensor")
+    }
+    model.save_pretrained(tmp_path / "sharded", state_dict=weights)
+    saved = json.loads((tmp_path / "sharded" / "config.json").read_text())
+    assert saved["auto_map"] == AUTO_MAP and saved["architectures"] == ["GLM4VForCausalLM"]
+    assert sorted(path.name for path in (tmp_path / "sharded").glob("*.py")) == CODE
 
 
 STRANGER = """
