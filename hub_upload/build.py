@@ -1,0 +1,438 @@
+"""Makes the folder that is published: our code beside the original's weights and vocabulary.
+
+Pure: the same source and the same code give the same bytes, whichever supported transformers runs
+this. Nothing that transformers writes with its own version's stamp is taken over; what it loads is
+tested on both ends of the range. Needs Python 3.11.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import tomllib
+from huggingface_hub import HfApi, snapshot_download
+
+import glm4v_patched
+from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.repository import is_glm4v
+
+ROOT = Path(__file__).resolve().parents[1]
+REMOTE = Path(glm4v_patched.__file__).parent / "remote"
+CARD = Path(__file__).with_name("MODEL_CARD.md")
+UPSTREAM = "zai-org/glm-4v-9b"
+
+MANIFEST = "CODE_MANIFEST.json"
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+WEIGHTS_LICENSE = "MODEL_LICENSE"
+ARCHITECTURE = "GLM4VForCausalLM"
+TOKENIZER_AUTO_MAP = {
+    "AutoProcessor": "processing_chatglm.ChatGLMProcessor",
+    "AutoTokenizer": ["tokenization_chatglm.ChatGLM4Tokenizer", None],
+}
+IMAGE_PROCESSOR_AUTO_MAP = {
+    "AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor",
+    "AutoProcessor": "processing_chatglm.ChatGLMProcessor",
+}
+# By file, in the order in which the loader looks.
+AUTO_MAPS = {
+    "config.json": AUTO_MAP | IMAGE_PROCESSOR_AUTO_MAP | TOKENIZER_AUTO_MAP,
+    "tokenizer_config.json": TOKENIZER_AUTO_MAP,
+    "preprocessor_config.json": IMAGE_PROCESSOR_AUTO_MAP,
+    "processor_config.json": {"AutoProcessor": "processing_chatglm.ChatGLMProcessor"},
+}
+SPECIAL_IDS = {
+    "boi_token_id": "<|begin_of_image|>",
+    "eoi_token_id": "<|end_of_image|>",
+    "pad_token_id": "<|endoftext|>",
+}
+# What is taken from a repository of the Hub; never its code, nor anything pickled.
+SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "LICENSE*", WEIGHTS_LICENSE]
+# transformers leaves these in a tokenizer's config; they say where it was loaded from.
+TRACES = ("chat_template", "is_local", "local_files_only", "name_or_path", "_commit_hash")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a build starts from.
+
+    Attributes:
+        folder: Holds config, vocabulary, index and licence; the weights too if they are local.
+        weights: ``{"size", "sha256"}`` of each file of weights.
+        repository, revision: Where on the Hub the weights are; None for a local folder.
+    """
+
+    folder: Path
+    weights: dict[str, dict]
+    repository: str | None = None
+    revision: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return self.repository is None
+
+    def read(self, name: str) -> bytes | None:
+        path = self.folder / name
+        return path.read_bytes() if path.is_file() else None
+
+    def read_json(self, name: str) -> dict:
+        content = self.read(name)
+        if content is None:
+            raise ValueError(f"{self} has no {name}: give the original's folder or repository")
+        return json.loads(content)
+
+    def license_of_weights(self) -> tuple[str | None, bytes | None]:
+        """Name and text of it; not that of our code, which lies in a source that is our build."""
+        code = (ROOT / "LICENSE").read_bytes()
+        for name in (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md"):
+            text = self.read(name)
+            if text is not None and text != code:
+                return name, text
+        return None, None
+
+    def __str__(self) -> str:
+        return str(self.folder) if self.is_local else f"{self.repository}@{self.revision}"
+
+
+def read_source(text: str) -> Source:
+    """Find what ``--weights`` names.
+
+    Raises:
+        ValueError: neither a folder nor a pinned repository, or one without safetensors.
+    """
+    folder = Path(text)
+    if folder.is_dir():
+        names = _names_of_weights(folder, {path.name for path in folder.iterdir()}, text)
+        return Source(folder, {name: fingerprint(folder / name) for name in names})
+    repository, _, revision = text.partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or text.startswith("."):
+        raise ValueError(
+            f"{text} is neither a folder nor a repository of the Hub: give an existing folder, or "
+            f"{UPSTREAM}@<commit of 40 hex digits>"
+        )
+    if not re.fullmatch("[0-9a-f]{40}", revision):
+        raise ValueError(_ask_for_a_commit(repository, revision))
+    return _read_repository(repository, revision)
+
+
+def _ask_for_a_commit(repository: str, revision: str) -> str:
+    try:
+        commit = HfApi().model_info(repository, revision=revision or None).sha
+    except Exception as error:  # whatever the client raises, the cure below is what matters
+        now = f"its commit could not be asked for: {type(error).__name__}"
+        commit = "<commit of 40 hex digits>"
+    else:
+        now = f"{revision or 'its main branch'} is at that commit now"
+    given = f"{revision} is no full commit" if revision else "no revision is given"
+    return (
+        f"{repository}: {given}, and what it points to may change between two builds; give "
+        f"{repository}@{commit} ({now})"
+    )
+
+
+def _read_repository(repository: str, revision: str) -> Source:
+    info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+    files = {file.rfilename: file for file in info.siblings}
+    folder = Path(snapshot_download(repository, revision=revision, allow_patterns=SMALL_FILES))
+    weights = {}
+    for name in _names_of_weights(folder, files, f"{repository}@{revision}"):
+        if files[name].lfs is None:
+            raise ValueError(
+                f"{repository}@{revision}: the Hub gives no sha256 of {name}, which is not stored "
+                "as a large file: download the repository and give the folder"
+            )
+        weights[name] = {"size": files[name].size, "sha256": files[name].lfs.sha256}
+    return Source(folder, weights, repository, revision)
+
+
+def _names_of_weights(folder: Path, available: Collection[str], source: str) -> list[str]:
+    if INDEX in available:
+        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+    else:
+        names = [SINGLE_FILE]
+    if odd := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
+        raise ValueError(f"{source}: {INDEX} names {odd}, expected *.safetensors in one folder")
+    if missing := [name for name in names if name not in available]:
+        raise ValueError(
+            f"{source} lacks {len(missing)} of {len(names)} files of weights: {', '.join(missing)}"
+        )
+    return names
+
+
+def fingerprint(path: Path) -> dict:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
+
+
+def build(source_text: str, out: Path, name: str, copy: bool = False) -> dict:
+    """Write the folder; return its manifest.
+
+    Args:
+        source_text: As for :func:`read_source`.
+        out: Missing, empty, or an earlier build, which is replaced at once and only at the end.
+        name: The repository's id on the Hub, for the card.
+        copy: Copy local weights where they cannot be hard-linked.
+
+    Raises:
+        ValueError: the source cannot be published, or ``out`` holds what is not ours to replace.
+    """
+    out = Path(os.path.abspath(out))
+    _require_replaceable(out)
+    source = read_source(source_text)
+    if out == Path(os.path.abspath(source.folder)):
+        raise ValueError(f"--out is the source itself, {out}: give another folder")
+    files = contents(source, name)
+    with _replacement_of(out) as folder:
+        for file_name, content in files.items():
+            (folder / file_name).write_bytes(content)
+        if source.is_local:
+            _place_weights(source, folder, copy)
+    return json.loads(files[MANIFEST])
+
+
+def differences(source_text: str, out: Path, name: str) -> list[str]:
+    """What in ``out`` is not what :func:`build` would write; weights may be left out or local."""
+    source = read_source(source_text)
+    want = contents(source, name)
+    if not out.is_dir():
+        return [f"{out}: does not exist"]
+    here = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
+    found = [f"{n}: missing" for n in want if n not in here]
+    foreign = here.keys() - want.keys() - source.weights.keys()
+    found += [f"{n}: not part of a build" for n in foreign]
+    found += [f"{n}: differs" for n in want if n in here and here[n].read_bytes() != want[n]]
+    for file_name, expected in source.weights.items():
+        path = here.get(file_name)
+        if path is None:
+            found += [f"{file_name}: missing"] if source.is_local else []
+        elif source.is_local and path.samefile(source.folder / file_name):
+            continue
+        elif fingerprint(path) != expected:
+            found.append(f"{file_name}: differs")
+    return sorted(found)
+
+
+def describe(manifest: dict) -> str:
+    """What was built, for a person."""
+    weights = manifest["weights"]
+    size = sum(file["size"] for file in weights["files"].values())
+    where = (
+        f"left for a server-side copy from {weights['repository']}@{weights['revision']}"
+        if weights["repository"]
+        else "placed in the folder"
+    )
+    lines = [
+        f"version {manifest['version']}: {len(manifest['code'])} files of code and "
+        f"{len(manifest['files'])} others",
+        f"weights: {len(weights['files'])} files, {size:,} bytes, {where}",
+    ]
+    if WEIGHTS_LICENSE not in manifest["files"]:
+        lines.append(
+            f"the source has no licence file: there is no {WEIGHTS_LICENSE}, and the card links to "
+            f"that of {UPSTREAM}; read it before you publish"
+        )
+    return "\n".join(lines)
+
+
+def contents(source: Source, name: str) -> dict[str, bytes]:
+    """Every file but the weights, by its name."""
+    code = {path.name: path.read_bytes() for path in sorted(REMOTE.glob("*.py"))}
+    del code["__init__.py"]
+    files = _processor_files(source)
+    config = _config(source, files)
+    files["config.json"] = _json(config)
+    files["generation_config.json"] = source.read("generation_config.json") or _json(
+        {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    )
+    if INDEX in os.listdir(source.folder):
+        files[INDEX] = (source.folder / INDEX).read_bytes()
+    files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    license_name, license_text = source.license_of_weights()
+    if license_text is not None:
+        files[WEIGHTS_LICENSE] = license_text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    files["requirements.txt"] = "".join(f"{line}\n" for line in project["dependencies"]).encode()
+    files["README.md"] = _card(source, name, license_name)
+    manifest = {
+        "version": glm4v_patched.__version__,
+        "upstream_revision": source.revision,
+        "code": {file: _sha256(content) for file, content in code.items()},
+        "weights": {
+            "repository": source.repository,
+            "revision": source.revision,
+            "files": source.weights,
+        },
+        "files": {file: _sha256(files[file]) for file in sorted(files)},
+    }
+    return {**code, **files, MANIFEST: _json(manifest)}
+
+
+def _config(source: Source, processor_files: dict[str, bytes]) -> dict:
+    """The original's fields as they are; ours for the loader; ids of the tokenizer if it has none.
+
+    Raises:
+        ValueError: no glm-4v, one this code does not compute, or ids that are not the tokenizer's.
+    """
+    config = source.read_json("config.json")
+    if not is_glm4v(config):
+        raise ValueError(
+            f"{source}: its config.json is no glm-4v's (model_type {config.get('model_type')!r}, "
+            f"vision_config {'there' if config.get('vision_config') else 'missing'})"
+        )
+    tokens = json.loads(processor_files["tokenizer.json"])["added_tokens"]
+    ids = {token["content"]: token["id"] for token in tokens}
+    for field, token in SPECIAL_IDS.items():
+        if config.get(field) is None:
+            config[field] = ids[token]
+        if config[field] != ids[token]:
+            raise ValueError(
+                f"{source}: config.json has {field} {config[field]}, but {token} is {ids[token]} "
+                "to its tokenizer: they are not of the same model"
+            )
+    checked = ChatGLMConfig(**config)
+    config.setdefault("eos_token_id", checked.eos_token_id)
+    config["vision_config"].setdefault("image_size", checked.vision.image_size)
+    side = json.loads(processor_files["tokenizer_config.json"])["image_size"]
+    if side != checked.vision.image_size:
+        raise ValueError(
+            f"{source}: the tokenizer has image_size {side}, config.json has "
+            f"{checked.vision.image_size} in vision_config: they are not of the same model"
+        )
+    return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
+
+
+def _processor_files(source: Source) -> dict[str, bytes]:
+    """Files of tokenizer and processor that every supported transformers reads.
+
+    The tokenizer, the template and the image processor's values are what save_pretrained writes,
+    the same in all versions. The configs around them are not, so their fields are written here:
+    the original's for the tokenizer, and for the processor only where its code is, because
+    transformers 4 finds the image processor in its own file alone and 5 looks there too.
+    """
+    processor = ChatGLMProcessor.from_pretrained(source.folder)
+    with tempfile.TemporaryDirectory() as folder:
+        processor.save_pretrained(folder)
+        files = {
+            name: Path(folder, name).read_bytes()
+            for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
+        }
+    image_processor = json.loads(files["preprocessor_config.json"])
+    tokenizer = source.read_json("tokenizer_config.json")
+    for trace in TRACES:
+        tokenizer.pop(trace, None)
+    tokenizer.setdefault("image_size", processor.tokenizer.image_size)
+    common = {"processor_class": "ChatGLMProcessor"}
+    for name, values in (
+        ("preprocessor_config.json", image_processor),
+        ("processor_config.json", {}),
+        ("tokenizer_config.json", tokenizer),
+    ):
+        values = values | common | {"auto_map": AUTO_MAPS[name]}
+        files[name] = _json(dict(sorted(values.items())))
+    return files
+
+
+def _card(source: Source, name: str, license_name: str | None) -> bytes:
+    pinned = source.repository is not None and license_name is not None
+    address = f"{UPSTREAM}/blob/main/LICENSE"
+    if pinned:
+        address = f"{source.repository}/blob/{source.revision}/{license_name}"
+    template = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+    ).from_string(CARD.read_text(encoding="utf-8"))
+    card = template.render(
+        name=name,
+        version=glm4v_patched.__version__,
+        base_model=source.repository or UPSTREAM,
+        revision=source.revision,
+        license_link=f"https://huggingface.co/{address}",
+        license_file=license_name and WEIGHTS_LICENSE,
+    )
+    return card.encode()
+
+
+def _json(values: dict) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _require_replaceable(out: Path) -> None:
+    """Raise ``ValueError`` unless nothing but an earlier build is at ``out``."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is no folder: give a new one, or an earlier build")
+    here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    if not here:
+        return
+    try:
+        manifest = json.loads((out / MANIFEST).read_bytes())
+        known = {MANIFEST, *manifest["code"], *manifest["files"], *manifest["weights"]["files"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{out} is not empty and holds no {MANIFEST} of an earlier build "
+            f"({type(error).__name__}): give a new folder, or empty this one"
+        ) from error
+    if foreign := sorted(here - known):
+        raise ValueError(
+            f"{out} holds {len(foreign)} files that no build wrote, which would be lost: "
+            f"{', '.join(foreign[:5])}; move them away, or give a new folder"
+        )
+
+
+@contextmanager
+def _replacement_of(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out`` that takes its place at the end, or vanishes with an error."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
+    new.mkdir()
+    try:
+        yield new
+        if out.exists():
+            out.rename(old)
+        try:
+            new.rename(out)
+        except BaseException:
+            if old.exists():
+                old.rename(out)
+            raise
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _place_weights(source: Source, folder: Path, copy: bool) -> None:
+    for name in source.weights:
+        original = (source.folder / name).resolve()  # in a cache of the Hub it is a symbolic link
+        try:
+            os.link(original, folder / name)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                raise
+            if not copy:
+                raise ValueError(
+                    f"{name} cannot be hard-linked ({os.strerror(error.errno)}): the weights lie "
+                    f"on the file system at {_mount_point(original)}, the output on that at "
+                    f"{_mount_point(folder)}; give --out on the former, or --copy"
+                ) from error
+            shutil.copyfile(original, folder / name)
+
+
+def _mount_point(path: Path) -> Path:
+    return next(p for p in (path.resolve(), *path.resolve().parents) if p.is_mount())
