@@ -335,7 +335,11 @@ def test_an_upload_of_other_bytes_is_refused(hub):
 
 def test_it_serves_from_the_command_line():
     process = subprocess.Popen(
-        [sys.executable, local_hub.__file__, "our-org"], stdout=subprocess.PIPE, text=True
+        [sys.executable, local_hub.__file__, "our-org"],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background, it is ignored and inherited so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         lines = [process.stdout.readline() for _ in range(3)]
