@@ -12,17 +12,19 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser(argv[:1] == ["publish"]).parse_args(argv)
     try:
         return options.run(options)
-    except (ValueError, OSError) as error:
-        print(f"hub_upload: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("hub_upload: stopped", file=sys.stderr)
         return 130
     except Exception as error:
+        from .publish import HTTP_LIBRARIES, without_secrets
+
+        reason = str(error)
         # From huggingface_hub 1 on these are no OSError, and the library has changed its name.
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2"):
+        if type(error).__module__.partition(".")[0] in HTTP_LIBRARIES:
+            reason = f"the Hub cannot be reached: {reason}"
+        elif not isinstance(error, (ValueError, OSError)):
             raise
-        print(f"hub_upload: the Hub cannot be reached: {error}", file=sys.stderr)
+        print(f"hub_upload: {without_secrets(reason)}", file=sys.stderr)
         return 1
 
 

@@ -157,7 +157,10 @@ def _read_repository(repository: str, revision: str) -> Source:
 
 def _names_of_weights(folder: Path, available: Collection[str], source: str) -> list[str]:
     if INDEX in available:
-        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        index = json.loads((folder / INDEX).read_bytes())
+        if not isinstance(index, dict) or "weight_map" not in index:
+            raise ValueError(f"{source}: {INDEX} has no weight_map: it is no index of weights")
+        names = sorted(set(index["weight_map"].values()))
     else:
         names = [SINGLE_FILE]
     if odd := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:

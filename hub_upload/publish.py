@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             # Output that waits for a full disk would fail once more when Python ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"hub_upload: {_without_secrets(_reason(error) or str(error))}", file=sys.stderr)
+        print(f"hub_upload: {without_secrets(_reason(error) or str(error))}", file=sys.stderr)
         return 1
     return 0
 
@@ -204,6 +204,9 @@ def read_build(folder: Path, code_only: bool = False) -> Build:
         listed = manifest["code"] | manifest["files"]
         weights = manifest["weights"]["files"]
         revision = manifest["weights"]["revision"]
+        # All that is read of it later.
+        _ = manifest["version"], manifest["weights"]["repository"]
+        _ = [(weight["size"], weight["sha256"]) for weight in weights.values()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PublishError(
             f"{folder} is no built folder ({MANIFEST}: {type(error).__name__}: {error}): make one "
@@ -256,7 +259,10 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
         url = hf_hub_url(repo, MANIFEST, revision=info.sha, endpoint=api.endpoint)
         answer = http_backoff("GET", url, headers=build_hf_headers(token=api.token))
         hf_raise_for_status(answer)
-        manifest = answer.json()
+        try:
+            manifest = answer.json()
+        except ValueError:
+            manifest = {}  # refused as none of ours, with the cure
     try:
         tagged = api.repo_info(repo, revision=tag).sha
     except RevisionNotFoundError:
@@ -293,10 +299,15 @@ def make_plan(
         if not (options.code_only and _is_weight(name, our_weights))
     )
     beside_weights = options.code_only and our_weights & there.keys()
-    if beside_weights and destination.manifest["weights"]["files"] != build.weights:
+    whole = all(
+        Wanted(file["size"], file["sha256"], None).is_at(there.get(name))
+        for name, file in build.weights.items()
+    ) and (INDEX in there or INDEX not in build.manifest["files"])
+    if beside_weights and not whole:
         raise PublishError(
-            f"{options.repo} has weights, and not those that {MANIFEST} of this build lists: "
-            "publish without --code-only, or the code would stand beside other weights"
+            f"{options.repo} has weights, and not all of those that {MANIFEST} of this build lists "
+            "and no others: publish without --code-only, or the code would stand beside other "
+            "weights"
         )
     kept = [name for name, file in build.files.items() if file.is_at(there.get(name))]
     changed = [name for name in build.files if name not in kept]
@@ -478,7 +489,7 @@ def _commit(
             if missing:
                 raise PublishError(f"{_cannot_send(missing, str(refusal))}; {state}") from refusal
             size = _human(sum(build.files[name].size for name in plan.copied))
-            say(_without_secrets(f"The server does not copy: {refusal}."))
+            say(without_secrets(f"The server does not copy: {refusal}."))
             say(f"Uploading {len(plan.copied)} files, {size}.")
             # Operations carry the state of the attempt: these are new ones.
             operations = _additions(build, plan.copied + plan.uploaded, say) + _deletions(plan)
@@ -620,7 +631,7 @@ def _reason_of_status(status: int, error: BaseException) -> str:
     return f"{cure} ({status}: {_server_message(error)})"
 
 
-def _without_secrets(message: str) -> str:
+def without_secrets(message: str) -> str:
     """One line without the token and without the query of addresses, which may carry signatures."""
     if token := get_token():
         message = message.replace(token, "<token>")

@@ -52,7 +52,7 @@ NEEDS = {
     "weight files": ["manifest"],
     "index": ["weight files"],
     "sha256 of weights": ["manifest", "weight files"],
-    "config loads": RUNS_CODE,
+    "config loads": [*RUNS_CODE, "config"],
     "tokenizer loads": ["config loads"],
     "processor loads": ["tokenizer loads", "image size", "token ids"],
     "parameter names": ["config loads", "weight files", "index"],
@@ -171,6 +171,7 @@ def verify(
             ("nothing pickled", check_pickles),
             ("weight files", check_weight_files),
             ("index", check_index),
+            ("config", check_config),
             ("architecture", check_architecture),
             ("token ids", check_token_ids),
             ("image size", check_image_size),
@@ -416,6 +417,10 @@ def _product(shape: list[int]) -> int:
     return product
 
 
+def check_config(target: Target) -> str:
+    return f"config.json has {len(target.read_json('config.json'))} fields"
+
+
 def check_architecture(target: Target) -> str:
     """Whether vLLM serves it without ``--hf-overrides``: by this name and these fields."""
     config = target.read_json("config.json")
@@ -507,7 +512,7 @@ def _ask_a_stranger(target: Target, checks: Checks, home: Path) -> None:
     request, results = home / "request.json", home / "results.jsonl"
     tensors = {k: shape for part in target.tensors.values() for k, (_, shape) in part.items()}
     names, total_size, whole = sorted(tensors) or None, None, False
-    if not (checks.failed("weight files") or checks.failed("index")):
+    if not any(checks.failed(name) or name in checks.blocked for name in ("weight files", "index")):
         whole = bool(tensors) and target.may_be_loaded()
         if INDEX in target.sizes:
             index = target.read_json(INDEX)
@@ -516,7 +521,7 @@ def _ask_a_stranger(target: Target, checks: Checks, home: Path) -> None:
     values = {
         "source": target.source,
         "revision": target.revision,
-        "given": target.read_json("config.json"),
+        "given": {} if checks.failed("config") else target.read_json("config.json"),
         "tensors": tensors or None,
         "names": names,
         "total_size": total_size,

@@ -37,6 +37,19 @@ AUTO_MAP = {
 }
 
 
+def _auto_map(given: dict | None) -> dict:
+    """Ours, as ``repository--module.Class`` where it was read from weights without code.
+
+    The published code has a config class of the same name; its models are told apart.
+    """
+    elsewhere = {
+        name: value
+        for name, value in (given or {}).items()
+        if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
+    }
+    return AUTO_MAP | (elsewhere if elsewhere.keys() - {"AutoConfig"} else {})
+
+
 @dataclass(frozen=True)
 class EVA2CLIPVisionConfig:
     """The ``vision_config`` of a glm-4v, checked. Lengths are in pixels or in tokens as named."""
@@ -193,7 +206,7 @@ class ChatGLMConfig(PretrainedConfig):
         # A plain dict, as in the published file: vLLM and others index it.
         self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
         self._refuse_unsupported(tie_word_embeddings)
-        kwargs["auto_map"] = dict(AUTO_MAP)
+        kwargs["auto_map"] = _auto_map(kwargs.get("auto_map"))
         super().__init__(
             pad_token_id=pad_token_id,
             eos_token_id=list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id,
@@ -204,6 +217,10 @@ class ChatGLMConfig(PretrainedConfig):
         self.pad_token_id = pad_token_id
         self.eos_token_id = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
         self.tie_word_embeddings = tie_word_embeddings
+
+    def to_dict(self) -> dict:
+        """As usual; what is saved has the code beside it, wherever this one's came from."""
+        return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
 
     @property
     def vision(self) -> EVA2CLIPVisionConfig:

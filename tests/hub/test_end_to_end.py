@@ -108,3 +108,60 @@ def test_28_gb_are_published_and_no_byte_of_them_passes_through(hub, tmp_path):
     # The small files come from the original once, and go to ours with code and tokenizer.json.
     assert received + sent < 10 * small + 5e6
     assert not any(name in request.path for name in weights for request in hub.requests)
+
+
+CODE_OF_ANOTHER = """
+import sys
+sys.modules["glm4v_patched"] = None  # cannot be imported
+import json
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoProcessor
+weights, code, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(weights, trust_remote_code=True)
+processor = AutoProcessor.from_pretrained(weights, trust_remote_code=True)
+assert code.replace("-", "_hyphen_").replace("/", ".") in type(model).__module__, type(model)
+model.save_pretrained(out)
+assert "--" not in json.dumps(json.loads(Path(out, "config.json").read_text())["auto_map"])
+AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+"""
+
+
+def test_weights_without_code_load_by_the_code_of_another_repository(hub, tmp_path):
+    """What --code-only is for: a config's auto_map points at it."""
+    folder = tmp_path / "built"
+    source = write_original(tmp_path / "original")
+    succeed(hub, tmp_path, "build", "--weights", source, "--out", folder, "--name", NAME)
+    code = "our-org/glm-4v-code"
+    succeed(hub, tmp_path, "publish", folder, "--repo", code, "--push", "--code-only")
+
+    def elsewhere(value):
+        if isinstance(value, list):
+            return [elsewhere(one) for one in value]
+        return value and f"{code}--{value}"
+
+    files = {name: c for name, c in as_files(folder).items() if not name.endswith(".py")}
+    for name in [name for name in files if name.endswith("config.json")]:
+        values = json.loads(files[name])
+        if "auto_map" in values:
+            values["auto_map"] = {key: elsewhere(v) for key, v in values["auto_map"].items()}
+            files[name] = json.dumps(values).encode()
+    hub.add_repository("our-org/weights", files)
+    out = str(tmp_path / "out")
+    more = hub.environment | {"HF_HUB_OFFLINE": "0"}
+    run_as_stranger(CODE_OF_ANOTHER, tmp_path, "our-org/weights", code, out, **more)
+
+
+@pytest.mark.parametrize("command", ["build", "verify"])
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_the_server_repeats_is_not_printed(command, status, hub, tmp_path):
+    hub.fail("*", ".", times=99, status=status, message=f"no entry with {hub.token}")
+    source = f"{ORIGINAL}@{'a' * 40}"
+    arguments = {
+        "build": ["build", "--weights", source, "--out", tmp_path / "built"],
+        "verify": ["verify", NAME],
+    }
+    environment = hub.environment | {"HF_HOME": str(tmp_path / "home")}
+    process = run_cli(*arguments[command], **environment)
+    assert process.returncode == 1
+    assert hub.token not in process.stdout + process.stderr
+    assert "Traceback" not in process.stderr

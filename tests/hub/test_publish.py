@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from fake_build import CODE, FILES, INDEX, SHARDS, SMALL_SHARDS, SOURCE, add_source, write_build
-from huggingface_hub import CommitOperationCopy
+from huggingface_hub import CommitOperationCopy, HfApi
 from local_hub import File, LocalHub
 
 from hub_upload import publish
@@ -551,3 +551,14 @@ def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, build, tmp_pat
     assert not writes(hub)
     assert finish(command(hub, build, tmp_path, "--push"))[0] == 0
     assert published(hub)
+
+
+def test_code_beside_weights_that_are_not_whole_is_refused(hub, run, build, tmp_path):
+    assert run(build, "--push")[0] == 0
+    there = hub.repositories[REPO]
+    shard = next(name for name in there.files if name.endswith(".safetensors"))
+    HfApi(token=hub.token).delete_file(shard, REPO)
+    newer = write_build(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1")
+    status, output = run(newer, "--code-only", "--push")
+    assert status == 1 and "publish without --code-only" in output
+    assert set(there.tags) == {"v0.1.0"}

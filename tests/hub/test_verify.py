@@ -349,6 +349,17 @@ def test_a_defect_fails_its_own_check_and_no_other(name, plant, copy):
     assert len(ran) >= 7, report.as_table()
 
 
+@pytest.mark.parametrize("content", [None, "["], ids=["missing", "no JSON"])
+def test_a_config_that_cannot_be_read_is_a_failed_check(content, copy):
+    (copy / "config.json").unlink()
+    (copy / INDEX).write_text("[")
+    (copy / MANIFEST).unlink()
+    if content:
+        (copy / "config.json").write_text(content)
+    report = verify(str(copy))
+    assert "config" in report.failures and "manifest" in report.failures
+
+
 @pytest.mark.slow
 def test_a_changed_byte_of_weights_is_found_where_it_is_asked_for(copy):
     path = copy / shards_of(copy)[0]
