@@ -479,7 +479,7 @@ def test_a_hub_that_is_not_there_is_told(hub, run, build, monkeypatch):
 
 def test_signatures_of_addresses_are_not_printed():
     told = "PUT http://hub/lfs/a?X-Amz-Signature=b&c=d failed (url: /lfs/a?X-Amz-Signature=b), why?"
-    assert publish._without_secrets(told) == "PUT http://hub/lfs/a failed (url: /lfs/a), why?"
+    assert publish.without_secrets(told) == "PUT http://hub/lfs/a failed (url: /lfs/a), why?"
 
 
 def command(hub, build, tmp_path, *arguments, variables=None, **settings):

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.utils
 import pytest
 import torch
 from legacy_repository import LEGACY_CODE, image_row, remote_code_under, write_legacy_repository
@@ -61,7 +62,14 @@ def offline():
     """peft asks the Hub for the config of a base that it knows by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        forget_sessions()
         yield
+    forget_sessions()
+
+
+def forget_sessions() -> None:
+    """huggingface_hub 0.36 keeps sessions, and whether they are offline, for whoever comes next."""
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
 
 
 @pytest.fixture(scope="module")
