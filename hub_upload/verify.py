@@ -8,6 +8,7 @@ not is never run.
 import ast
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -50,6 +51,7 @@ NEEDS = {
     "code": ["manifest"],
     "other files": ["manifest"],
     "weight files": ["manifest"],
+    "card": ["manifest"],
     "index": ["weight files"],
     "sha256 of weights": ["manifest", "weight files"],
     "config loads": [*RUNS_CODE, "config"],
@@ -401,20 +403,13 @@ def check_index(target: Target) -> str:
         f"{len(wrong)} tensors are not where the index says: {shorten(wrong)}",
     )
     size = sum(
-        ITEM_SIZES[dtype] * _product(shape)
+        ITEM_SIZES[dtype] * math.prod(shape)
         for tensors in target.tensors.values()
         for dtype, shape in tensors.values()
     )
     told = index.get("metadata", {}).get("total_size", size)
     require(told == size, f"total_size is {told:,}, the tensors take {size:,} bytes")
     return f"{len(where):,} tensors in {len(target.tensors)} files"
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product
 
 
 def check_config(target: Target) -> str:
@@ -470,6 +465,13 @@ def check_card(target: Target) -> str:
         require(data.get(name) == value, f"{name} is {data.get(name)!r}, expected {value!r}")
     for name in ("license_name", "license_link", "base_model", "language", "tags"):
         require(data.get(name), f"{name} is missing")
+    for name in ("language", "tags"):
+        values = data[name] if isinstance(data[name], list) else [data[name]]
+        odd = [value for value in values if not isinstance(value, str)]
+        require(not odd, f"{name} holds {shorten(map(str, odd))}, expected words")
+    version = target.read_json(MANIFEST)["version"]
+    pinned = set(re.findall(r'"v(\d+\.\d+\.\d+)"', text))
+    require(pinned <= {version}, f"it pins {shorten(pinned)}, the manifest has {version}")
     link = data["license_link"]
     if link not in ("LICENSE", "LICENSE.md"):
         require(

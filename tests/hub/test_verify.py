@@ -20,6 +20,7 @@ from publishable import (
 )
 from safetensors.torch import load_file, save_file
 
+from glm4v_patched import __version__
 from hub_upload import verify as verifying
 from hub_upload.build import MANIFEST, build, fingerprint
 from hub_upload.stranger import FAILED, PASSED, SKIPPED, Check, Checks, Skip
@@ -234,6 +235,15 @@ def a_card_with_a_licence_link_the_hub_refuses(folder):
     replace(folder / "README.md", "license_link: https://huggingface.co/", "license_link: ./")
 
 
+def a_card_with_a_tag_that_is_no_word(folder):
+    replace(folder / "README.md", "- custom_code\n", "- {custom: code}\n")
+
+
+def a_card_that_pins_another_version(folder):
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace(f'"v{__version__}"', '"v0.0.7"'))
+
+
 def a_card_that_was_not_filled_in(folder):
     replace(folder / "README.md", "## Use it", "## Use {{ name }}")
 
@@ -319,6 +329,8 @@ DEFECTS = {
         card_metadata_that_is_no_yaml,
         a_card_without_base_model,
         a_card_with_a_licence_link_the_hub_refuses,
+        a_card_with_a_tag_that_is_no_word,
+        a_card_that_pins_another_version,
         a_card_that_was_not_filled_in,
     ],
     "config loads": [a_config_that_the_code_refuses],
@@ -382,6 +394,7 @@ def test_code_that_is_not_the_manifests_is_never_run(copy, tmp_path):
 
 def test_code_of_another_version_is_compared_with_its_manifest_alone(copy):
     amend(copy / MANIFEST, version="9.9.9")
+    replace(copy / "README.md", f'"v{__version__}"', '"v9.9.9"')
     report = verify(str(copy))
     assert report.passed and "not compared with this clone" in detail(report, "code")
     a_changed_byte_of_code(copy)
