@@ -1,10 +1,64 @@
-"""One way into transformers' attention registry, shared by both towers."""
+"""One way into transformers' attention registry, shared by both towers.
+
+Rows that hold several samples are attended to sample by sample (:class:`PackedSamples`), so that no
+mask over the whole row is ever made.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels.
+# Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
+# packed: R length of the rows, N samples of one group, M length of the longest of them, X heads of
+# either kind.
+
+
+class PackedSamples(NamedTuple):
+    """Where the samples of packed rows lie. Tokens are counted through all rows, ``0 .. B * R``.
+
+    Samples are gathered in groups of similar lengths, filled on the right with their own last
+    token, which under a causal mask no real query sees. At most half of what a group holds is
+    filling, so attention takes memory in proportion to the rows however unlike the samples are.
+
+    Attributes:
+        groups: ``(N, M)`` int64 each, the token in every place.
+        places: ``(B * R,)`` int64, the place of every token, counted through all groups.
+    """
+
+    groups: tuple[Tensor, ...]
+    places: Tensor
+
+
+def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
+    """Group the samples of rows by length; ``None`` where every row is one sample.
+
+    Args:
+        position_ids_BR: 0 where a row or a sample starts. Read on the host, the only transfer from
+            the device.
+    """
+    rows, length = position_ids_BR.shape
+    starts = (position_ids_BR.flatten() == 0).cpu().nonzero().flatten()
+    if len(starts) == rows:
+        return None
+    lengths = starts.diff(append=torch.tensor([rows * length]))
+    lengths, order = lengths.sort(descending=True, stable=True)
+    starts = starts[order]
+    groups, places, taken = [], torch.empty(rows * length, dtype=torch.long), 0
+    while len(lengths):
+        # The longest, and as many of the next as leave no more filling than tokens.
+        num_places = lengths[0] * torch.arange(1, len(lengths) + 1)
+        size = int((num_places <= 2 * lengths.cumsum(0)).sum())
+        of_group_N1, starts_N1 = lengths[:size, None], starts[:size, None]
+        columns_M = torch.arange(int(lengths[0]))
+        group_NM = starts_N1 + columns_M.minimum(of_group_N1 - 1)
+        is_token_NM = columns_M < of_group_N1
+        places[group_NM[is_token_NM]] = taken + is_token_NM.flatten().nonzero().flatten()
+        taken += group_NM.numel()
+        groups.append(group_NM.to(position_ids_BR.device, non_blocking=True))
+        lengths, starts = lengths[size:], starts[size:]
+    return PackedSamples(tuple(groups), places.to(position_ids_BR.device, non_blocking=True))
 
 
 def attend(
@@ -12,7 +66,7 @@ def attend(
     query_BHQC: Tensor,
     key_BGKC: Tensor,
     value_BGKC: Tensor,
-    attention_mask,
+    attention_mask: Tensor | PackedSamples | None,
     implementation: str,
     **kwargs,
 ) -> Tensor:
@@ -21,11 +75,16 @@ def attend(
     Args:
         module: Carries ``is_causal`` and ``num_key_value_groups`` (query heads per key-value
             head), which the implementations read.
-        attention_mask: What transformers' mask functions make for that implementation, or ``None``.
+        attention_mask: What transformers' mask functions make for that implementation; ``None``;
+            or packed samples, for an implementation that is causal without a mask (sdpa).
 
     Returns:
         ``(B, Q, H * C)`` in the dtype of the inputs.
     """
+    if isinstance(attention_mask, PackedSamples):
+        return _attend_within_samples(
+            module, query_BHQC, key_BGKC, value_BGKC, attention_mask, implementation, **kwargs
+        )
     function = (
         eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     )
@@ -41,6 +100,28 @@ def attend(
         **kwargs,
     )
     return out_BQHC.flatten(2)
+
+
+def _attend_within_samples(
+    module: nn.Module,
+    query_BHRC: Tensor,
+    key_BGRC: Tensor,
+    value_BGRC: Tensor,
+    packed: PackedSamples,
+    implementation: str,
+    **kwargs,
+) -> Tensor:
+    def gather(tokens_BXRC: Tensor, group_NM: Tensor) -> Tensor:
+        tokens = tokens_BXRC.transpose(1, 2).flatten(0, 1)
+        gathered = tokens.index_select(0, group_NM.flatten()).unflatten(0, group_NM.shape)
+        return gathered.transpose(1, 2)
+
+    outputs = []
+    for group_NM in packed.groups:
+        parts = (gather(part, group_NM) for part in (query_BHRC, key_BGRC, value_BGRC))
+        outputs.append(attend(module, *parts, None, implementation, **kwargs).flatten(0, 1))
+    out = torch.cat(outputs).index_select(0, packed.places)
+    return out.unflatten(0, (len(query_BHRC), -1))
 
 
 def eager_attention(

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .attention import attend
+from .attention import PackedSamples, attend, group_samples
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
@@ -626,13 +626,22 @@ def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
     return config.return_dict if return_dict is None else return_dict
 
 
-def _causal_mask(config, embeds_BRD, rows: GrownRows, past_key_values, past_length):
+def _causal_mask(
+    config, embeds_BRD, rows: GrownRows, past_key_values, past_length
+) -> Tensor | PackedSamples | None:
     """The mask that the configured attention implementation takes; ``None`` where it needs none."""
     if rows.packed_position_ids is not None and isinstance(past_key_values, DynamicCache):
         past_key_values = None  # is empty; transformers would not tell the packed samples apart
+    attention_mask = rows.attention_mask
+    if config._attn_implementation == "sdpa" and past_key_values is None:
+        # The others get what transformers makes: eager a mask over whole rows, like its scores.
+        if rows.packed_position_ids is not None:
+            return group_samples(rows.packed_position_ids)
+        if attention_mask is not None and _is_padded_on_the_right_only(attention_mask):
+            attention_mask = None  # no token comes after padding, and causal is what is left
     arguments = {
         "config": config,
-        "attention_mask": rows.attention_mask,
+        "attention_mask": attention_mask,
         "past_key_values": past_key_values,
         # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
         "position_ids": rows.packed_position_ids,
@@ -645,6 +654,15 @@ def _causal_mask(config, embeds_BRD, rows: GrownRows, past_key_values, past_leng
             past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
         )
     return create_causal_mask(**arguments)
+
+
+def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
+    """Whether no row of a 2D mask has a token after padding. False for a mask of another kind."""
+    if attention_mask.ndim != 2:
+        return False
+    is_token = attention_mask.bool()
+    # A transfer from the device, in the place of transformers' own for a mask of ones.
+    return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
 
 
 def _cached_length(cache: Cache | None) -> int:
