@@ -95,6 +95,7 @@ class ConversationCollator:
         self.processor = processor
         tokenizer = processor.tokenizer
         self.end_id = tokenizer.eos_token_id
+        self.image_id = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
         self.assistant_id = tokenizer.convert_tokens_to_ids("<|assistant|>")
         self.role_ids = tokenizer.convert_tokens_to_ids(
             ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -103,20 +104,34 @@ class ConversationCollator:
     def __call__(self, conversations: list[list[dict]]) -> dict[str, Tensor]:
         """Returns ``input_ids``, ``attention_mask``, ``labels`` ``(B, L)`` padded on the right,
         and ``pixel_values`` if there is an image."""
-        encoded = self.processor.apply_chat_template(
-            conversations, tokenize=True, return_dict=True, return_tensors=None
-        )
-        rows = [[*ids, self.end_id] for ids in encoded["input_ids"]]
+        rows, images = self.encode(conversations)
         length = max(map(len, rows))
         batch = {
             "input_ids": [row + [self.end_id] * (length - len(row)) for row in rows],
             "attention_mask": [[1] * len(row) + [0] * (length - len(row)) for row in rows],
             "labels": [self.labels(row) + [IGNORE_INDEX] * (length - len(row)) for row in rows],
         }
-        batch = {name: torch.tensor(values) for name, values in batch.items()}
+        return {name: torch.tensor(values) for name, values in batch.items()} | images
+
+    def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Grown ids of each conversation with the token that ends it, and ``pixel_values`` of all,
+        if there is an image."""
+        encoded = self.processor.apply_chat_template(
+            conversations, tokenize=True, return_dict=True, return_tensors=None
+        )
+        images = {}
         if "pixel_values" in encoded:
-            batch["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
-        return batch
+            images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
+        return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
+
+    def count_positions(self, conversation: list[dict]) -> int:
+        """How many ids :meth:`encode` makes of a conversation, without opening its images."""
+        ids = self.processor.tokenizer.apply_chat_template(
+            conversation, chat_template=self.processor.chat_template, return_dict=False
+        )
+        # In what the tokenizer writes, an image has one id for all its inner positions.
+        grows_by = self.processor.num_image_tokens - 1
+        return len(ids) + 1 + ids.count(self.image_id) * grows_by
 
     def labels(self, ids: list[int]) -> list[int]:
         """The ids of the assistant's turns, -100 elsewhere."""

@@ -21,6 +21,7 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
 from .data import ConversationCollator, read_conversations
+from .packing import PackingCollator, pack_conversations
 from .zero import zero_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,6 +36,9 @@ class Recipe:
     With ``save_steps``, a checkpoint to continue from is saved to ``out`` every so many steps (not
     at the last one, where the model itself is saved); the newest ``keep_checkpoints`` are kept, or
     all of them. ``precision`` is "bf16" or "fp32", of the weights and of the computation.
+
+    With ``pack_to``, conversations are packed into rows of at most so many positions, no one longer
+    than that, and ``micro_batch`` counts such rows.
     """
 
     model: str
@@ -48,13 +52,14 @@ class Recipe:
     precision: str = "bf16"
     save_steps: int | None = None
     keep_checkpoints: int | None = None
+    pack_to: int | None = None
 
     def __post_init__(self):
         if self.precision not in DTYPES:
             raise ValueError(
                 f"precision is {self.precision!r}; expected one of {', '.join(DTYPES)}"
             )
-        for name in ("save_steps", "keep_checkpoints"):
+        for name in ("save_steps", "keep_checkpoints", "pack_to"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1, or null for none")
@@ -155,13 +160,17 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
     )
     recipe.starting_point(arguments.world_size, checkpoint or False)
     processor = ChatGLMProcessor.from_pretrained(recipe.model)
+    conversations, collator = read_conversations(recipe.data), ConversationCollator(processor)
+    if recipe.pack_to is not None:
+        conversations = pack_conversations(conversations, processor, recipe.pack_to)
+        collator = PackingCollator(processor)
     model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=DTYPES[recipe.precision])
     checkpoint_activations(model)
     trainer = RecipeTrainer(
         model,
         args=arguments,
-        train_dataset=read_conversations(recipe.data),
-        data_collator=ConversationCollator(processor),
+        train_dataset=conversations,
+        data_collator=collator,
         processing_class=processor,
         callbacks=[
             CompletionMarker(recipe.settings(arguments.world_size), recipe.keep_checkpoints)

@@ -265,6 +265,7 @@ def test_no_entry_of_the_loss_history_spans_a_checkpoint(steps, save_steps):
         ({"precision": "fp16"}, "precision is 'fp16'; expected one of bf16, fp32"),
         ({"save_steps": 0}, "save_steps is 0; expected at least 1"),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0; expected at least 1"),
+        ({"pack_to": 0}, "pack_to is 0; expected at least 1"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(changes, message):
@@ -294,6 +295,7 @@ def test_folders_may_move_and_the_data_may_not_change_between_start_and_continua
     for other in (
         recipe(data=str(moved)).settings(2),
         recipe(data=str(data), learning_rate=2.0).settings(2),
+        recipe(data=str(data), pack_to=100).settings(2),
         recipe(data=str(data)).settings(1),
     ):
         assert len(other.items() ^ settings.items()) == 2

@@ -1,0 +1,68 @@
+"""Packing: several conversations in one row, each computed and learned as if it were alone.
+
+:func:`pack_conversations` shares a data set out among rows before the training begins, and a batch
+of such rows becomes one (:class:`PackingCollator`): nothing is padded, and every batch is about as
+large as any other.
+"""
+
+from bisect import bisect_left, insort
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .data import ConversationCollator
+
+
+def pack_conversations(
+    conversations: list[list[dict]], processor, max_length: int
+) -> list[list[list[dict]]]:
+    """Share out conversations among rows of at most ``max_length`` positions.
+
+    The longest first, each goes to the fullest row that has room for it: the same rows every time.
+    Pictures are counted, with all the positions they take, and not opened.
+
+    Raises:
+        ValueError: conversations are longer than a row.
+    """
+    count = ConversationCollator(processor).count_positions
+    lengths = [count(conversation) for conversation in conversations]
+    too_long = [number for number, length in enumerate(lengths) if length > max_length]
+    if too_long:
+        raise ValueError(
+            f"{len(too_long)} of {len(lengths)} conversations do not fit into a row; number "
+            f"{too_long[0] + 1} is the first: it takes {lengths[too_long[0]]} positions and a row "
+            f"has {max_length}. Make rows of at least {max(lengths)} (pack_to in a recipe), or "
+            "leave the long ones out"
+        )
+    rows: list[list[list[dict]]] = []
+    rooms: list[tuple[int, int]] = []  # (positions left, row), the fullest first
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = bisect_left(rooms, (lengths[number], 0))
+        if at < len(rooms):
+            room, row = rooms.pop(at)
+        else:
+            room, row = max_length, len(rows)
+            rows.append([])
+        rows[row].append(conversations[number])
+        insort(rooms, (room - lengths[number], row))
+    return rows
+
+
+class PackingCollator(ConversationCollator):
+    """Turns rows of conversations into one row, supervised as by :class:`ConversationCollator`.
+
+    One, whatever the number of rows, because it needs no padding and is what flash attention takes.
+    """
+
+    def __call__(self, rows: list[list[list[dict]]]) -> dict[str, Tensor]:
+        """Returns ``input_ids``, ``position_ids``, ``labels`` ``(1, L)``, and ``pixel_values`` if
+        there is an image. Positions restart with each conversation; that, and no mask, tells the
+        model where one ends."""
+        samples, images = self.encode([conversation for row in rows for conversation in row])
+        batch = {
+            "input_ids": samples,
+            "position_ids": [range(len(ids)) for ids in samples],
+            "labels": [self.labels(ids) for ids in samples],
+        }
+        return {name: torch.tensor([[*chain(*parts)]]) for name, parts in batch.items()} | images

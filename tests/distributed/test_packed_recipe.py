@@ -1,0 +1,58 @@
+"""A recipe that packs trains as one that pads."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import run_with_limit
+
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.training.data import (
+    ConversationCollator,
+    read_conversations,
+    write_conversations,
+)
+from glm4v_patched.training.packing import pack_conversations
+from glm4v_patched.training.pictures import draw_data_set
+from glm4v_patched.training.recipe import Recipe
+from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
+
+# Idle, a run takes some 8 seconds.
+SECONDS_TO_RUN = 300
+
+
+def losses(recipe: Recipe) -> list[float]:
+    Path(recipe.out).mkdir()
+    recipe.write(Path(recipe.out, "recipe.json"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    command += ["1", "-m", "glm4v_patched.training.recipe", str(Path(recipe.out, "recipe.json"))]
+    ended = run_with_limit(command, SECONDS_TO_RUN)
+    assert ended.status == 0, ended.output[-8000:]
+    history = json.loads(Path(recipe.out, "training.json").read_text())["history"]
+    return [entry["loss"] for entry in history]
+
+
+def test_a_packed_run_has_the_losses_of_a_padded_one(tmp_path):
+    conversations = draw_data_set(tmp_path / "pictures", 4, seed=0, side=IMAGE_SIDE)
+    write_conversations(tmp_path / "train.jsonl", conversations)
+    build_from_scratch(tmp_path / "model", conversations, seed=0)
+    # Four conversations a step in either, which are all there are.
+    padded = Recipe(
+        model=str(tmp_path / "model"),
+        data=str(tmp_path / "train.jsonl"),
+        out=str(tmp_path / "padded"),
+        steps=4,
+        micro_batch=4,
+        learning_rate=1e-3,
+        precision="fp32",
+    )
+    processor = ChatGLMProcessor.from_pretrained(padded.model)
+    longest = max(map(ConversationCollator(processor).count_positions, conversations))
+    rows = pack_conversations(read_conversations(padded.data), processor, 2 * longest)
+    assert [len(row) for row in rows] == [2, 2]
+    packed = replace(padded, out=str(tmp_path / "packed"), micro_batch=2, pack_to=2 * longest)
+    want = losses(padded)
+    assert len(want) == 4 and want[-1] < want[0] - 0.1
+    assert losses(packed) == pytest.approx(want, abs=1e-4)
