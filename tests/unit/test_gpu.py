@@ -18,7 +18,10 @@ RTOL = {torch.float32: 1e-4, torch.bfloat16: 8e-2}
 
 
 def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict]:
-    """Loss and gradients of rows with two, one and no image, with checkpointing."""
+    """Loss and gradients of rows with two, one and no image, with checkpointing.
+
+    The rows are padded on one side or, for "packed", joined.
+    """
     # Heads of 16 channels in both towers: flex on a GPU takes no smaller ones.
     vision = {"hidden_size": 64, "intermediate_size": 128, "image_size": SIDE, "num_positions": 145}
     torch.manual_seed(0)
@@ -31,7 +34,12 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict
     image = three_id_image()
     two, one = [*image, *text(100, 1), *image, *text(200, 2)], [5, *image, *text(180, 3)]
     rows = [two, one, text(140, 4)]
-    inputs = {name: value.cuda() for name, value in padded(rows, side).items()}
+    if side == "packed":
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        inputs = {"input_ids": torch.tensor([sum(rows, [])]), "position_ids": positions[None]}
+    else:
+        inputs = padded(rows, side)
+    inputs = {name: value.cuda() for name, value in inputs.items()}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
     loss = model(**inputs, labels=labels, pixel_values=pictures(3, side=SIDE).cuda()).loss
     loss.backward()
@@ -51,8 +59,26 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict
 def test_implementations_agree_with_sdpa(implementation, dtype, side):
     if implementation == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("flash-attn is not installed: pip install flash-attn")
-    want_loss, want = run("sdpa", dtype, side)
-    loss, gradients = run(implementation, dtype, side)
+    assert_equal(run(implementation, dtype, side), run("sdpa", dtype, side), dtype)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("sdpa", torch.float32),
+        ("sdpa", torch.bfloat16),
+        ("flex_attention", torch.float32),
+        ("flash_attention_2", torch.bfloat16),
+    ],
+)
+def test_packed_rows_agree_with_padded_ones(implementation, dtype):
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        pytest.skip("flash-attn is not installed: pip install flash-attn")
+    assert_equal(run(implementation, dtype, "packed"), run("sdpa", dtype, "left"), dtype)
+
+
+def assert_equal(got: tuple[float, dict], wanted: tuple[float, dict], dtype: torch.dtype) -> None:
+    (loss, gradients), (want_loss, want) = got, wanted
     assert loss == pytest.approx(want_loss, rel=RTOL[dtype])
     largest = max(gradient.abs().max() for gradient in want.values())
     for name, gradient in want.items():
