@@ -42,16 +42,16 @@ def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
     starts = (position_ids_BR.flatten() == 0).cpu().nonzero().flatten()
     if len(starts) == rows:
         return None
-    lengths = starts.diff(append=torch.tensor([rows * length]))
+    lengths = starts.diff(append=starts.new_tensor([rows * length]))
     lengths, order = lengths.sort(descending=True, stable=True)
     starts = starts[order]
-    groups, places, taken = [], torch.empty(rows * length, dtype=torch.long), 0
+    groups, places, taken = [], starts.new_empty(rows * length), 0
     while len(lengths):
         # The longest, and as many of the next as leave no more filling than tokens.
-        num_places = lengths[0] * torch.arange(1, len(lengths) + 1)
+        num_places = lengths[0] * torch.ones_like(lengths).cumsum(0)
         size = int((num_places <= 2 * lengths.cumsum(0)).sum())
         of_group_N1, starts_N1 = lengths[:size, None], starts[:size, None]
-        columns_M = torch.arange(int(lengths[0]))
+        columns_M = torch.arange(int(lengths[0]), device="cpu")
         group_NM = starts_N1 + columns_M.minimum(of_group_N1 - 1)
         is_token_NM = columns_M < of_group_N1
         places[group_NM[is_token_NM]] = taken + is_token_NM.flatten().nonzero().flatten()

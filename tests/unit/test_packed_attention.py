@@ -169,6 +169,13 @@ def test_rows_of_one_sample_each_are_not_gathered(rows):
     assert group_samples(torch.arange(5).expand(rows, 5)) is None
 
 
+def test_a_default_device_does_not_change_where_samples_are_found():
+    position_ids = torch.tensor([[0, 1, 2, 0, 1]])
+    with torch.device("meta"):
+        packed = group_samples(position_ids)
+    assert packed.places.tolist() == [0, 1, 2, 3, 4]
+
+
 # Where attention is only causal, no mask is made
 
 
