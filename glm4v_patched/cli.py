@@ -1,8 +1,10 @@
-"""Command line: ``glm4v-patched demo`` and ``glm4v-patched train``."""
+"""Command line: ``glm4v-patched demo``, ``train`` and ``bench``."""
 
 import argparse
 import sys
 from pathlib import Path
+
+from .bench.command import add_arguments as add_bench_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--resume-from", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint"
     )
+
+    bench = commands.add_parser("bench", help="measure training on this machine")
+    bench.set_defaults(run=_bench)
+    add_bench_arguments(bench)
     return parser
 
 
@@ -72,6 +78,12 @@ def _train(options: argparse.Namespace) -> None:
     recipe = Recipe.read(options.recipe)
     launch(recipe, options.processes, options.resume_from or options.resume)
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from .bench.command import run
+
+    run(options)
 
 
 def _at_least_one(text: str) -> int:

@@ -49,24 +49,31 @@ class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
     """
 
     gradient_checkpointing = False
-    __call__ = nn.Module.__call__
+
+    def __call__(self, hidden, *rest):
+        learns = self.training and torch.is_grad_enabled()
+        if learns and not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
+            # Reentrant checkpoints differentiate only through inputs that require grad, and
+            # ZeRO-3 releases a layer in the backward of its input. Before the layer's own hooks,
+            # for where it is gathered as a whole (a leaf module) they are what releases it.
+            hidden = hidden.detach().requires_grad_()
+        return nn.Module.__call__(self, hidden, *rest)
 
     def layer_forward(self, hidden, *rest):
         raise NotImplementedError
 
     def forward(self, hidden, *rest):
-        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        # An input without grad: nothing is kept, nothing to recompute.
+        if not (recomputes and hidden.requires_grad):
             return self.layer_forward(hidden, *rest)
-        if not hidden.requires_grad:
-            if not any(parameter.requires_grad for parameter in self.parameters()):
-                return self.layer_forward(hidden, *rest)  # nothing is kept, nothing to recompute
-            # Reentrant checkpoints differentiate only through inputs that require grad, and
-            # ZeRO-3 releases a layer in the backward of its input.
-            hidden = hidden.detach().requires_grad_()
         return self._gradient_checkpointing_func(self.recomputable_forward, hidden, *rest)
 
     def recomputable_forward(self, hidden, *rest):
         """``layer_forward``, safe to run a second time inside a backward pass."""
+        if torch.compiler.is_compiling():
+            # A compiled layer recomputes within its own backward, where no hook releases anything.
+            return self.layer_forward(hidden, *rest)
         with frozen_parameters_held(self):
             return self.layer_forward(hidden, *rest)
 

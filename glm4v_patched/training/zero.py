@@ -7,22 +7,53 @@ import sys
 from pathlib import Path
 
 
-def zero_config(stage: int, bf16: bool = True) -> dict:
-    """ZeRO at ``stage`` in bf16 or fp32; batch sizes and clipping are the trainer's."""
-    return {
+def zero_config(
+    stage: int,
+    bf16: bool = True,
+    whole_layers: bool = False,
+    kept_gathered: float = 1e9,
+    offload_optimizer: bool = False,
+) -> dict:
+    """ZeRO at ``stage`` in bf16 or fp32; batch sizes and clipping are the trainer's.
+
+    Args:
+        whole_layers: For :func:`compilation.gather_whole_layers`, under stage 3: no weight stays
+            gathered by itself, as that costs a gather each after every step, and compiled layers
+            get torch's own ``F.linear``.
+        kept_gathered: Weights that may stay gathered between a layer's forward and its backward,
+            2 bytes each; ``float("inf")`` saves the second gather where all fit.
+        offload_optimizer: Keep the optimizer's states and the fp32 weights on the CPU.
+    """
+    zero = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    if whole_layers:
+        kept = min(kept_gathered, 1e12)
+        zero |= {
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+            "stage3_max_live_parameters": kept,
+            "stage3_max_reuse_distance": kept,
+            "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
+            "reduce_bucket_size": 2e8,
+            "sub_group_size": 2e8,  # weights whose gradients are held in fp32 during an update
+        }
+    config = {
         "bf16": {"enabled": bf16},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        # The optimizer is torch's own AdamW: DeepSpeed's would be compiled first on a CPU.
+        "zero_optimization": zero,
+        # The optimizer is torch's own AdamW: DeepSpeed's would be compiled first.
         "zero_allow_untested_optimizer": True,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
 
 
 def path_of_processes() -> str:

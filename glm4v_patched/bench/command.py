@@ -1,0 +1,177 @@
+"""``glm4v-patched bench``: starts the processes, prints the table, writes the rows."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from ..training.choices import TRAINED
+from ..training.zero import path_of_processes
+from .settings import Settings
+
+COLUMNS = (
+    "workload",
+    "implementation",
+    "micro-batch",
+    "text",
+    "samples/s/GPU",
+    "tokens/s/GPU",
+    "roofline",
+    "step (fastest, slowest)",
+    "allocated",
+    "reserved",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = {field.name: field.default for field in fields(Settings)}
+    add = parser.add_argument
+    add("--workload", nargs="+", choices=TRAINED, default=["lora_lm"], help="what is trained")
+    add("--gpus", type=int, default=2, help="processes, one for each GPU")
+    add("--micro-batch", type=int, nargs="+", default=[1], help="samples of one step and GPU")
+    add("--text-tokens", type=int, nargs="+", default=[512], help="ids of text in a sample")
+    add("--zero-stage", type=int, default=defaults["zero_stage"], help="0 (one process) to 3")
+    add("--offload", action="store_true", help="keep the optimizer's states on the CPU")
+    add("--memory-limit", type=float, metavar="GIB", help="cap what a process may allocate")
+    policies = "none, selective, attention, full or 'every N'"
+    add("--tower", default=defaults["tower"], help=f"activations kept: {policies}")
+    add("--language", default=defaults["language"], help="the same of the language model's layers")
+    add("--no-compile", dest="compile", action="store_false", help="leave layers uncompiled")
+    add("--kept-gathered", type=float, default=defaults["kept_gathered"], metavar="WEIGHTS")
+    add("--reuse-features", action="store_true", help="as from the second epoch on")
+    add("--loss-chunk", type=int, default=defaults["loss_chunk"], help="positions with logits")
+    add("--warm-up", type=int, default=defaults["warm_up"])
+    add("--steps", type=int, default=defaults["steps"], help="timed steps")
+    add("--config", help="config.json of another size than the real one")
+    add("--against", metavar="PATH", help="folder with the original code, measured beside ours")
+    add("--timeout", type=float, default=600, help="seconds for one row")
+    add("--out", type=Path, help="file that rows are added to, one JSON object a line")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure every combination, each in processes of its own; a failed one becomes a row, too.
+
+    Raises:
+        ValueError: settings that contradict each other, before anything runs.
+    """
+    measurements = [
+        Settings(
+            **_common(options),
+            workload=workload,
+            micro_batch=micro_batch,
+            text_tokens=text_tokens,
+            against=against,
+        )
+        for workload in options.workload
+        for micro_batch in options.micro_batch
+        for text_tokens in options.text_tokens
+        for against in ([None, options.against] if options.against else [None])
+    ]
+    if options.zero_stage == 0 and options.gpus != 1:
+        raise ValueError(
+            f"{options.gpus} GPUs with ZeRO stage 0, which runs one process: use --gpus 1, or a "
+            "stage from 1 to 3"
+        )
+    print("  ".join(COLUMNS))
+    for settings in measurements:
+        row = measure_in_processes(settings, options.gpus, options.timeout)
+        row["command"] = "glm4v-patched bench " + shlex.join(_arguments(settings, options.gpus))
+        print(describe(row), flush=True)
+        if options.out:
+            with options.out.open("a") as rows:
+                rows.write(json.dumps(row) + "\n")
+
+
+def _common(options: argparse.Namespace) -> dict:
+    varied = {"workload", "micro_batch", "text_tokens", "against"}
+    names = [field.name for field in fields(Settings) if field.name not in varied]
+    return {name: getattr(options, name) for name in names}
+
+
+def _arguments(settings: Settings, gpus: int) -> list[str]:
+    """The shortest command line that measures this one row."""
+    arguments = ["--workload", settings.workload, "--gpus", str(gpus)]
+    for field in fields(Settings)[1:]:
+        value = getattr(settings, field.name)
+        if value == field.default:
+            continue
+        name = "--no-compile" if field.name == "compile" else "--" + field.name.replace("_", "-")
+        arguments += [name] if isinstance(value, bool) else [name, str(value)]
+    return arguments
+
+
+def measure_in_processes(settings: Settings, gpus: int, timeout: float) -> dict:
+    """One row. ``error`` has the last lines of output where the processes failed or hung."""
+    asked = asdict(settings)
+    row = {
+        "workload": settings.workload,
+        "implementation": "ours" if settings.against is None else "original",
+        "gpus": gpus,
+        "micro_batch": settings.micro_batch,
+        "text_tokens": settings.text_tokens,
+        "zero_stage": settings.zero_stage,
+        "offload": settings.offload,
+        "memory_limit_gib": settings.memory_limit,
+        "settings": asked,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "row.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
+        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+        command += ["-m", "glm4v_patched.bench.worker", settings.to_json(), str(out)]
+        try:
+            ended = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout,
+                env=_environment(),
+            )
+            output = ended.stdout
+        except subprocess.TimeoutExpired as stop:
+            output = f"{_text(stop.stdout)}\nnot done after {timeout:.0f} s"
+        if out.exists():
+            return row | json.loads(out.read_text())
+        return row | {"error": _reason(output)}
+
+
+def _environment() -> dict[str, str]:
+    # Gathered weights come and go in many sizes; this keeps the allocator from falling to pieces.
+    defaults = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"}
+    return defaults | os.environ | {"PATH": path_of_processes()}
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def _reason(output: str) -> str:
+    """The line that says what went wrong, or the last ones."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    memory = [line for line in lines if "OutOfMemoryError" in line]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (memory or errors or ["\n".join(lines[-5:])])[-1][:600]
+
+
+def describe(row: dict) -> str:
+    """A line of the table."""
+    start = f"{row['workload']}  {row['implementation']}  {row['micro_batch']}"
+    start += f"  {row['text_tokens']}"
+    if "error" in row:
+        return f"{start}  failed: {row['error']}"
+    step = row["step_s"]
+    memory = [
+        "-" if row[name] is None else f"{row[name]:.1f} GiB"
+        for name in ("peak_allocated_gib", "peak_reserved_gib")
+    ]
+    return (
+        f"{start}  {row['samples_per_s_per_gpu']:.3f}  {row['tokens_per_s_per_gpu']:.0f}  "
+        f"{row['roofline_share']:.0%}  {step['median']:.3f} s ({step['fastest']:.3f}, "
+        f"{step['slowest']:.3f})  {memory[0]}  {memory[1]}"
+    )

@@ -1,0 +1,72 @@
+"""The useful work of a sample, and what the device could do of it.
+
+Useful is what training needs without computing anything twice: a forward pass, once more for the
+gradients of activations, once more for those of weights. A multiply-add counts as 2.
+"""
+
+import time
+
+import torch
+
+from ..remote.configuration_chatglm import ChatGLMConfig
+
+# Passes over (vision tower, language model): forward, and what flows back through it.
+PASSES = {
+    "full": (3, 3),
+    "lm": (1, 3),
+    "lora_lm": (1, 2),
+    "lora_all": (2, 2),
+    "qlora": (1, 2),
+}
+
+
+def useful_flop(
+    config: ChatGLMConfig, workload: str, text_tokens: int, supervised: int, reuse_features: bool
+) -> float:
+    """Floating-point operations of one training step for a sample of one image and some text."""
+    tower_passes, language_passes = PASSES[workload]
+    tower = 0.0 if reuse_features else tower_passes * tower_flop(config)
+    return tower + language_passes * language_flop(config, text_tokens, supervised)
+
+
+def tower_flop(config: ChatGLMConfig) -> float:
+    """One image forward, through the adapter."""
+    vision = config.vision
+    tokens, width = vision.num_positions, vision.hidden_size
+    layer_weights = 4 * width**2 + 2 * width * vision.intermediate_size
+    layers = vision.num_hidden_layers * (2 * tokens * layer_weights + 4 * tokens**2 * width)
+    adapter_weights = config.hidden_size * (
+        4 * width + config.hidden_size + 3 * config.ffn_hidden_size
+    )
+    return layers + 2 * vision.num_image_tokens * adapter_weights
+
+
+def language_flop(config: ChatGLMConfig, text_tokens: int, supervised: int) -> float:
+    """One row forward; the output layer only where a token is learned."""
+    positions = config.vision.num_image_tokens + 2 + text_tokens
+    width, groups = config.hidden_size, config.multi_query_group_num
+    heads_width = config.num_attention_heads * config.kv_channels
+    layer_weights = width * (2 * heads_width + 2 * groups * config.kv_channels)
+    layer_weights += 3 * width * config.ffn_hidden_size
+    causal = 2 * positions**2 * heads_width
+    layers = config.num_layers * (2 * positions * layer_weights + causal)
+    return layers + 2 * supervised * width * config.padded_vocab_size
+
+
+def measured_ceiling(device: str, side: int = 8192, products: int = 20) -> float:
+    """FLOP/s of a bf16 matrix product of this side, on random data."""
+    left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    right = torch.randn_like(left)
+    for _ in range(3):
+        left @ right
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(products):
+        left @ right
+    synchronize(device)
+    return products * 2 * side**3 / (time.perf_counter() - start)
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()

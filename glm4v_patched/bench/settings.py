@@ -1,0 +1,65 @@
+"""What a measurement is asked for."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from ..training.choices import check_policy, check_trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One workload, measured by every process of a group.
+
+    ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`;
+    ``config`` is a JSON file of another size than the real one; ``against`` is a folder with the
+    original modelling code, measured in the place of ours; ``memory_limit`` in GiB caps what a
+    process may allocate; ``kept_gathered`` is a number of weights (:func:`training.zero_config`).
+    """
+
+    workload: str
+    micro_batch: int = 1
+    text_tokens: int = 512
+    zero_stage: int = 3
+    offload: bool = False
+    memory_limit: float | None = None
+    tower: str = "full"
+    language: str = "full"
+    compile: bool = True
+    kept_gathered: float = 1e9
+    reuse_features: bool = False
+    loss_chunk: int = 1024
+    warm_up: int = 3
+    steps: int = 5
+    config: str | None = None
+    against: str | None = None
+
+    def __post_init__(self):
+        check_trained(self.workload)
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"the ZeRO stage is {self.zero_stage}; expected 0, 1, 2 or 3")
+        for name in ("micro_batch", "text_tokens", "warm_up", "steps", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_policy("tower", self.tower)
+        check_policy("language", self.language)
+        if self.workload == "qlora" and self.zero_stage != 0:
+            raise ValueError(
+                f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "
+                "ZeRO; use stage 0"
+            )
+        if self.offload and self.zero_stage == 0:
+            raise ValueError(
+                "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
+            )
+        if self.reuse_features and self.workload in ("full", "lora_all"):
+            raise ValueError(
+                f"{self.workload} trains the vision tower: its features change with every step and "
+                "cannot be reused; use lm, lora_lm or qlora"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Settings":
+        return cls(**json.loads(text))
