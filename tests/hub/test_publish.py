@@ -1,7 +1,6 @@
 """Publishing through the installed client to a Hub on loopback: what is there afterwards, and what
 is not, whatever happens in between."""
 
-import argparse
 import queue
 import signal
 import subprocess
@@ -14,7 +13,8 @@ from fake_build import CODE, FILES, INDEX, SHARDS, SMALL_SHARDS, SOURCE, add_sou
 from huggingface_hub import CommitOperationCopy, HfApi
 from local_hub import File, LocalHub
 
-from hub_upload import publish
+from hub_upload.__main__ import main
+from hub_upload.faults import without_secrets
 
 ROOT = Path(__file__).parents[2]
 REPO = "our-org/glm-4v-9b-trainable"
@@ -38,9 +38,7 @@ def run(hub, capfd):
     """Run the command; its status and all that it printed, which never holds the token."""
 
     def run(folder, *arguments, repo=REPO):
-        parser = argparse.ArgumentParser()
-        publish.add_arguments(parser)
-        status = publish.run(parser.parse_args([str(folder), "--repo", repo, *arguments]))
+        status = main(["publish", str(folder), "--repo", repo, *arguments])
         output, errors = capfd.readouterr()
         assert hub.token not in output + errors
         assert "Traceback" not in output + errors
@@ -479,7 +477,7 @@ def test_a_hub_that_is_not_there_is_told(hub, run, build, monkeypatch):
 
 def test_signatures_of_addresses_are_not_printed():
     told = "PUT http://hub/lfs/a?X-Amz-Signature=b&c=d failed (url: /lfs/a?X-Amz-Signature=b), why?"
-    assert publish.without_secrets(told) == "PUT http://hub/lfs/a failed (url: /lfs/a), why?"
+    assert without_secrets(told) == "PUT http://hub/lfs/a failed (url: /lfs/a), why?"
 
 
 def command(hub, build, tmp_path, *arguments, variables=None, **settings):
