@@ -391,6 +391,7 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     the original's for the tokenizer, and for the processor only where its code is, because
     transformers 4 finds the image processor in its own file alone and 5 looks there too.
     """
+    tokenizer = source.read_json("tokenizer_config.json")
     processor = ChatGLMProcessor.from_pretrained(source.folder)
     with tempfile.TemporaryDirectory() as folder:
         processor.save_pretrained(folder)
@@ -399,7 +400,6 @@ def _processor_files(source: Source) -> dict[str, bytes]:
             for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
         }
     image_processor = json.loads(files["preprocessor_config.json"])
-    tokenizer = source.read_json("tokenizer_config.json")
     for trace in TRACES:
         tokenizer.pop(trace, None)
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)

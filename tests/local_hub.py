@@ -68,8 +68,7 @@ class LocalHub:
         self.lock = threading.RLock()
 
     def __enter__(self) -> "LocalHub":
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         # Polled often: every test waits for this once.
@@ -155,6 +154,15 @@ def route(method: str, template: str):
         return function
 
     return register
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *where) -> None:
+        # A client that closes before it has read an answer resets the wait for its next request.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*where)
 
 
 class _Handler(BaseHTTPRequestHandler):
