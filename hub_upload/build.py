@@ -29,7 +29,7 @@ from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.repository import is_glm4v
 
-from .faults import NotOfAHub, during
+from .faults import NotOfAHub, commit_of, during
 
 ROOT = Path(__file__).resolve().parents[1]
 REMOTE = Path(glm4v_patched.__file__).parent / "remote"
@@ -134,7 +134,7 @@ def read_source(text: str) -> Source:
 
 def _ask_for_a_commit(repository: str, revision: str) -> str:
     try:
-        commit = HfApi().model_info(repository, revision=revision or None).sha
+        commit = commit_of(HfApi().model_info(repository, revision=revision or None))
     except Exception as error:  # whatever the client raises, the cure below is what matters
         now = f"its commit could not be asked for: {type(error).__name__}"
         commit = "<commit of 40 hex digits>"
@@ -174,12 +174,13 @@ def list_files(repository: str, revision: str | None) -> tuple[str, dict[str, Re
     with during(f"looking at {at}", READ_AGAIN):
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
         files = {file.rfilename: file for file in info.siblings or ()}
-        if not info.sha or info.siblings is None:
-            raise NotOfAHub(f"no {'list of files' if info.sha else 'commit'}")
+        commit = commit_of(info)
+        if info.siblings is None:
+            raise NotOfAHub("no list of files")
         for name, file in files.items():
             if not isinstance(file.size, int) or not (file.lfs or file.blob_id):
                 raise NotOfAHub(f"no size and hash of {name}")
-    return info.sha, files
+    return commit, files
 
 
 def download(

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from huggingface_hub import get_token
+from huggingface_hub import ModelInfo, get_token
 from huggingface_hub.errors import FileMetadataError
 
 # 0.36 speaks through requests, 1.x through httpx, 2.x through httpx2: errors without a common base.
@@ -24,6 +24,12 @@ class Failure(Exception):
 
 class NotOfAHub(Exception):
     """An answer without what every Hub tells; the message says what is missing."""
+
+
+def commit_of(info: ModelInfo) -> str:
+    if not info.sha:
+        raise NotOfAHub("no commit")
+    return info.sha
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from huggingface_hub import (
     CommitOperationCopy,
     CommitOperationDelete,
     HfApi,
-    ModelInfo,
     get_token,
     hf_hub_url,
 )
@@ -34,7 +33,15 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 from huggingface_hub.utils.sha import git_hash
 
-from .faults import Failure, NotOfAHub, during, server_message, status_of, without_secrets
+from .faults import (
+    Failure,
+    NotOfAHub,
+    commit_of,
+    during,
+    server_message,
+    status_of,
+    without_secrets,
+)
 
 MANIFEST = "CODE_MANIFEST.json"
 INDEX = "model.safetensors.index.json"
@@ -245,7 +252,7 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
         info = api.repo_info(repo)
     except RepositoryNotFoundError:
         return Destination(files={})
-    files = _tree(api, repo, _commit_of(info))
+    files = _tree(api, repo, commit_of(info))
     if info.siblings and not files:
         raise NotOfAHub(f"no tree of a repository with {len(info.siblings)} files")
     manifest = None
@@ -259,16 +266,10 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
         except ValueError:
             manifest = {}  # refused as none of ours, with the cure
     try:
-        tagged = _commit_of(api.repo_info(repo, revision=tag))
+        tagged = commit_of(api.repo_info(repo, revision=tag))
     except RevisionNotFoundError:
         tagged = None
     return Destination(info.sha, bool(info.private), files, manifest, tagged)
-
-
-def _commit_of(info: ModelInfo) -> str:
-    if not info.sha:
-        raise NotOfAHub("no commit")
-    return info.sha
 
 
 def _tree(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:

@@ -372,6 +372,9 @@ def test_an_unpinned_source_is_refused_with_the_commit_it_is_at(hub):
             read_source(source)
     with pytest.raises(ValueError, match="could not be asked for: RevisionNotFoundError"):
         read_source(f"{UPSTREAM}@v9")
+    hub.fail("GET", "/api/models", answer={"id": UPSTREAM})
+    with pytest.raises(ValueError, match="give .*@<commit of 40 hex digits> .*could not be asked"):
+        read_source(UPSTREAM)
     hub.fail("GET", "/api/models", status=401)
     with pytest.raises(ValueError, match="give .*@<commit of 40 hex digits> .*could not be asked"):
         read_source(UPSTREAM)
