@@ -2,6 +2,7 @@
 do, without the token; nothing half-written; and the next run completes."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -152,20 +153,16 @@ def test_no_server_is_one_line(command, hub, run, completes, monkeypatch):
     assert completes(command)
 
 
-COMMIT = "b" * 40
+LISTED = {"id": NAME, "sha": "b" * 40}
 ANSWERS = [
     ("GET", LISTING, {}),
     ("GET", LISTING, []),
     ("GET", LISTING, {"id": NAME}),
-    ("GET", LISTING, {"id": NAME, "sha": COMMIT}),
+    ("GET", LISTING, LISTED),
     ("GET", LISTING, {"id": NAME, "siblings": []}),
-    ("GET", LISTING, {"id": NAME, "sha": COMMIT, "siblings": [{}]}),
-    ("GET", LISTING, {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}),
-    (
-        "GET",
-        LISTING,
-        {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": "config.json", "size": 1}]},
-    ),
+    ("GET", LISTING, LISTED | {"siblings": [{}]}),
+    ("GET", LISTING, LISTED | {"siblings": [{"rfilename": "config.json", "size": 1}]}),
+    ("GET", LISTING, LISTED | {"siblings": [{"rfilename": "config.json", "blobId": "a"}]}),
     ("*", CONFIG, {}),
     ("*", CONFIG, []),
 ]
@@ -285,6 +282,9 @@ def test_output_to_a_full_disk_is_one_line(original, tmp_path):
     command = [sys.executable, "-m", "hub_upload", "build", "--check"]
     command += ["--weights", original, "--out", tmp_path / "missing"]
     with open("/dev/full", "w") as disk:
-        ended = subprocess.run(command, stdout=disk, stderr=subprocess.PIPE, text=True)
+        # Output waits until the end, whatever the tests run under.
+        environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        pipe = {"stdout": disk, "stderr": subprocess.PIPE, "text": True}
+        ended = subprocess.run(command, env=environment, **pipe)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("hub_upload: no space left on a disk")

@@ -453,7 +453,6 @@ def test_too_many_requests_for_good_are_told(hub, run, build, method, path):
     assert published(hub)
 
 
-COMMIT = "b" * 40
 ANSWERS = {
     ("POST", "/repos/create"): [{}, []],
     ("GET", f"/api/models/{REPO}$"): [{}, [], {"id": REPO}, {"id": REPO, "siblings": [{}]}],
