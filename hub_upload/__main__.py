@@ -1,6 +1,7 @@
 """Command line: ``python -m hub_upload build``, ``verify`` and ``publish``."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -11,19 +12,24 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser(argv[:1] == ["publish"]).parse_args(argv)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("hub_upload: stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        from .publish import HTTP_LIBRARIES, without_secrets
+        from .faults import reason_of, without_secrets
 
-        reason = str(error)
-        # From huggingface_hub 1 on these are no OSError, and the library has changed its name.
-        if type(error).__module__.partition(".")[0] in HTTP_LIBRARIES:
-            reason = f"the Hub cannot be reached: {reason}"
-        elif not isinstance(error, (ValueError, OSError)):
+        reason = reason_of(error)
+        if reason is None and isinstance(error, (ValueError, OSError)):
+            reason = str(error)
+        if reason is None:
             raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # output that waits for a full disk would fail once more when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"hub_upload: {without_secrets(reason)}", file=sys.stderr)
         return 1
 

@@ -15,16 +15,21 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jinja2
 import tomllib
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils.sha import git_hash
 
 import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.repository import is_glm4v
+
+from .faults import NotOfAHub, commit_of, during
 
 ROOT = Path(__file__).resolve().parents[1]
 REMOTE = Path(glm4v_patched.__file__).parent / "remote"
@@ -58,6 +63,7 @@ SPECIAL_IDS = {
 }
 # What is taken from a repository of the Hub; never its code, nor anything pickled.
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "LICENSE*", WEIGHTS_LICENSE]
+READ_AGAIN = "run the same command again"
 # transformers leaves these in a tokenizer's config; they say where it was loaded from.
 TRACES = ("chat_template", "is_local", "local_files_only", "name_or_path", "_commit_hash")
 
@@ -89,7 +95,7 @@ class Source:
         content = self.read(name)
         if content is None:
             raise ValueError(f"{self} has no {name}: give the original's folder or repository")
-        return json.loads(content)
+        return _read_object(content, f"{self}: {name}")
 
     def license_of_weights(self) -> tuple[str | None, bytes | None]:
         """Name and text of it; not that of our code, which lies in a source that is our build."""
@@ -109,6 +115,7 @@ def read_source(text: str) -> Source:
 
     Raises:
         ValueError: neither a folder nor a pinned repository, or one without safetensors.
+        Failure: the Hub does not give its files.
     """
     folder = Path(text)
     if folder.is_dir():
@@ -127,7 +134,7 @@ def read_source(text: str) -> Source:
 
 def _ask_for_a_commit(repository: str, revision: str) -> str:
     try:
-        commit = HfApi().model_info(repository, revision=revision or None).sha
+        commit = commit_of(HfApi().model_info(repository, revision=revision or None))
     except Exception as error:  # whatever the client raises, the cure below is what matters
         now = f"its commit could not be asked for: {type(error).__name__}"
         commit = "<commit of 40 hex digits>"
@@ -141,9 +148,11 @@ def _ask_for_a_commit(repository: str, revision: str) -> str:
 
 
 def _read_repository(repository: str, revision: str) -> Source:
-    info = HfApi().model_info(repository, revision=revision, files_metadata=True)
-    files = {file.rfilename: file for file in info.siblings}
-    folder = Path(snapshot_download(repository, revision=revision, allow_patterns=SMALL_FILES))
+    _, files = list_files(repository, revision)
+    names = [name for name in files if any(fnmatch(name, pattern) for pattern in SMALL_FILES)]
+    if "config.json" not in names:
+        raise ValueError(f"{repository}@{revision} has no config.json: give the original's")
+    folder = download(repository, revision, {name: files[name] for name in names})
     weights = {}
     for name in _names_of_weights(folder, files, f"{repository}@{revision}"):
         if files[name].lfs is None:
@@ -155,10 +164,59 @@ def _read_repository(repository: str, revision: str) -> Source:
     return Source(folder, weights, repository, revision)
 
 
+def list_files(repository: str, revision: str | None) -> tuple[str, dict[str, RepoSibling]]:
+    """The commit that ``revision`` (main if ``None``) is at; its files with sizes and hashes.
+
+    Raises:
+        Failure: the server does not tell.
+    """
+    at = f"{repository}@{revision}" if revision else repository
+    with during(f"looking at {at}", READ_AGAIN):
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        files = {file.rfilename: file for file in info.siblings or ()}
+        commit = commit_of(info)
+        if info.siblings is None:
+            raise NotOfAHub("no list of files")
+        for name, file in files.items():
+            if not isinstance(file.size, int) or not (file.lfs or file.blob_id):
+                raise NotOfAHub(f"no size and hash of {name}")
+    return commit, files
+
+
+def download(
+    repository: str, commit: str, files: dict[str, RepoSibling], cache: Path | None = None
+) -> Path:
+    """The folder of the client's cache that has these files of a commit, one at least, whole.
+
+    Not by ``snapshot_download``: where the server fails, 0.36 gives what an earlier run left.
+
+    Raises:
+        Failure: they do not all arrive, or cannot be written.
+    """
+    with during(f"downloading from {repository}@{commit}", READ_AGAIN):
+        for name, file in files.items():
+            options = {"revision": commit, "cache_dir": cache}
+            path = Path(hf_hub_download(repository, name, **options))
+            if not _is_whole(path, file):
+                # 0.36 goes on behind whatever a fault has left of a file.
+                path.unlink()
+                path = Path(hf_hub_download(repository, name, **options, force_download=True))
+            if not _is_whole(path, file):
+                raise NotOfAHub(f"{name} has another hash than its list of files tells")
+    return path.parents[name.count("/")]
+
+
+def _is_whole(path: Path, file: RepoSibling) -> bool:
+    content = path.read_bytes()
+    if file.lfs:
+        return _sha256(content) == file.lfs.sha256
+    return git_hash(content) == file.blob_id
+
+
 def _names_of_weights(folder: Path, available: Collection[str], source: str) -> list[str]:
     if INDEX in available:
-        index = json.loads((folder / INDEX).read_bytes())
-        if not isinstance(index, dict) or "weight_map" not in index:
+        index = _read_object((folder / INDEX).read_bytes(), f"{source}: {INDEX}")
+        if not isinstance(index.get("weight_map"), dict):
             raise ValueError(f"{source}: {INDEX} has no weight_map: it is no index of weights")
         names = sorted(set(index["weight_map"].values()))
     else:
@@ -170,6 +228,16 @@ def _names_of_weights(folder: Path, available: Collection[str], source: str) -> 
             f"{source} lacks {len(missing)} of {len(names)} files of weights: {', '.join(missing)}"
         )
     return names
+
+
+def _read_object(content: bytes, name: str) -> dict:
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON ({error}): download it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} holds a {type(values).__name__}, expected a JSON object")
+    return values
 
 
 def fingerprint(path: Path) -> dict:
@@ -189,6 +257,7 @@ def build(source_text: str, out: Path, name: str, copy: bool = False) -> dict:
 
     Raises:
         ValueError: the source cannot be published, or ``out`` holds what is not ours to replace.
+        Failure: the Hub does not give the source's files.
     """
     out = Path(os.path.abspath(out))
     _require_replaceable(out)
@@ -323,6 +392,7 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     the original's for the tokenizer, and for the processor only where its code is, because
     transformers 4 finds the image processor in its own file alone and 5 looks there too.
     """
+    tokenizer = source.read_json("tokenizer_config.json")
     processor = ChatGLMProcessor.from_pretrained(source.folder)
     with tempfile.TemporaryDirectory() as folder:
         processor.save_pretrained(folder)
@@ -331,7 +401,6 @@ def _processor_files(source: Source) -> dict[str, bytes]:
             for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
         }
     image_processor = json.loads(files["preprocessor_config.json"])
-    tokenizer = source.read_json("tokenizer_config.json")
     for trace in TRACES:
         tokenizer.pop(trace, None)
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)

@@ -7,15 +7,13 @@ complete, and the next one finds what has arrived.
 """
 
 import argparse
-import errno
 import hashlib
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -35,23 +33,32 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 from huggingface_hub.utils.sha import git_hash
 
+from .faults import (
+    Failure,
+    NotOfAHub,
+    commit_of,
+    during,
+    server_message,
+    status_of,
+    without_secrets,
+)
+
 MANIFEST = "CODE_MANIFEST.json"
 INDEX = "model.safetensors.index.json"
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 COPIES_ACROSS = "src_repo_id" in CommitOperationCopy.__dataclass_fields__
 COPIES_SINCE = "1.33"
 GO_ON = "run the same command again: it finds what has arrived and does the rest"
-# 0.36 speaks through requests, 1.x through httpx, 2.x through httpx2: errors without a common base.
-HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
 
 Say = Callable[[str], None]
+_during = partial(during, writing=True)
 
 
-class PublishError(Exception):
+class PublishError(Failure):
     """Why it cannot be published, and what to do about it."""
 
 
-class CopyRefused(Exception):
+class CopyRefused(Failure):
     """The server does not copy the weights itself; the message says why."""
 
 
@@ -144,14 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; the token comes from ``HF_TOKEN`` or ``hf auth login``, never from arguments."""
-    try:
-        publish(options, HfApi(), lambda line: print(line, flush=True))
-    except (PublishError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            # Output that waits for a full disk would fail once more when Python ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"hub_upload: {without_secrets(_reason(error) or str(error))}", file=sys.stderr)
-        return 1
+    publish(options, HfApi(), lambda line: print(line, flush=True))
     return 0
 
 
@@ -159,7 +159,7 @@ def publish(options: argparse.Namespace, api: HfApi, say: Say) -> None:
     """Compare, show, and with ``--push`` do it.
 
     Raises:
-        PublishError: whatever goes wrong outside of this program.
+        Failure: whatever goes wrong outside of this program.
     """
     repo = options.repo
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
@@ -252,7 +252,9 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
         info = api.repo_info(repo)
     except RepositoryNotFoundError:
         return Destination(files={})
-    files = _tree(api, repo, info.sha)
+    files = _tree(api, repo, commit_of(info))
+    if info.siblings and not files:
+        raise NotOfAHub(f"no tree of a repository with {len(info.siblings)} files")
     manifest = None
     if MANIFEST in files:
         # Not hf_hub_download: nothing to be gained from a copy on this disk.
@@ -264,7 +266,7 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
         except ValueError:
             manifest = {}  # refused as none of ours, with the cure
     try:
-        tagged = api.repo_info(repo, revision=tag).sha
+        tagged = commit_of(api.repo_info(repo, revision=tag))
     except RevisionNotFoundError:
         tagged = None
     return Destination(info.sha, bool(info.private), files, manifest, tagged)
@@ -520,9 +522,12 @@ def _copies(api: HfApi, build: Build, names: list[str]) -> list[CommitOperationC
     if not names:
         return []
     repository, revision = build.source
-    for file in api.get_paths_info(repository, names, revision=revision):
+    files = api.get_paths_info(repository, names, revision=revision)
+    for file in files:
         if not file.xet_hash:  # a large file from before the Hub's present storage
             raise CopyRefused(f"{file.path} of {repository} has no xet hash")
+    if len(files) != len(names):
+        raise NotOfAHub(f"{len(files)} of {len(names)} files that its tree lists")
     return [
         CommitOperationCopy(
             name, name, src_repo_id=repository, src_repo_type="model", src_revision=revision
@@ -564,75 +569,8 @@ def _copies_refused(copying: bool) -> Iterator[None]:
         refusal = getattr(huggingface_hub.errors, "FileDuplicationError", None)
         if copying and refusal and isinstance(error, refusal):
             raise CopyRefused(" ".join(str(error).split())) from error
-        status = _status(error)
+        status = status_of(error)
         refused = status is not None and 400 <= status < 500 and status not in (401, 408, 429)
         if copying and refused and "/lfs-files/duplicate" in str(error.response.url):
-            raise CopyRefused(f"{status}, {_server_message(error)}") from error
+            raise CopyRefused(f"{status}, {server_message(error)}") from error
         raise
-
-
-@contextmanager
-def _during(what: str, state: str) -> Iterator[None]:
-    """Turn what servers, networks and disks do into one message."""
-    try:
-        yield
-    except (PublishError, CopyRefused):
-        raise
-    except Exception as error:
-        reason = _reason(error)
-        if reason is None:
-            raise
-        raise PublishError(f"{what}: {reason}; {state}") from error
-
-
-def _reason(error: BaseException) -> str | None:
-    """What happened and what to do, or ``None`` for an error of this program."""
-    chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(cause)
-    if isinstance(error, PublishError):
-        return str(error)
-    for link in chain:
-        if (status := _status(link)) is not None:
-            return _reason_of_status(status, link)
-        if isinstance(link, OSError) and link.errno == errno.ENOSPC:
-            return f"no space left on a disk of this machine ({link}): make room"
-        if "404" in str(link) and "xet-write-token" in str(link):
-            # 2.4 uploads through hf_xet, where it is installed, without asking the server.
-            return f"this server has no Xet storage: set HF_HUB_DISABLE_XET=1 ({link})"
-        if isinstance(link, json.JSONDecodeError):
-            return "the server's answer is no JSON: it fails, or HF_ENDPOINT is not that of a Hub"
-        if type(link).__module__.split(".")[0] in HTTP_LIBRARIES:
-            return f"the connection failed ({type(link).__name__}: {link})"
-    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else None
-
-
-def _status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _server_message(error: BaseException) -> str:
-    return getattr(error, "server_message", None) or "no reason given"
-
-
-def _reason_of_status(status: int, error: BaseException) -> str:
-    after = error.response.headers.get("Retry-After", "")
-    cure = {
-        401: "the token is not valid: `hf auth login` again, or set another HF_TOKEN",
-        403: "the token may not do this: it needs the right to write to this repository and its "
-        "organisation, or, where the repository exists, --pr",
-        404: "it is not there, or not for this token: check --repo and the token's rights",
-        409: "somebody else made it at the same moment",
-        412: "the branch has moved since it was compared: somebody else has committed. Nothing was "
-        "committed",
-        429: f"too many requests: wait {after + ' seconds' if after.isdigit() else 'a little'}",
-        507: "the server's disk is full: its owner must make room",
-    }.get(status, "the server fails: wait a little" if status >= 500 else "the server refuses")
-    return f"{cure} ({status}: {_server_message(error)})"
-
-
-def without_secrets(message: str) -> str:
-    """One line without the token and without the query of addresses, which may carry signatures."""
-    if token := get_token():
-        message = message.replace(token, "<token>")
-    return " ".join(re.sub(r"\?[\w.%-]+=[^\s'\"),;]*", "", message).split())

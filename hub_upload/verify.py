@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard, constants, snapshot_download
+from huggingface_hub import HfApi, ModelCard, constants
 from safetensors import safe_open
 
 from .build import (
@@ -26,11 +26,15 @@ from .build import (
     AUTO_MAPS,
     INDEX,
     MANIFEST,
+    READ_AGAIN,
     REMOTE,
     SINGLE_FILE,
     SPECIAL_IDS,
+    download,
     fingerprint,
+    list_files,
 )
+from .faults import Failure, during, without_secrets
 from .stranger import FAILED, NAMES, SKIPPED, Check, Checks, Skip, require, shorten
 
 STRANGER = Path(__file__).with_name("stranger.py")
@@ -158,7 +162,7 @@ def verify(
 
     Raises:
         ValueError: ``target`` is neither.
-        OSError: the Hub does not give its files.
+        Failure: the Hub does not give its files.
     """
     with tempfile.TemporaryDirectory() as home:
         found = _find(target, revision, Path(home))
@@ -182,7 +186,9 @@ def verify(
             checks.run(name, lambda function=function: function(found))
         checks.run("sha256 of weights", lambda: check_sha256(found, check_weights))
         _ask_a_stranger(found, checks, Path(home))
-    return Report(target, found.revision, list(checks.done.values()))
+    # A server may repeat the token in what it says.
+    told = [replace(check, detail=without_secrets(check.detail)) for check in checks.done.values()]
+    return Report(target, found.revision, told)
 
 
 def _find(target: str, revision: str | None, home: Path) -> Target:
@@ -198,16 +204,13 @@ def _find(target: str, revision: str | None, home: Path) -> Target:
         return Target(str(folder.resolve()), folder, sizes)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", target):
         raise ValueError(f"{target} is neither a folder nor an id on the Hub: give DIR or org/name")
-    info = HfApi().model_info(target, revision=revision, files_metadata=True)
-    no_code = [f"*{suffix}" for suffix in (*PICKLES, ".safetensors")]
-    folder = Path(
-        snapshot_download(
-            target, revision=info.sha, ignore_patterns=no_code, cache_dir=home / "hub"
-        )
-    )
-    sizes = {file.rfilename: file.size for file in info.siblings}
-    hashes = {file.rfilename: file.lfs.sha256 for file in info.siblings if file.lfs}
-    return Target(target, folder, sizes, hashes, info.sha)
+    commit, files = list_files(target, revision)
+    left = (*PICKLES, ".safetensors")
+    read = {name: file for name, file in files.items() if not name.lower().endswith(left)}
+    folder = download(target, commit, read, home / "hub") if read else home
+    sizes = {name: file.size for name, file in files.items()}
+    hashes = {name: file.lfs.sha256 for name, file in files.items() if file.lfs}
+    return Target(target, folder, sizes, hashes, commit)
 
 
 def check_manifest(target: Target) -> str:
@@ -377,9 +380,13 @@ def check_weight_files(target: Target) -> str:
 def _read_header(target: Target, name: str) -> dict[str, tuple[str, list[int]]]:
     """Type and shape of the tensors of a file; the length of the file is checked by the library."""
     if not target.is_local:
-        header = HfApi().parse_safetensors_file_metadata(
-            target.source, name, revision=target.revision
-        )
+        try:
+            with during(f"reading the header of {name}", READ_AGAIN):
+                header = HfApi().parse_safetensors_file_metadata(
+                    target.source, name, revision=target.revision
+                )
+        except Failure as failure:
+            raise AssertionError(failure) from failure
         return {key: (info.dtype, list(info.shape)) for key, info in header.tensors.items()}
     try:
         with safe_open(target.folder / name, framework="numpy") as file:

@@ -46,6 +46,7 @@ class Fault:
     times: int = 1
     after: int = 0
     status: int | None = None
+    answer: dict | list | None = None
     message: str = "the local Hub was told to fail"
     headers: dict[str, str] = field(default_factory=dict)
     cut_request: int | None = None
@@ -67,8 +68,7 @@ class LocalHub:
         self.lock = threading.RLock()
 
     def __enter__(self) -> "LocalHub":
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         # Polled often: every test waits for this once.
@@ -108,7 +108,8 @@ class LocalHub:
     def fail(self, method: str, pattern: str, **fault) -> None:
         """Answer requests that match with a fault (fields of ``Fault``), ``times`` of them.
 
-        ``after`` lets so many pass first; ``method`` may be ``*``. ``status`` answers with that;
+        ``after`` lets so many pass first; ``method`` may be ``*``. ``status`` answers with that,
+        ``answer`` with that instead of what was asked for (200 without a ``status``);
         ``cut_request`` closes the connection after so many bytes of the body; ``cut_response`` does
         what was asked and closes after so many bytes of the answer, 0 for not even its status;
         ``call`` runs before the request is handled as usual.
@@ -155,6 +156,15 @@ def route(method: str, template: str):
     return register
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *where) -> None:
+        # A client that closes before it has read an answer resets the wait for its next request.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*where)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Routes to methods; each takes the parts of its path and returns JSON, or replies itself."""
 
@@ -177,9 +187,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fault.call:
             self.fault.call()
         self.body = self._read_body()
-        if self.fault.status:
-            answer = {"error": self.fault.message}
-            return self._reply(self.fault.status, answer, self.fault.headers)
+        if self.fault.status or self.fault.answer is not None:
+            answer = self.fault.answer
+            if answer is None:
+                answer = {"error": self.fault.message}
+            return self._reply(self.fault.status or 200, answer, self.fault.headers)
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
         bearer = self.headers.get("Authorization", "")

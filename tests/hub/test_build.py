@@ -13,7 +13,6 @@ import pytest
 import tomllib
 import torch
 import yaml
-from huggingface_hub.errors import HfHubHTTPError
 from local_hub import LocalHub
 from PIL import Image
 from processes import cpu_environment, run_with_limit, two_processes
@@ -33,6 +32,7 @@ from tiny import golden_json, grown_image, pictures, text, tiny_model
 
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from hub_upload.build import AUTO_MAPS, MANIFEST, build, differences, read_source
+from hub_upload.faults import Failure
 
 REMOTE = ROOT / "glm4v_patched" / "remote"
 CODE = sorted(path.name for path in REMOTE.glob("*.py") if path.name != "__init__.py")
@@ -323,6 +323,18 @@ def test_a_config_that_would_not_work_is_refused(change, message, changed, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "holds a list, expected a JSON object"), ("{", "is no JSON .*: download it again")],
+)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", INDEX])
+def test_a_file_that_holds_no_object_is_named(name, content, message, changed, tmp_path):
+    (changed / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} {message}"):
+        build(str(changed), tmp_path / "out", NAME)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_for_other_images_is_refused(changed, tmp_path):
     amend(changed / "tokenizer_config.json", image_size=112)
     with pytest.raises(ValueError, match="image_size 112, config.json has 56"):
@@ -360,13 +372,16 @@ def test_an_unpinned_source_is_refused_with_the_commit_it_is_at(hub):
             read_source(source)
     with pytest.raises(ValueError, match="could not be asked for: RevisionNotFoundError"):
         read_source(f"{UPSTREAM}@v9")
+    hub.fail("GET", "/api/models", answer={"id": UPSTREAM})
+    with pytest.raises(ValueError, match="give .*@<commit of 40 hex digits> .*could not be asked"):
+        read_source(UPSTREAM)
     hub.fail("GET", "/api/models", status=401)
     with pytest.raises(ValueError, match="give .*@<commit of 40 hex digits> .*could not be asked"):
         read_source(UPSTREAM)
 
 
 def test_a_commit_that_is_not_there_is_said_so(hub):
-    with pytest.raises(HfHubHTTPError, match="404"):
+    with pytest.raises(Failure, match=r"not there, or not for this token.*\(404"):
         read_source(f"{UPSTREAM}@{'0' * 40}")
 
 

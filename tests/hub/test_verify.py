@@ -553,7 +553,7 @@ def test_a_repository_of_code_only_is_verified_as_such_and_only_as_such(built, h
 
 def test_a_repository_that_does_not_exist_is_said_so(hub):
     ended = run_cli("verify", "our-org/nothing")
-    assert ended.returncode == 1 and "Repository Not Found" in ended.stderr
+    assert ended.returncode == 1 and "it is not there, or not" in ended.stderr
     assert "Traceback" not in ended.stderr and hub.token not in ended.stderr
 
 
