@@ -342,9 +342,9 @@ def digest_weights(module: nn.Module) -> str:
 def _gathered(weight: Tensor):
     if not hasattr(weight, "ds_status"):
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters([weight])
+    return deepspeed.zero.GatheredParameters([weight])
 
 
 def _require_readable_weights(tower: nn.Module) -> None:
