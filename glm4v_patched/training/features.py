@@ -88,7 +88,10 @@ class TowerFeatures:
     ):
         found = [module for module in model.modules() if isinstance(module, ChatGLMModel)]
         if len(found) != 1:
-            raise ValueError(f"found {len(found)} glm-4v in the model; expected exactly 1")
+            raise ValueError(
+                f"found {len(found)} glm-4v in the model; expected exactly 1, of this package's "
+                "classes, which glm4v_patched.apply() makes Auto classes load"
+            )
         self.model, self.tower = found[0], found[0].vision
         self.folder = None if folder is None else Path(folder)
         self._weights: str | None = None

@@ -5,6 +5,8 @@ Two processes: tests/distributed/test_features.py.
 
 import logging
 import os
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -343,7 +345,7 @@ def test_a_trained_tower_is_refused(weights, folder):
 
 
 def test_a_model_without_a_tower_is_refused():
-    with pytest.raises(ValueError, match="found 0 glm-4v in the model; expected exactly 1"):
+    with pytest.raises(ValueError, match="found 0 glm-4v in the model; expected exactly 1.*apply"):
         TowerFeatures(torch.nn.Linear(2, 2))
 
 
@@ -359,6 +361,16 @@ def test_what_memory_has_no_room_for_runs_the_tower(caplog):
     assert len(warnings) == 1
     numbers = f"3 pictures take {3 * BYTES_OF_ONE} of at most {4 * BYTES_OF_ONE - 1} bytes"
     assert numbers in warnings[0]
+
+
+def test_a_picture_twice_in_a_batch_is_kept_once(caplog):
+    model = frozen_model()
+    runs = count_runs(model)
+    twice = batch([*grown_image(), *grown_image()])
+    twice["pixel_values"] = pictures(1).repeat(2, 1, 1, 1)
+    train(model, [twice, one_picture(), twice], TowerFeatures(model, limit_bytes=BYTES_OF_ONE))
+    assert runs == [2]
+    assert caplog.records == []
 
 
 def test_a_limit_that_is_reached_exactly_is_enough(caplog):
@@ -428,6 +440,14 @@ def test_changed_weights_run_the_tower(tmp_path):
     assert len({path.parent.name for path in files_in(tmp_path)} - {first}) == 1
 
 
+@contextmanager
+def matmul_precision(precision: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 def test_other_settings_have_other_features(tmp_path):
     vision = tiny_config().vision_config
     vision = vision if isinstance(vision, dict) else vision.__dict__
@@ -438,6 +458,7 @@ def test_other_settings_have_other_features(tmp_path):
         folder_of(frozen_model(attn_implementation="eager"), tmp_path),
         folder_of(frozen_model(dtype=torch.bfloat16), tmp_path),
         folder_of(frozen_model(), tmp_path, torch.autocast("cpu", torch.bfloat16)),
+        folder_of(frozen_model(), tmp_path, matmul_precision("high")),
     ]
     assert len(set(names)) == len(names)
     # What the language model is does not matter.
@@ -554,6 +575,18 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
     assert len([message for message in messages if "could not be written" in message]) == 1
 
 
+def test_a_file_that_cannot_be_written_to_its_end_is_none(tmp_path, caplog):
+    model = frozen_model()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES_OF_ONE, limits[1]))  # without the header
+    try:
+        train(model, epoch(grown_image()), TowerFeatures(model, tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files_in(tmp_path) == []
+    assert ["File too large" in record.getMessage() for record in caplog.records] == [True]
+
+
 # The recipe
 
 
@@ -614,6 +647,8 @@ def test_the_trainer_reuses_features_and_no_bit_changes(folder, conversations, p
         runs = count_runs(model)
         features = TowerFeatures(model, folder) if reuse else None
         training = trainer(model, features, conversations, processor, tmp_path)
+        made = [name for made in training.get_train_dataloader() for name in made]
+        assert made.count("picture_digests") == (4 if reuse else 0)
         training.train()
         losses = [entry["loss"] for entry in training.state.log_history if "loss" in entry]
         results.append((losses, training.evaluate()["eval_loss"], model.state_dict(), runs))
@@ -646,7 +681,33 @@ def test_a_recipe_says_where_features_are_kept(tmp_path):
     assert recipe(reuse_features=str(tmp_path)).features_of(model).folder == tmp_path
 
 
+def test_a_continued_run_may_reuse_features_or_not(tmp_path):
+    (tmp_path / "data").write_text("")
+    plain, reusing = (recipe(data=str(tmp_path / "data"), reuse_features=r) for r in (False, True))
+    assert plain.settings(processes=1) == reusing.settings(processes=1)
+
+
 @pytest.mark.parametrize("value", [None, "", 1, ["folder"]], ids=str)
 def test_a_recipe_refuses_what_is_no_folder(value):
     with pytest.raises(ValueError, match="reuse_features is .*; expected true, false or a folder"):
         recipe(reuse_features=value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_features_wait_in_page_locked_memory(dtype, folder):
+    def on_gpu():
+        model = frozen_model(dtype=dtype).cuda()
+        steps = [{n: v.cuda() for n, v in made.items()} for made in 2 * epoch(grown_image())]
+        return model, steps
+
+    want = train(*on_gpu())
+    model, steps = on_gpu()
+    runs = count_runs(model)
+    features = TowerFeatures(model, folder)
+    got = train(model, steps, features)
+    assert_same_steps(got, want)
+    assert runs == [3, 1]
+    if folder is None:
+        kept = features._store.features.values()
+        assert len(kept) == 4 and all(values.is_pinned() for values in kept)
