@@ -401,7 +401,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             )
         # Begin and end of an image are features, too.
         wanted = (self.config.vision.num_image_tokens + 2, self.config.hidden_size)
-        if image_features.ndim != 3 or tuple(image_features.shape[1:]) != wanted:
+        if tuple(image_features.shape[1:]) != wanted:
             raise ValueError(
                 f"image_features have shape {tuple(image_features.shape)} but this model takes "
                 f"(number of images, {wanted[0]}, {wanted[1]}): give what get_image_features or "

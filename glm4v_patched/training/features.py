@@ -122,7 +122,6 @@ class TowerFeatures:
         if pictures is not None and digests is None:
             digests = digest_pictures(pictures)
         names = [] if pictures is None else [bytes(row).hex() for row in digests.tolist()]
-        self._open_store()
         found = [None if self._store is None else self._store.get(name) for name in names]
         self._awaited = {row: name for row, name in enumerate(names) if found[row] is None}
         device = batch["input_ids"].device
@@ -133,7 +132,8 @@ class TowerFeatures:
 
     def keep(self, outputs) -> None:
         """Keep the new pictures' features of a forward: its ``image_hidden_states``."""
-        self._open_store()
+        if self._store is None and self._computation is not None:
+            self._store = _Folder(self.folder / self.fingerprint(), self._feature_shape)
         for row, name in self._awaited.items():
             self._store.put(name, outputs.image_hidden_states[row].detach())
         self._awaited = {}
@@ -157,10 +157,6 @@ class TowerFeatures:
     def _feature_shape(self) -> tuple[int, int]:
         config = self.model.config
         return config.vision.num_image_tokens + 2, config.hidden_size
-
-    def _open_store(self) -> None:
-        if self._store is None and self._computation is not None:
-            self._store = _Folder(self.folder / self.fingerprint(), self._feature_shape)
 
     def _begin(self) -> None:
         # Not earlier: a Trainer loads a checkpoint's weights after everything is made.

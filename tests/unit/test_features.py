@@ -6,6 +6,7 @@ Two processes: tests/distributed/test_features.py.
 import logging
 import os
 import resource
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -322,7 +323,8 @@ def test_the_collator_hashes_what_the_model_gets():
     assert "picture_digests" not in collate([text(4)])
     # They are what is gone by, and the model is not given them.
     train(model, [made | {"pixel_values": made["pixel_values"] * 0}], features)
-    assert "image_features" in features.replace_pictures(made)
+    replaced = features.replace_pictures(made)
+    assert "image_features" in replaced and "picture_digests" not in replaced
 
 
 @pytest.mark.parametrize("weights", ["all", "one", "adapters"])
@@ -446,6 +448,16 @@ def matmul_precision(precision: str):
     torch.set_float32_matmul_precision(precision)
     yield
     torch.set_float32_matmul_precision(before)
+
+
+def test_pixels_rounded_on_their_way_have_other_features(tmp_path):
+    """fp32 towers, and autocast, but pixels in the dtype of the embeddings."""
+    names = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = frozen_model()
+        model.transformer.embedding.to(dtype)
+        names.add(folder_of(model, tmp_path, torch.autocast("cpu", torch.bfloat16)))
+    assert len(names) == 2
 
 
 def test_other_settings_have_other_features(tmp_path):
@@ -573,6 +585,26 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
     assert_same_steps(train(model, 2 * epoch(grown_image()), features), want)
     messages = [record.getMessage() for record in caplog.records]
     assert len([message for message in messages if "could not be written" in message]) == 1
+
+
+def test_a_process_killed_while_it_writes_leaves_no_file_of_that_name(tmp_path):
+    model = frozen_model()
+    features = TowerFeatures(model, tmp_path)
+    train(model, [one_picture()], features)
+    (path,) = files_in(tmp_path)
+    path.unlink()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES_OF_ONE, BYTES_OF_ONE))
+            train(model, [one_picture()], features)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGXFSZ
+    assert [left.suffix for left in files_in(tmp_path)] == [".partial"]
 
 
 def test_a_file_that_cannot_be_written_to_its_end_is_none(tmp_path, caplog):
