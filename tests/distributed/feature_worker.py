@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_grad
 from start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
 from steps import select_weights, trainable
 from tiny import grown_image, pictures, text
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -118,6 +118,20 @@ def train(run: dict, folder: Path) -> dict:
     }
 
 
+def refusal_of_fsdp1(folder: Path) -> str:
+    model = load({"weights": "frozen_vision"}, folder)
+    vision = model.transformer.vision
+    vision.conv = FullyShardedDataParallel(vision.conv, device_id=torch.device("cpu"))
+    features = TowerFeatures(model, folder / "unused")
+    # One parameter of it is left, a flat one, which is made to be trained.
+    vision.requires_grad_(False)
+    try:
+        features.replace_pictures(rank_batch(0))
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     start_deepspeed()
@@ -125,6 +139,7 @@ def main() -> None:
         result = train(run, folder)
         if torch.distributed.get_rank() == 0:
             torch.save(result, folder / f"{run['name']}.pt")
+    (folder / "fsdp1.txt").write_text(refusal_of_fsdp1(folder))
     torch.distributed.destroy_process_group()
 
 
