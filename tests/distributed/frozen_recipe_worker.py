@@ -1,6 +1,6 @@
 """Trains a recipe with a frozen tower, and prints how often rank 0 ran it.
 
-Started by test_features.py: ``python -m torch.distributed.run --nproc_per_node 2
+Started by test_reused_features.py: ``python -m torch.distributed.run --nproc_per_node 2
 frozen_recipe_worker.py SETTINGS``.
 """
 

@@ -1,6 +1,6 @@
 """Features of a frozen tower are computed once: the same numbers, and the tower really is spared.
 
-Two processes: tests/distributed/test_features.py.
+Two processes: tests/distributed/test_reused_features.py.
 """
 
 import logging
