@@ -124,7 +124,8 @@ class ChatGLMConfig(PretrainedConfig):
     """
 
     model_type = "chatglm"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    # A Trainer would gather these over all of an evaluation, as predictions.
+    keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states"]
     attribute_map = {
         "num_hidden_layers": "num_layers",
         "max_position_embeddings": "seq_length",

@@ -215,9 +215,23 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
 @dataclass
 class ChatGLMModelOutput(BaseModelOutputWithPast):
-    """``labels``: ``(B, R)`` int64, grown with the rows; ``None`` if none were given."""
+    """What the decoder gives, and what it was given in the form it used.
+
+    Attributes:
+        labels: ``(B, R)`` int64, grown with the rows; ``None`` if none were given.
+        image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features as the tower
+            made them, or as they were given; ``None`` without images.
+    """
 
     labels: Tensor | None = None
+    image_hidden_states: Tensor | None = None
+
+
+@dataclass
+class GLM4VCausalLMOutput(CausalLMOutputWithPast):
+    """``image_hidden_states``: as in :class:`ChatGLMModelOutput`."""
+
+    image_hidden_states: Tensor | None = None
 
 
 class ChatGLMModel(ChatGLMPreTrainedModel):
@@ -263,6 +277,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         prompt_length: int | None = None,
+        image_features: Tensor | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over rows of text and images.
@@ -287,6 +302,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             output_attentions: Accepted and without effect, as in the published code.
             prompt_length: Ids from this column on were drawn by generation; begin- and
                 end-of-image ids among them are ordinary tokens.
+            image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
+                :meth:`get_image_features` gives for them, from another time. The tower does not
+                run. Processes that gather it together must all be given features or none; without
+                images, ``N`` is 0, which also leaves out the blank image.
             attention_kwargs: For the attention implementation, e.g. ``cu_seq_lens_q``.
 
         Raises:
@@ -294,11 +313,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if image_features is not None:
+            self._check_features(image_features, pixel_values, images)
         pixel_values = self._one_image_tensor(pixel_values, images)
         past_key_values = self._cache_to_use(past_key_values, use_cache)
         past_length = _cached_length(past_key_values)
 
-        num_images = 0 if pixel_values is None else len(pixel_values)
+        given_images = pixel_values if image_features is None else image_features
+        num_images = 0 if given_images is None else len(given_images)
         if input_ids is None and num_images:
             raise ValueError(
                 f"{num_images} images were given with inputs_embeds, which do not say where "
@@ -319,7 +341,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         _check_room(past_key_values, past_length + rows.input_ids.shape[1])
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
-        embeds_BRD = self._merge_images(embeds_BRD, rows.image_mask, pixel_values, past_length)
+        embeds_BRD, features_NKD = self._merge_images(
+            embeds_BRD, rows.image_mask, pixel_values, image_features, past_length
+        )
 
         cos, sin = self.rotary_pos_emb(rows.position_ids, embeds_BRD.dtype)
         mask = _causal_mask(self.config, embeds_BRD, rows, past_key_values, past_length)
@@ -338,12 +362,17 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=states if output_hidden_states else None,
             labels=rows.labels,
+            image_hidden_states=features_NKD,
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
         """Encode images ``(N, 3, S, S)`` to ``(N, num_image_tokens + 2, D)``, begin and end
-        vectors included. Raises ``ValueError`` for another size than the configured one."""
+        vectors included. Raises ``ValueError`` for another size than the configured one.
+
+        A tower without trainable weights records no gradients, unless ``pixel_values`` requires
+        grad itself.
+        """
         vision = self.config.vision
         wanted = (vision.in_channels, vision.image_size, vision.image_size)
         if tuple(pixel_values.shape[1:]) != wanted:
@@ -352,20 +381,53 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"(number of images, {', '.join(map(str, wanted))}): resize them with this "
                 "model's image processor; positions are not interpolated"
             )
-        return self.vision(pixel_values)
+        return self._run_tower(pixel_values)
 
-    def _merge_images(self, embeds_BRD, image_mask_BR, pixel_values, past_length) -> Tensor:
+    def _run_tower(self, pixels_N3SS: Tensor) -> Tensor:
+        # Frameworks make what goes into a layer require grad, for its checkpoint's sake: a frozen
+        # tower would then keep all its activations for a backward pass that leads nowhere.
+        leads_nowhere = not pixels_N3SS.requires_grad and not any(
+            parameter.requires_grad for parameter in self.vision.parameters()
+        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not leads_nowhere):
+            return self.vision(pixels_N3SS)
+
+    def _check_features(self, image_features, pixel_values, images) -> None:
+        if pixel_values is not None or images is not None:
+            number = len(images if pixel_values is None else pixel_values)
+            raise ValueError(
+                f"{number} images were given as pixel_values and {len(image_features)} as "
+                "image_features: give the images of a batch in one form"
+            )
+        # Begin and end of an image are features, too.
+        wanted = (self.config.vision.num_image_tokens + 2, self.config.hidden_size)
+        if tuple(image_features.shape[1:]) != wanted:
+            raise ValueError(
+                f"image_features have shape {tuple(image_features.shape)} but this model takes "
+                f"(number of images, {wanted[0]}, {wanted[1]}): give what get_image_features or "
+                "the output's image_hidden_states gave"
+            )
+
+    def _merge_images(
+        self, embeds_BRD, image_mask_BR, pixel_values, features_NKD, past_length
+    ) -> tuple[Tensor, Tensor | None]:
+        """The embeddings with the images in their places, and the images' features, if any."""
         if pixel_values is not None:
-            features = self.get_image_features(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
-            features = features.to(embeds_BRD.device, embeds_BRD.dtype)
-            return embeds_BRD.masked_scatter(image_mask_BR[..., None], features)
+            features_NKD = self.get_image_features(
+                pixel_values.to(embeds_BRD.device, embeds_BRD.dtype)
+            )
+        if features_NKD is not None:
+            if len(features_NKD) == 0:
+                return embeds_BRD, None
+            merged = features_NKD.to(embeds_BRD.device, embeds_BRD.dtype)
+            return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NKD
         if past_length == 0 and must_run_on_every_process(self.vision):
             # Another process may have an image; the smallest stand-in keeps this one in step and
             # changes no number.
             side, channels = self.vision.smallest_side, self.config.vision.in_channels
             blank = embeds_BRD.new_zeros(1, channels, side, side)
-            return embeds_BRD + (self.vision(blank) * 0).sum().to(embeds_BRD)
-        return embeds_BRD
+            return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
+        return embeds_BRD, None
 
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
@@ -461,8 +523,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
+        image_features: Tensor | None = None,
         **attention_kwargs,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> GLM4VCausalLMOutput | tuple:
         """Predict the next token at every position. Inputs as in :meth:`ChatGLMModel.forward`.
 
         Args:
@@ -475,7 +538,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
-            of the grown rows.
+            of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
         """
         if self.training:
             refuse_split_model(self)  # again: the processes may have met after train()
@@ -487,6 +550,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             pixel_values=pixel_values,
             images=images,
+            image_features=image_features,
             labels=labels,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -512,11 +576,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             logits = output_layer(hidden_BRD[:, kept])
-        result = CausalLMOutputWithPast(
+        result = GLM4VCausalLMOutput(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            image_hidden_states=output.image_hidden_states,
         )
         return result if _wants_dict(return_dict, self.config) else result.to_tuple()
 
@@ -590,8 +655,13 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
     ):
         """Repeat rows for beams or several answers, with each row's images kept together.
 
-        Also notes where the prompt ends.
+        Also notes where the prompt ends. Raises ``ValueError`` for ``image_features``.
         """
+        if model_kwargs.get("image_features") is not None:
+            raise ValueError(
+                f"{len(model_kwargs['image_features'])} image_features were given to generate, "
+                "which takes 0: give it pixel_values"
+            )
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import grown_image, padded, pictures, text, three_id_image, tiny_config, tiny_model
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from glm4v_patched.remote.loss import OutputLayer
 from glm4v_patched.remote.modeling_chatglm import (
@@ -69,9 +69,12 @@ def test_outputs_have_the_length_of_the_grown_rows(model):
 def test_tuples_hold_what_the_named_output_holds(model):
     named = model(**batch(), output_hidden_states=True)
     positional = model(**batch(), output_hidden_states=True, return_dict=False)
-    assert isinstance(positional, tuple) and len(positional) == 4
+    assert isinstance(positional, tuple) and len(positional) == 5
     assert torch.equal(positional[0], named.loss)
     assert torch.equal(positional[1], named.logits)
+    assert isinstance(positional[2], Cache)
+    assert torch.equal(torch.stack(positional[3]), torch.stack(named.hidden_states))
+    assert torch.equal(positional[4], named.image_hidden_states)
     assert isinstance(model.transformer(**batch(), return_dict=False), tuple)
     assert model(**batch(), output_attentions=True).loss.item() == named.loss.item()
 
