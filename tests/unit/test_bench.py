@@ -1,0 +1,84 @@
+"""What a measurement is asked for, and the useful work that its figures are shares of."""
+
+import pytest
+import torch
+from tiny import pictures, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from glm4v_patched.bench.command import describe
+from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
+from glm4v_patched.bench.settings import Settings
+from glm4v_patched.cli import main
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.training.choices import TRAINED
+
+
+def test_the_towers_work_is_what_torch_counts():
+    model = tiny_model(attn_implementation="eager")  # of sdpa torch counts nothing on a CPU
+    vision = model.config.vision
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.transformer.get_image_features(pictures(1))
+    patches = 2 * vision.num_patches * vision.hidden_size * vision.in_channels
+    patches *= vision.patch_size**2  # the only part that is not counted as useful
+    assert counted.get_total_flops() - patches == tower_flop(model.config)
+
+
+def test_the_language_models_work_is_what_torch_counts():
+    model = tiny_model(attn_implementation="eager")  # of sdpa torch counts nothing on a CPU
+    config, length = model.config, 20
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.arange(length)[None])
+    heads_width = config.num_attention_heads * config.kv_channels
+    # torch counts attention as if it were not causal, and here every position has logits.
+    unseen = config.num_layers * 2 * length**2 * heads_width
+    text = length - config.vision.num_image_tokens - 2
+    assert counted.get_total_flops() - unseen == language_flop(config, text, length)
+
+
+def test_a_sample_of_the_real_size():
+    config = ChatGLMConfig()
+    work = [
+        useful_flop(config, name, 512, 256, reuse_features=False) / 1e12
+        for name in ("full", "lm", "lora_lm", "lora_all")
+    ]
+    # By hand: 74 for an image, 37 for a row of 2,114 positions, each to the nearest.
+    assert work == pytest.approx([333, 185, 148, 222], rel=0.02)
+    reused = useful_flop(config, "lora_lm", 512, 256, reuse_features=True) / 1e12
+    assert reused == pytest.approx(74, rel=0.02)
+
+
+def test_every_workload_has_its_passes():
+    assert set(PASSES) == set(TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workload": "lora"}, "trained is 'lora'; expected one of full, lm"),
+        ({"zero_stage": 4}, "ZeRO stage is 4; expected 0, 1, 2 or 3"),
+        ({"micro_batch": 0}, "micro_batch is 0; expected at least 1"),
+        ({"steps": 0}, "steps is 0; expected at least 1"),
+        ({"tower": "most"}, "tower's policy is 'most'"),
+        ({"workload": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
+        ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
+        ({"workload": "full", "reuse_features": True}, "full trains the vision tower"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**({"workload": "lm"} | options))
+
+
+def test_settings_survive_the_way_to_the_processes():
+    settings = Settings(workload="lm", tower="every 2", memory_limit=22.5)
+    assert Settings.from_json(settings.to_json()) == settings
+
+
+def test_several_processes_without_zero_are_refused_before_anything_runs(capsys):
+    assert main(["bench", "--zero-stage", "0", "--gpus", "2"]) == 1
+    assert "2 GPUs with ZeRO stage 0" in capsys.readouterr().err
+
+
+def test_a_failed_measurement_says_so_in_its_line():
+    row = {"workload": "full", "implementation": "ours", "micro_batch": 1, "text_tokens": 512}
+    assert describe(row | {"error": "out of memory"}).endswith("failed: out of memory")
