@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ..training.choices import TRAINED
+from ..training.choices import OPTIMIZERS, TRAINED
 from ..training.zero import path_of_processes
 from .settings import Settings
 
@@ -38,13 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--zero-stage", type=int, default=defaults["zero_stage"], help="0 (one process) to 3")
     add("--offload", action="store_true", help="keep the optimizer's states on the CPU")
     add("--memory-limit", type=float, metavar="GIB", help="cap what a process may allocate")
-    policies = "none, selective, attention, full or 'every N'"
+    add("--optimizer", choices=OPTIMIZERS, default=defaults["optimizer"])
+    policies = "auto (by memory), none, selective, attention, full or 'every N'"
     add("--tower", default=defaults["tower"], help=f"activations kept: {policies}")
     add("--language", default=defaults["language"], help="the same of the language model's layers")
     add("--no-compile", dest="compile", action="store_false", help="leave layers uncompiled")
-    add("--kept-gathered", type=float, default=defaults["kept_gathered"], metavar="WEIGHTS")
+    add("--kept-gathered", type=float, metavar="WEIGHTS", help="of ZeRO-3")
     add("--reuse-features", action="store_true", help="as from the second epoch on")
     add("--loss-chunk", type=int, default=defaults["loss_chunk"], help="positions with logits")
+    add("--all-logits", action="store_true", help="no chunks: logits of all positions")
+    add("--profile", action="store_true", help="also say what the GPU was busy with in a step")
     add("--warm-up", type=int, default=defaults["warm_up"])
     add("--steps", type=int, default=defaults["steps"], help="timed steps")
     add("--config", help="config.json of another size than the real one")

@@ -3,31 +3,36 @@
 import json
 from dataclasses import asdict, dataclass
 
-from ..training.choices import check_policy, check_trained
+from ..training.choices import check_optimizer, check_policy, check_trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """One workload, measured by every process of a group.
 
-    ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`;
+    ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
+    "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`);
     ``config`` is a JSON file of another size than the real one; ``against`` is a folder with the
     original modelling code, measured in the place of ours; ``memory_limit`` in GiB caps what a
-    process may allocate; ``kept_gathered`` is a number of weights (:func:`training.zero_config`).
+    process may allocate; ``kept_gathered`` is a number of weights (:func:`training.zero_config`);
+    ``all_logits`` computes the loss from logits of all positions; ``profile`` adds a profiled step.
     """
 
     workload: str
     micro_batch: int = 1
     text_tokens: int = 512
     zero_stage: int = 3
+    optimizer: str = "adamw"
     offload: bool = False
     memory_limit: float | None = None
-    tower: str = "full"
-    language: str = "full"
+    tower: str = "auto"
+    language: str = "auto"
     compile: bool = True
-    kept_gathered: float = 1e9
+    kept_gathered: float | None = None
     reuse_features: bool = False
     loss_chunk: int = 1024
+    all_logits: bool = False
+    profile: bool = False
     warm_up: int = 3
     steps: int = 5
     config: str | None = None
@@ -42,6 +47,7 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         check_policy("tower", self.tower)
         check_policy("language", self.language)
+        check_optimizer(self.optimizer)
         if self.workload == "qlora" and self.zero_stage != 0:
             raise ValueError(
                 f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "

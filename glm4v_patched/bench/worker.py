@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..training.activations import checkpoint_layers
 from ..training.compilation import compile_layers, gather_whole_layers
+from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
 from ..training.weights import quantise, select_weights
 from ..training.zero import zero_config
+from .accounting import allocated, memory_parts
+from .profiling import profile_step
 from .roofline import measured_ceiling, synchronize, useful_flop
 from .settings import Settings
 
-GIB = 2**30
 LEARNING_RATE = 1e-5
 
 
@@ -43,12 +46,10 @@ def measure(settings: Settings) -> dict | None:
     batch = _batch(config, settings, device)
     if settings.reuse_features:
         batch["image_features"] = _features(model, batch.pop("pixel_values"))
-    memory = {"before the first step": _allocated(device)}
     seconds, losses = [], []
     for step in range(settings.warm_up + settings.steps):
         if step == settings.warm_up and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            memory["between steps"] = _allocated(device)
         synchronize(device)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
@@ -56,6 +57,10 @@ def measure(settings: Settings) -> dict | None:
         losses.append(trainer.step(batch))
         synchronize(device)
         seconds.append(time.perf_counter() - start)
+    peaks = {"peak_allocated_gib": None, "peak_reserved_gib": None}
+    if device == "cuda":
+        peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+        peaks["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     losses = [loss.item() for loss in losses]
     seconds = seconds[settings.warm_up :]
     median = statistics.median(seconds)
@@ -72,23 +77,20 @@ def measure(settings: Settings) -> dict | None:
         "step_s": {"median": median, "fastest": min(seconds), "slowest": max(seconds)},
         "useful_tflop_per_sample": work / 1e12,
         "ceiling_tflops": ceiling / 1e12,
-        "peak_allocated_gib": None,
-        "peak_reserved_gib": None,
-        "memory_gib": memory,
+        **peaks,
+        "memory_gib": memory_parts(trainer, batch) if device == "cuda" else None,
+        "policies": asdict(trainer.kept),
         "losses": losses,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "versions": {"python": sys.version.split()[0], **_versions()},
     }
-    if device == "cuda":
-        row["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-        row["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    if settings.profile:
+        row["profile_ms"] = profile_step(lambda: trainer.step(batch))
     return row if int(os.environ.get("RANK", 0)) == 0 else None
 
 
-def _build(settings: Settings, device: str) -> tuple[nn.Module, ChatGLMConfig]:
-    """Random weights of the real size in bf16, with what is not trained frozen."""
-    changes = json.loads(Path(settings.config).read_text()) if settings.config else {}
-    config = ChatGLMConfig(**changes)
+def _build(settings: Settings, device: str, config: ChatGLMConfig, kept: Kept) -> nn.Module:
+    """Random weights in bf16, with what is not trained frozen."""
     if settings.workload != "qlora":
         _cap_memory(settings)
     if settings.against is not None:
@@ -98,8 +100,8 @@ def _build(settings: Settings, device: str) -> tuple[nn.Module, ChatGLMConfig]:
         )
         model = select_weights(model, settings.workload).train()
         model.gradient_checkpointing_enable()
-        return model, config
-    config.skip_logits = True
+        return model
+    config.skip_logits = not settings.all_logits
     config.loss_chunk_size = settings.loss_chunk
     model = GLM4VForCausalLM._from_config(config, dtype=torch.bfloat16)
     if settings.workload == "qlora":
@@ -107,10 +109,34 @@ def _build(settings: Settings, device: str) -> tuple[nn.Module, ChatGLMConfig]:
         quantise(model, device)
         _cap_memory(settings)
     model = select_weights(model, settings.workload).train()
-    checkpoint_layers(model, settings.tower, settings.language)
+    checkpoint_layers(model, kept.tower, kept.language)
     if settings.compile:
         compile_layers(model)
-    return model, config
+    return model
+
+
+def _config(settings: Settings) -> ChatGLMConfig:
+    """The real size, unless a file says otherwise."""
+    return ChatGLMConfig(
+        **(json.loads(Path(settings.config).read_text()) if settings.config else {})
+    )
+
+
+def _kept(settings: Settings, config: ChatGLMConfig) -> Kept:
+    training = Training(
+        trained=settings.workload,
+        micro_batch=settings.micro_batch,
+        row_length=config.vision.num_image_tokens + 2 + settings.text_tokens,
+        zero_stage=settings.zero_stage,
+        processes=int(os.environ.get("WORLD_SIZE", 1)),
+        optimizer=settings.optimizer,
+        offload=settings.offload,
+        loss_chunk=settings.loss_chunk,
+        compiled=settings.compile,
+    )
+    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
+    asked = Kept(settings.tower, settings.language, settings.kept_gathered)
+    return choose_kept(config, training, free_memory(limit), asked)
 
 
 def _cap_memory(settings: Settings) -> None:
@@ -123,18 +149,20 @@ def _cap_memory(settings: Settings) -> None:
 
 
 class _Zero:
-    """DeepSpeed at stage 1 to 3, with torch's AdamW."""
+    """DeepSpeed at stage 1 to 3."""
 
     def __init__(self, settings: Settings, device: str):
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig
 
         deepspeed.init_distributed(verbose=False)
+        self.config = _config(settings)
+        self.kept = _kept(settings, self.config)
         ours = settings.against is None
         options = zero_config(
             settings.zero_stage,
             whole_layers=ours and settings.compile,
-            kept_gathered=settings.kept_gathered,
+            kept_gathered=self.kept.gathered,
             offload_optimizer=settings.offload,
         )
         del options["gradient_accumulation_steps"]
@@ -145,39 +173,84 @@ class _Zero:
         self.hf_config = HfDeepSpeedConfig(options)  # alive while the model is built
         # Under stage 3 DeepSpeed puts every new parameter on its device, sharded.
         with nullcontext() if settings.zero_stage == 3 else torch.device(device):
-            self.model, self.config = _build(settings, device)
+            self.model = _build(settings, device, self.config, self.kept)
         if ours and settings.compile and settings.zero_stage == 3:
             gather_whole_layers(self.model)
+        self.weights = allocated()
         self.engine, *_ = deepspeed.initialize(
-            model=self.model, config=options, optimizer=_optimizer(self.model)
+            model=self.model, config=options, optimizer=_optimizer(self.model, settings.optimizer)
         )
 
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        loss = self.engine(**batch).loss
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.engine(**batch).loss
+
+    def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
+
+    def update(self) -> None:
         self.engine.step()
-        return loss.detach()
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        return _step(self, batch)
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """States, and the fp32 weights that they belong to."""
+        zero = self.engine.optimizer
+        name = "fp32_partitioned_groups_flat"
+        if not hasattr(zero, name):
+            name = "single_partition_of_fp32_groups"
+        return [*getattr(zero, name), *_state_tensors(zero.optimizer)]
 
 
 class _Plain:
     """One process, nothing sharded."""
 
     def __init__(self, settings: Settings, device: str):
+        self.config = _config(settings)
+        self.kept = _kept(settings, self.config)
         with torch.device(device):
-            self.model, self.config = _build(settings, device)
-        self.optimizer = _optimizer(self.model)
+            self.model = _build(settings, device, self.config, self.kept)
+        self.weights = allocated()
+        self.optimizer = _optimizer(self.model, settings.optimizer)
 
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        loss = self.model(**batch).loss
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss
+
+    def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        return _step(self, batch)
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        return _state_tensors(self.optimizer)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def _step(trainer: _Zero | _Plain, batch: dict[str, Tensor]) -> Tensor:
+    loss = trainer.forward(batch)
+    trainer.backward(loss)
+    trainer.update()
+    return loss.detach()
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    if name == "adamw":
+        return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise RuntimeError(f"{name} needs bitsandbytes: pip install bitsandbytes") from error
+    return AdamW8bit(trained, lr=LEARNING_RATE)
 
 
 def _batch(config: ChatGLMConfig, settings: Settings, device: str) -> dict[str, Tensor]:
@@ -202,10 +275,6 @@ def _features(model: nn.Module, pixels: Tensor) -> Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with torch.no_grad():
         return base.transformer.get_image_features(pixels)
-
-
-def _allocated(device: str) -> float | None:
-    return torch.cuda.memory_allocated() / GIB if device == "cuda" else None
 
 
 def _versions() -> dict[str, str]:

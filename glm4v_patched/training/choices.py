@@ -7,6 +7,9 @@ TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 # Of activations, from all kept to all computed again; "every N" lies between none and full.
 POLICIES = ("none", "selective", "attention", "full")
 
+# adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight.
+OPTIMIZERS = ("adamw", "adamw_8bit")
+
 
 def check_trained(trained: str) -> None:
     """Raises ``ValueError`` if there is no such choice of weights."""
@@ -14,10 +17,25 @@ def check_trained(trained: str) -> None:
         raise ValueError(f"trained is {trained!r}; expected one of {', '.join(TRAINED)}")
 
 
+def trains_tower(trained: str) -> bool:
+    """Whether gradients flow through the vision tower."""
+    return trained in ("full", "lora_all")
+
+
+def check_optimizer(optimizer: str) -> None:
+    """Raises ``ValueError`` if there is no such optimizer."""
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"the optimizer is {optimizer!r}; expected {' or '.join(OPTIMIZERS)}")
+
+
 def check_policy(name: str, policy: str) -> None:
-    """Raises ``ValueError`` if there is no such policy; ``name`` says whose."""
+    """Raises ``ValueError`` if there is no such policy; ``name`` says whose. "auto" is one."""
     kind, _, number = policy.partition(" ")
-    if policy in POLICIES or (kind == "every" and number.isdecimal() and int(number) > 0):
+    if policy in ("auto", *POLICIES) or (
+        kind == "every" and number.isdecimal() and int(number) > 0
+    ):
         return
     expected = ", ".join(POLICIES)
-    raise ValueError(f"the {name}'s policy is {policy!r}; expected {expected} or 'every N', N > 0")
+    raise ValueError(
+        f"the {name}'s policy is {policy!r}; expected auto, {expected} or 'every N', N > 0"
+    )
