@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--language", default=defaults["language"], help="the same of the language model's layers")
     add("--no-compile", dest="compile", action="store_false", help="leave layers uncompiled")
     add("--kept-gathered", type=float, metavar="WEIGHTS", help="of ZeRO-3")
+    ahead = "layers that the CPU may be ahead of the GPU under ZeRO-3; 0: any number"
+    add("--layers-ahead", type=int, default=defaults["layers_ahead"], help=ahead)
     add("--reuse-features", action="store_true", help="as from the second epoch on")
     add("--loss-chunk", type=int, default=defaults["loss_chunk"], help="positions with logits")
     add("--all-logits", action="store_true", help="no chunks: logits of all positions")
@@ -134,7 +136,7 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float) -> dict:
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=timeout,
-                env=_environment(),
+                env=_environment(gpus),
             )
             output = ended.stdout
         except subprocess.TimeoutExpired as stop:
@@ -144,9 +146,11 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float) -> dict:
         return row | {"error": _reason(output)}
 
 
-def _environment() -> dict[str, str]:
+def _environment(processes: int) -> dict[str, str]:
+    threads = max((os.cpu_count() or 1) // processes, 1)  # an offloaded optimizer needs them
     # Gathered weights come and go in many sizes; this keeps the allocator from falling to pieces.
-    defaults = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"}
+    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    defaults = {"OMP_NUM_THREADS": str(threads)} | memory
     return defaults | os.environ | {"PATH": path_of_processes()}
 
 

@@ -11,11 +11,14 @@ class Settings:
     """One workload, measured by every process of a group.
 
     ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
-    "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`);
+    "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`); that is a
+    number of weights (:func:`training.zero_config`). ``layers_ahead`` is how far the CPU may be
+    before the GPU under ZeRO-3 (:mod:`training.pacing`), 0 for any distance. ``memory_limit`` in
+    GiB caps what a process may allocate.
+
     ``config`` is a JSON file of another size than the real one; ``against`` is a folder with the
-    original modelling code, measured in the place of ours; ``memory_limit`` in GiB caps what a
-    process may allocate; ``kept_gathered`` is a number of weights (:func:`training.zero_config`);
-    ``all_logits`` computes the loss from logits of all positions; ``profile`` adds a profiled step.
+    original modelling code, measured in the place of ours; ``all_logits`` computes the loss from
+    logits of all positions; ``profile`` adds a profiled step.
     """
 
     workload: str
@@ -29,6 +32,7 @@ class Settings:
     language: str = "auto"
     compile: bool = True
     kept_gathered: float | None = None
+    layers_ahead: int = 3
     reuse_features: bool = False
     loss_chunk: int = 1024
     all_logits: bool = False
@@ -45,8 +49,10 @@ class Settings:
         for name in ("micro_batch", "text_tokens", "warm_up", "steps", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        check_policy("tower", self.tower)
-        check_policy("language", self.language)
+        if self.layers_ahead < 0:
+            raise ValueError(f"layers_ahead is {self.layers_ahead}; expected at least 0")
+        check_policy("tower", self.tower, or_auto=True)
+        check_policy("language", self.language, or_auto=True)
         check_optimizer(self.optimizer)
         if self.workload == "qlora" and self.zero_stage != 0:
             raise ValueError(

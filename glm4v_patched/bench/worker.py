@@ -22,6 +22,7 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..training.activations import checkpoint_layers
 from ..training.compilation import compile_layers, gather_whole_layers
 from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
+from ..training.pacing import limit_run_ahead
 from ..training.weights import quantise, select_weights
 from ..training.zero import zero_config
 from .accounting import allocated, memory_parts
@@ -176,6 +177,8 @@ class _Zero:
             self.model = _build(settings, device, self.config, self.kept)
         if ours and settings.compile and settings.zero_stage == 3:
             gather_whole_layers(self.model)
+        if ours and settings.zero_stage == 3 and settings.layers_ahead:
+            limit_run_ahead(self.model, settings.layers_ahead)
         self.weights = allocated()
         self.engine, *_ = deepspeed.initialize(
             model=self.model, config=options, optimizer=_optimizer(self.model, settings.optimizer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "fu
 
     A policy is one of
 
-    - ``none``: all activations are kept;
+    - ``none``: all activations are kept, that is what autograd or the compiler asks for;
+    - ``linear``: kept are a layer's input and what attention and every linear layer give: norms,
+      rotations and activation functions are computed again;
     - ``selective``: kept are a layer's input, the attention's output, and what linear layers give
       that is no wider than a layer (query, key and value of the language model, both towers'
       ``dense``, the tower's ``fc2``): the inside of the MLPs is computed again;
@@ -54,9 +57,11 @@ def _set_policy(layer: CheckpointedLayer, policy: str) -> None:
     layer.gradient_checkpointing = policy != "none"
     # The layers draw no random numbers, so none have to be put back.
     options = {"use_reentrant": False, "preserve_rng_state": False}
-    if policy in ("selective", "attention"):
-        width = _width(layer) if policy == "selective" else 0
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep(width))
+    if policy in ("linear", "selective", "attention"):
+        width = _width(layer)
+        widest = {"linear": inf, "selective": 1.25 * width, "attention": 0}[policy]
+        keep = _keep(widest, narrowest_input=width // 4)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
     layer._gradient_checkpointing_func = partial(checkpoint, **options)
 
 
@@ -65,8 +70,8 @@ def _width(layer: CheckpointedLayer) -> int:
     return attention.dense.out_features  # not from a weight, which may be sharded
 
 
-def _keep(width: int) -> Callable[..., CheckpointPolicy]:
-    """Keep attention outputs, and those of linear layers up to a quarter wider than ``width``."""
+def _keep(widest: float, narrowest_input: int) -> Callable[..., CheckpointPolicy]:
+    """Keep attention outputs, and those of linear layers that have at most ``widest`` channels."""
 
     def policy(_context, operator, *arguments, **_options) -> CheckpointPolicy:
         if "scaled_dot_product" in str(operator) or "flash_attn" in str(operator):
@@ -74,7 +79,7 @@ def _keep(width: int) -> Callable[..., CheckpointPolicy]:
         if operator in _LINEARS:
             into, out = arguments[-1].shape
             # What LoRA adds comes from few channels and is cheaper to compute than to keep.
-            if out <= 1.25 * width and into >= width // 4:
+            if out <= widest and into >= narrowest_input:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -5,7 +5,7 @@
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 
 # Of activations, from all kept to all computed again; "every N" lies between none and full.
-POLICIES = ("none", "selective", "attention", "full")
+POLICIES = ("none", "linear", "selective", "attention", "full")
 
 # adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight.
 OPTIMIZERS = ("adamw", "adamw_8bit")
@@ -28,14 +28,11 @@ def check_optimizer(optimizer: str) -> None:
         raise ValueError(f"the optimizer is {optimizer!r}; expected {' or '.join(OPTIMIZERS)}")
 
 
-def check_policy(name: str, policy: str) -> None:
-    """Raises ``ValueError`` if there is no such policy; ``name`` says whose. "auto" is one."""
+def check_policy(name: str, policy: str, or_auto: bool = False) -> None:
+    """Raises ``ValueError`` if there is no such policy; ``name`` says whose."""
     kind, _, number = policy.partition(" ")
-    if policy in ("auto", *POLICIES) or (
-        kind == "every" and number.isdecimal() and int(number) > 0
-    ):
+    is_every = kind == "every" and number.isdecimal() and int(number) > 0
+    if is_every or policy in POLICIES or (or_auto and policy == "auto"):
         return
-    expected = ", ".join(POLICIES)
-    raise ValueError(
-        f"the {name}'s policy is {policy!r}; expected auto, {expected} or 'every N', N > 0"
-    )
+    expected = ", ".join((("auto",) if or_auto else ()) + POLICIES)
+    raise ValueError(f"the {name}'s policy is {policy!r}; expected {expected} or 'every N', N > 0")

@@ -16,7 +16,7 @@ from .choices import trains_tower
 GIB = 2**30
 BF16, FP32 = 2, 4
 # In the order in which ties in time are broken.
-CANDIDATES = ("none", "every 4", "every 3", "every 2", "selective", "attention", "full")
+CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "attention", "full")
 # Weights that may stay gathered: all, some layers, and just enough to gather ahead.
 KEPT_GATHERED = (float("inf"), 1e9, 5e8)
 GATHERED_AHEAD = 2e8  # zero_config's prefetch bucket; as many are on their way back
@@ -25,7 +25,10 @@ OUTSIDE_TORCH = 2 * GIB
 # Freed memory that gathers of weights still hold, and what the allocator cannot use.
 ALLOCATOR_SHARE = 0.05
 # What layers keep that are not compiled, against those that are: copies in fp32 among others.
-NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.75
+NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.3
+# Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
+# against 4 TB/s, which is what both reach in training on an H200.
+WORK_OF_A_CHANNEL = 175
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +180,20 @@ def recomputed_flop(config: ChatGLMConfig, training: Training, kept: Kept) -> fl
     vision, width = config.vision, config.hidden_size
     side, inner = vision.hidden_size, vision.intermediate_size
     projected, fused = _projected(config)
-    # Weights that each token goes through again; attention as a number of them.
-    tower = {"selective": 3 * side**2 + side * inner, "attention": 4 * side**2 + side * inner}
+    # Multiply-adds of a token in a layer; "linear": norms, rotations and activation functions.
+    tower = {"none": 0, "linear": WORK_OF_A_CHANNEL * (4 * side + 2 * inner)}
+    tower["selective"] = tower["linear"] + 3 * side**2 + side * inner
+    tower["attention"] = tower["selective"] + side**2
     tower["full"] = tower["attention"] + 2 * vision.num_positions * side
-    up = 2 * width * config.ffn_hidden_size
-    language = {"selective": up, "attention": up + width * (projected + fused)}
+    up = 2 * config.ffn_hidden_size
+    language = {"none": 0, "linear": WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up)}
+    language["selective"] = language["linear"] + width * up
+    language["attention"] = language["selective"] + width * (projected + fused)
     language["full"] = language["attention"] + training.row_length * projected
     tower_tokens, language_tokens = _tokens(config, training)
-    nothing = {"none": 0}
-    work = config.num_layers * language_tokens * _of_layers(kept.language, language | nothing)
+    work = config.num_layers * language_tokens * _of_layers(kept.language, language)
     if trains_tower(training.trained):
-        of_layers = _of_layers(kept.tower, tower | nothing)
-        work += vision.num_hidden_layers * tower_tokens * of_layers
+        work += vision.num_hidden_layers * tower_tokens * _of_layers(kept.tower, tower)
     return 2 * work
 
 
@@ -201,15 +206,22 @@ def _tokens(config: ChatGLMConfig, training: Training) -> tuple[float, int]:
 def _channels(config: ChatGLMConfig, training: Training) -> tuple[dict, dict]:
     """Channels that a layer of each tower keeps of a token, by policy."""
     side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    # none: the input; query, key, value; what attention, dense and fc2 gave; what fc1 gave.
-    tower = {"none": 7 * side + inner, "selective": 4 * side, "attention": 2 * side, "full": side}
-    width, (projected, fused) = config.hidden_size, _projected(config)
-    language = {
-        "none": 2 * width + projected + fused + 2 * config.ffn_hidden_size,
-        "selective": 2 * width + projected + fused,
-        "attention": width + projected,
-        "full": width,
-    }
+    tower = {"full": side, "attention": 2 * side, "selective": 4 * side}
+    # The input; query, key, value; what attention, dense and fc2 gave; what fc1 gave.
+    tower["linear"] = tower["none"] = 7 * side + inner
+    width, up, (projected, fused) = (
+        config.hidden_size,
+        2 * config.ffn_hidden_size,
+        _projected(config),
+    )
+    language = {"full": width, "attention": width + projected}
+    language["selective"] = 2 * width + projected + fused
+    language["linear"] = language["selective"] + up
+    language["none"] = language["linear"] + 2 * width
+    if training.trained in ("full", "lm"):
+        # Gradients of weights take the inputs of linear layers.
+        tower["none"] += inner
+        language["none"] += up // 2
     if not training.compiled:
         tower["none"] *= NOT_COMPILED_TOWER
         language["none"] *= NOT_COMPILED_LANGUAGE

@@ -51,7 +51,8 @@ def zero_config(
         "gradient_clipping": "auto",
     }
     if offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        # Not pinned: torch rounds pinned blocks up to powers of two, which may take a third more.
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
