@@ -1,0 +1,532 @@
+"""Loss curves of the fast path beside those of the plain one: do they differ by more than seeds do?
+
+``python tests/distributed/loss_curve.py --out FILE --picture FILE``, with
+``PYTHONPATH=.:tests:tests/distributed``, trains both towers of a model of 300 million random
+weights on drawn pictures, with two seeds on each path (:data:`PATHS`), each training in processes
+of its own. A seed decides the initial weights and the order of the data; the two paths start from
+the same file of weights and see the same samples in the same steps. All curves, settings, versions
+and the verdict go to ``--out``; the exit status is 1 if the verdict is not what it should be, 2 if
+a training failed.
+
+The verdict (:func:`judge`): the distance of two curves is the root mean square of their difference,
+both smoothed by a running mean of 10 steps, over all steps and again over the last quarter. The
+noise is the distance of the two plain seeds. For each seed, both distances of the fast curve from
+the plain one of that seed must be below the noise. ``--also blank`` adds a control that must not:
+the fast path with every picture blank.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from processes import cpu_environment, gpu_environment, run_with_limit
+from start_deepspeed import start_deepspeed
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from glm4v_patched import __version__
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+from glm4v_patched.remote.loss import IGNORE_INDEX
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.training.activations import checkpoint_layers
+from glm4v_patched.training.compilation import compile_layers, gather_whole_layers
+from glm4v_patched.training.data import ConversationCollator
+from glm4v_patched.training.launch import runs_on_cpu
+from glm4v_patched.training.pictures import draw_data_set
+from glm4v_patched.training.scratch import IMAGE_SIDE, PATCH_SIDE, build_processor, tiny_config
+from glm4v_patched.training.zero import zero_config
+
+SEEDS = (0, 1)
+WARM_UP = 20
+CLIPPING = 1.0
+WINDOW = 10
+VERSIONS = ("torch", "transformers", "deepspeed")
+# The answer's wording does not follow from the picture. So the loss ends above zero, and curves can
+# be compared to their end.
+WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    ``checkpoints`` is a policy of :func:`activations.checkpoint_layers`, for both towers;
+    ``compiled`` layers are gathered whole where ZeRO shards weights; ``packed``: the samples of a
+    process lie in one row.
+    """
+
+    zero_stage: int
+    attention: str
+    compiled: bool
+    checkpoints: str
+    skip_logits: bool
+    packed: bool = False
+    blank: bool = False
+
+
+FAST = {
+    "zero_stage": 3,
+    "attention": "sdpa",
+    "compiled": True,
+    "checkpoints": "selective",
+    "skip_logits": True,
+}
+PATHS = {
+    "plain": Training(1, "eager", compiled=False, checkpoints="none", skip_logits=False),
+    "fast": Training(**FAST),
+    "packed": Training(**FAST, packed=True),
+    "blank": Training(**FAST, blank=True),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, as changes to :func:`scratch.tiny_config`, and how it is trained.
+
+    ``micro_batch`` counts samples, ``samples`` is how many are drawn, ``kept_gathered`` weights
+    may stay gathered on the fast path (:func:`zero_config`).
+    """
+
+    language: dict
+    tower: dict
+    image_side: int
+    samples: int
+    micro_batch: int
+    learning_rate: float
+    kept_gathered: float
+
+
+SIZES = {
+    "tiny": Size({}, {}, IMAGE_SIDE, 1024, 16, 2e-3, 0),
+    "mid": Size(
+        language={
+            "num_layers": 10,
+            "hidden_size": 1024,
+            "ffn_hidden_size": 3584,
+            "kv_channels": 128,
+            "num_attention_heads": 8,
+            "multi_query_group_num": 2,
+            "initializer_range": 0.02,
+        },
+        tower={
+            "num_hidden_layers": 12,
+            "hidden_size": 896,
+            "num_heads": 16,
+            "intermediate_size": 5120,
+        },
+        image_side=336,
+        samples=1024,
+        micro_batch=16,
+        learning_rate=3e-4,
+        # The share of 300 million in the real model's default.
+        kept_gathered=2e7,
+    ),
+}
+
+
+def prepare(folder: Path, size: Size) -> dict:
+    """Write the samples (``data.pt``) and, for every seed, the initial weights (``seed N``).
+
+    Returns:
+        The numbers of parameters: ``all``, and of them ``tower``.
+    """
+    conversations = draw_data_set(folder / "pictures", size.samples, 0, size.image_side)
+    rng = random.Random(0)
+    for messages in conversations:
+        (wording,) = rng.choices(list(WORDINGS), list(WORDINGS.values()))
+        messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
+    processor = build_processor([m["content"] for messages in conversations for m in messages])
+    processor.image_processor = ChatGLMImageProcessor(size=size.image_side, patch_size=PATCH_SIDE)
+    collator = ConversationCollator(processor)
+    rows, images = collator.encode(conversations)
+    data = {
+        "input_ids": [torch.tensor(row) for row in rows],
+        "labels": [torch.tensor(collator.labels(row)) for row in rows],
+        "pixel_values": images["pixel_values"].to(torch.bfloat16),
+    }
+    torch.save(data, folder / "data.pt")
+    tiny = tiny_config(processor.tokenizer).to_dict()
+    tower = tiny["vision_config"] | size.tower
+    tower |= {
+        "image_size": size.image_side,
+        "num_positions": (size.image_side // PATCH_SIDE) ** 2 + 1,
+    }
+    config = ChatGLMConfig.from_dict(tiny | size.language | {"vision_config": tower})
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model = GLM4VForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(folder / f"seed {seed}")
+    vision = model.transformer.vision
+    return {
+        "all": sum(parameter.numel() for parameter in model.parameters()),
+        "tower": sum(parameter.numel() for parameter in vision.parameters()),
+    }
+
+
+def order_of_samples(samples: int, needed: int, seed: int) -> list[int]:
+    """``needed`` numbers below ``samples``: shuffled epochs, one after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    epochs = math.ceil(needed / samples)
+    shuffled = [torch.randperm(samples, generator=generator) for _ in range(epochs)]
+    return torch.cat(shuffled)[:needed].tolist()
+
+
+def make_batch(data: dict, chosen: list[int], path: Training, device: str) -> dict[str, Tensor]:
+    """The samples as rows padded on the right, or as one row without padding."""
+    ids = [data["input_ids"][number] for number in chosen]
+    labels = [data["labels"][number] for number in chosen]
+    if path.packed:
+        positions = torch.cat([torch.arange(len(row)) for row in ids])
+        batch = {"input_ids": torch.cat(ids), "labels": torch.cat(labels)}
+        batch = {name: row[None] for name, row in (batch | {"position_ids": positions}).items()}
+    else:
+        masks = [torch.ones_like(row) for row in ids]
+        batch = {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "attention_mask": pad_sequence(masks, batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
+        }
+    pixels = data["pixel_values"][chosen]
+    batch["pixel_values"] = torch.zeros_like(pixels) if path.blank else pixels
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def learning_rate_at(step: int, steps: int, highest: float) -> float:
+    """Linear warm-up, then half a cosine to zero."""
+    warm_up = min(WARM_UP, steps // 4)
+    if step < warm_up:
+        return highest * (step + 1) / warm_up
+    return highest * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))) / 2
+
+
+def start_engine(path: Training, size: Size, weights: Path):
+    """The model on this process, under DeepSpeed, with torch's AdamW and fp32 master weights."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    start_deepspeed()
+    options = zero_config(
+        path.zero_stage, whole_layers=path.compiled, kept_gathered=size.kept_gathered
+    )
+    options |= {
+        "train_micro_batch_size_per_gpu": size.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIPPING,
+    }
+    # Alive while the model is loaded: under stage 3 straight into the shards.
+    hf_config = HfDeepSpeedConfig(options)  # noqa: F841
+    model = GLM4VForCausalLM.from_pretrained(
+        weights, dtype=torch.bfloat16, attn_implementation=path.attention
+    ).train()
+    model.config.skip_logits = path.skip_logits
+    model.config.loss_chunk_size = 32  # several chunks a batch
+    checkpoint_layers(model, path.checkpoints, path.checkpoints)
+    if path.compiled:
+        compile_layers(model)
+        gather_whole_layers(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
+    return engine
+
+
+def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> dict:
+    """What one process does: train, and average each step's loss over all processes."""
+    device = "cpu"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = "cuda"
+    data = torch.load(folder / "data.pt", mmap=True)
+    engine = start_engine(path, size, folder / f"seed {seed}")
+    rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    in_step = processes * size.micro_batch
+    order = order_of_samples(len(data["input_ids"]), steps * in_step, seed)
+    losses, ended = [], [time.perf_counter()]
+    for step in range(steps):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, steps, size.learning_rate)
+        chosen = order[step * in_step : (step + 1) * in_step][rank::processes]
+        loss = engine(**make_batch(data, chosen, path, device)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().float())
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ended.append(time.perf_counter())
+    mean = torch.stack(losses)
+    torch.distributed.all_reduce(mean)
+    seconds = [after - before for before, after in zip(ended, ended[1:], strict=False)]
+    return {
+        "losses": [round(loss, 6) for loss in (mean / processes).tolist()],
+        "first_step_s": round(seconds[0], 2),
+        "median_step_s": round(statistics.median(seconds), 4),
+        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        if device == "cuda"
+        else None,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }
+
+
+def train_in_processes(asked: dict, processes: int, timeout: float) -> dict:
+    """One training in processes of its own. Raises ``RuntimeError`` with the end of its output."""
+    out = Path(asked["folder"], "trained.json")
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command += [__file__, json.dumps(asked)]
+    environment = gpu_environment()
+    if runs_on_cpu(processes):
+        environment = cpu_environment() | {"LOCAL_SIZE": str(processes)}
+    ended = run_with_limit(command, timeout, environment)
+    # The result may be there although a process was slow to end.
+    if out.exists():
+        return json.loads(out.read_text())
+    how = f"exit status {ended.status}" if ended.status is not None else f"{timeout:.0f} s were up"
+    raise RuntimeError(f"{how}\n{ended.output[-6000:]}")
+
+
+def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
+    """Compare all curves with the plain one of their seed, and that with the plain seeds' noise.
+
+    Args:
+        curves: By path and seed. ``plain`` with both seeds, and others.
+
+    Returns:
+        ``noise``, and for each other curve its ``distance``, both ``[all steps, last quarter]``;
+        whether it lies ``within`` the noise, and whether that is ``as_it_should`` be.
+
+    Raises:
+        ValueError: curves of different lengths, or too short, or plain seeds that are equal.
+    """
+    lengths = {len(curve) for of_path in curves.values() for curve in of_path.values()}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"curves of {min(lengths)} and of {max(lengths)} steps cannot be compared: train all "
+            "with the same --steps"
+        )
+    if min(lengths) < 2 * WINDOW:
+        raise ValueError(
+            f"curves of {min(lengths)} steps, of which {WINDOW} are averaged, say nothing: train "
+            f"at least {2 * WINDOW} steps"
+        )
+    plain = curves["plain"]
+    noise = distance(*plain.values())
+    if not all(noise):
+        raise ValueError(
+            f"the plain curves of {len(plain)} seeds are equal, their distance is {noise}: give "
+            "two seeds"
+        )
+    verdict = {"noise": noise, "curves": {}}
+    for name, of_path in curves.items():
+        for seed, curve in of_path.items() if name != "plain" else ():
+            far = distance(curve, plain[seed])
+            # A distance that is no number is not below.
+            within = all(d < n for d, n in zip(far, noise, strict=True))
+            verdict["curves"][f"{name}, seed {seed}"] = {
+                "distance": far,
+                "within": within,
+                "as_it_should": within != (name == "blank"),
+            }
+    verdict["as_it_should"] = all(row["as_it_should"] for row in verdict["curves"].values())
+    return verdict
+
+
+def distance(curve: list[float], other: list[float]) -> list[float]:
+    """Root mean square of the smoothed curves' difference: over all steps, over the last quarter.
+
+    The last quarter holds no average that reaches back before it.
+    """
+    difference = smoothed_difference(curve, other)
+    last = difference[-max(len(curve) // 4 - WINDOW + 1, 1) :]
+    return [math.sqrt(statistics.fmean(d * d for d in part)) for part in (difference, last)]
+
+
+def smoothed_difference(curve: list[float], other: list[float]) -> list[float]:
+    return [a - b for a, b in zip(smooth(curve), smooth(other), strict=True)]
+
+
+def smooth(curve: list[float]) -> list[float]:
+    """Means of :data:`WINDOW` steps, each at its last step."""
+    return [statistics.fmean(curve[end - WINDOW : end]) for end in range(WINDOW, len(curve) + 1)]
+
+
+def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
+    """All curves; below, how far each is from the plain one of its seed, in the seeds' band."""
+    from matplotlib.figure import Figure
+
+    colours = {
+        "plain": ("0.35", "0.65"),
+        "fast": ("tab:blue", "tab:orange"),
+        "packed": ("tab:green",),
+        "blank": ("tab:red",),
+    }
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    plain = curves["plain"]
+    apart = [abs(d) for d in smoothed_difference(*plain.values())]
+    steps = range(WINDOW, WINDOW + len(apart))
+    below.fill_between(
+        steps, [-d for d in apart], apart, color="0.85", label="plain seed 0 - plain seed 1, ±"
+    )
+    for name, of_path in curves.items():
+        for (seed, curve), colour in zip(of_path.items(), colours[name], strict=False):
+            label = f"{name}, seed {seed}"
+            wide = name == "plain"  # the others lie on top of it
+            above.plot(
+                range(1, len(curve) + 1),
+                curve,
+                color=colour,
+                linewidth=3 if wide else 1,
+                label=label,
+            )
+            if not wide and name != "blank":  # the control is far outside
+                difference = smoothed_difference(curve, plain[seed])
+                below.plot(steps, difference, color=colour, linewidth=1, label=f"{label} - plain")
+    above.set(yscale="log", ylabel="loss (nats per supervised token)")
+    below.set(xlabel="step", ylabel=f"difference, mean of {WINDOW} steps")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path, dpi=130)
+
+
+def describe(verdict: dict) -> str:
+    """The verdict in lines."""
+
+    def two(numbers: list[float]) -> str:
+        return f"{numbers[0]:.4g} over all steps, {numbers[1]:.4g} over the last quarter"
+
+    lines = [f"noise (plain, seed 0 to seed 1): {two(verdict['noise'])}"]
+    for name, row in verdict["curves"].items():
+        place = "within" if row["within"] else "OUTSIDE of"
+        should = "" if row["as_it_should"] else ", and should not be"
+        lines.append(f"{name}: {two(row['distance'])}: {place} the noise{should}")
+    return "\n".join(lines)
+
+
+def write(report: dict, path: Path) -> None:
+    """JSON with a line for each entry and for each training."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()]
+    runs = ",\n".join(json.dumps(run) for run in report["runs"])
+    lines[list(report).index("runs")] = f'"runs": [\n{runs}\n]'
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def curves_of(report: dict) -> dict[str, dict[int, list[float]]]:
+    curves: dict[str, dict[int, list[float]]] = {}
+    for run in report["runs"]:
+        curves.setdefault(run["path"], {})[run["seed"]] = run["losses"]
+    return curves
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for all that was seen")
+    parser.add_argument("--picture", type=Path, required=True, help="PNG file of the curves")
+    parser.add_argument("--size", choices=SIZES, default="mid")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--learning-rate", type=float, help="another than the size's own")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--also", nargs="+", choices=["packed", "blank"], default=[])
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one training")
+    parser.add_argument("--draw-only", action="store_true", help="judge and draw what --out holds")
+    options = parser.parse_args()
+    if options.steps < 2 * WINDOW:
+        parser.error(f"--steps {options.steps}: at least {2 * WINDOW} are needed")
+    if options.size == "mid" and runs_on_cpu(options.processes) and not options.draw_only:
+        parser.error(
+            f"--size mid takes a GPU for each of {options.processes} processes, and there are "
+            f"{torch.cuda.device_count()}: use --size tiny, or fewer --processes"
+        )
+    if options.draw_only:
+        report = json.loads(options.out.read_text())
+    else:
+        try:
+            report = train_all(options)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 2
+    # Written first: what was trained is not lost to a verdict or a picture that fails.
+    write(report, options.out)
+    report["verdict"] = judge(curves_of(report))
+    write(report, options.out)
+    print(describe(report["verdict"]), flush=True)
+    draw(curves_of(report), options.picture)
+    return 0 if report["verdict"]["as_it_should"] else 1
+
+
+def train_all(options: argparse.Namespace) -> dict:
+    """Train on every path with every seed that is asked for, one training after the other."""
+    size, paths, started = SIZES[options.size], PATHS, time.time()
+    if options.learning_rate is not None:
+        size = replace(size, learning_rate=options.learning_rate)
+    if not options.compile:
+        paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
+    wanted = [(name, seed) for name in ("plain", "fast") for seed in SEEDS]
+    wanted += [(name, SEEDS[0]) for name in options.also]
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = prepare(Path(folder), size)
+        print(f"{parameters} parameters, ready after {time.time() - started:.0f} s", flush=True)
+        for name, seed in wanted:
+            start = time.time()
+            asked = {"path": asdict(paths[name]), "size": asdict(size), "seed": seed}
+            asked |= {"steps": options.steps, "folder": folder}
+            try:
+                trained = train_in_processes(asked, options.processes, options.timeout)
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}, seed {seed}: {error}") from error
+            runs.append({"path": name, "seed": seed, "total_s": round(time.time() - start)})
+            runs[-1] |= trained
+            losses = trained["losses"]
+            print(
+                f"{name}, seed {seed}: loss {losses[0]:.4f} to {losses[-1]:.4f}, a step "
+                f"{trained['median_step_s']:.3f} s, all {runs[-1]['total_s']} s",
+                flush=True,
+            )
+    return {
+        "command": "python " + shlex.join(sys.argv),
+        "processes": options.processes,
+        "steps": options.steps,
+        "parameters": parameters,
+        "size": asdict(size),
+        "paths": {name: asdict(paths[name]) for name in dict(wanted)},
+        "seed": "initial weights and order of samples",
+        "precision": "bf16 weights and gradients, fp32 master weights",
+        "optimizer": {"AdamW": {"clipping": CLIPPING, "warm_up": WARM_UP, "schedule": "cosine"}},
+        "versions": {name: version(name) for name in VERSIONS}
+        | {"python": sys.version.split()[0], "glm4v-patched": __version__},
+        "total_s": round(time.time() - started),
+        "runs": runs,
+    }
+
+
+def worker(asked: dict) -> None:
+    folder = Path(asked["folder"])
+    trained = train(
+        Training(**asked["path"]), Size(**asked["size"]), asked["seed"], asked["steps"], folder
+    )
+    if torch.distributed.get_rank() == 0:
+        (folder / "trained.json").write_text(json.dumps(trained))
+    torch.distributed.barrier()
+    # DeepSpeed's and inductor's threads take long to end, and nothing is left to save.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        worker(json.loads(sys.argv[1]))
+    else:
+        sys.exit(main())

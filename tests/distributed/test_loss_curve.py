@@ -1,0 +1,146 @@
+"""The command that compares loss curves: its verdict on made-up curves, and a real run of it."""
+
+import json
+import math
+import random
+import sys
+
+import pytest
+import torch
+from loss_curve import (
+    PATHS,
+    describe,
+    distance,
+    judge,
+    learning_rate_at,
+    make_batch,
+    order_of_samples,
+)
+from processes import HERE, run_with_limit
+
+STEPS = 60
+
+
+def curve(seed: int, floor: float = 0.3) -> list[float]:
+    """A loss that falls to a floor, with the noise of small batches."""
+    rng = random.Random(seed)
+    return [floor + 6 * 0.9**step + rng.gauss(0, 0.05) for step in range(STEPS)]
+
+
+def judged(seed_1: list[float], name: str = "fast") -> dict:
+    """The verdict where only this curve, of seed 1, differs from the plain ones."""
+    made = {"plain": {0: curve(0), 1: curve(1)}, "fast": {0: curve(0), 1: curve(1)}}
+    made.setdefault(name, {})[1] = seed_1
+    return judge(made)
+
+
+def test_equal_curves_are_within_the_noise():
+    verdict = judged(curve(1))
+    assert verdict["as_it_should"]
+    assert verdict["curves"]["fast, seed 1"]["distance"] == [0, 0]
+    assert verdict["noise"][0] > 0 and verdict["noise"][1] > 0
+
+
+def test_a_shifted_curve_is_outside_of_the_noise():
+    verdict = judged([loss + 0.1 for loss in curve(1)])
+    assert verdict["curves"]["fast, seed 0"]["within"]
+    assert not verdict["curves"]["fast, seed 1"]["within"]
+    assert verdict["curves"]["fast, seed 1"]["distance"] == pytest.approx([0.1, 0.1])
+    assert not verdict["as_it_should"]
+    assert "fast, seed 1: 0.1 over all steps, 0.1 over the last quarter: OUTSIDE" in describe(
+        verdict
+    )
+
+
+def test_a_loss_divided_by_twice_the_tokens_is_outside_of_the_noise():
+    assert not judged([loss / 2 for loss in curve(1)])["as_it_should"]
+
+
+def test_a_curve_that_parts_only_in_its_last_quarter_is_outside_of_the_noise():
+    wide = {0: curve(0), 1: [loss + 6 * 0.8**step for step, loss in enumerate(curve(1))]}
+    parted = [loss + 0.2 * (step >= 45) for step, loss in enumerate(curve(0))]
+    verdict = judge({"plain": wide, "fast": {0: parted}})
+    row = verdict["curves"]["fast, seed 0"]
+    assert row["distance"][0] < verdict["noise"][0]
+    assert row["distance"][1] == pytest.approx(0.2) and not row["within"]
+
+
+def test_a_loss_that_is_no_number_is_outside_of_the_noise():
+    assert not judged([*curve(1)[:-1], math.nan])["as_it_should"]
+
+
+def test_the_control_should_be_outside_of_the_noise():
+    assert not judged(curve(1), "blank")["as_it_should"]
+    assert judged([loss + 1 for loss in curve(1)], "blank")["as_it_should"]
+
+
+def test_curves_that_cannot_be_compared_are_errors():
+    with pytest.raises(ValueError, match="curves of 50 and of 60 steps"):
+        judged(curve(1)[:50])
+    with pytest.raises(ValueError, match="curves of 19 steps, of which 10 .* at least 20"):
+        judge({"plain": {0: curve(0)[:19], 1: curve(1)[:19]}})
+    with pytest.raises(ValueError, match="plain curves of 2 seeds are equal"):
+        judge({"plain": {0: curve(0), 1: curve(0)}})
+
+
+def test_noise_of_single_steps_is_averaged_before_curves_are_compared():
+    flat = [1.0] * STEPS
+    swinging = [1.0 + (-1) ** step for step in range(STEPS)]
+    assert distance(flat, swinging) == pytest.approx([0, 0])
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    rates = [learning_rate_at(step, 200, 1.0) for step in range(201)]
+    assert rates[0] == 0.05 and rates[19] == rates[20] == 1
+    assert rates[110] == pytest.approx(0.5) and rates[200] == pytest.approx(0)
+
+
+def test_a_seed_decides_the_order_of_samples_and_every_epoch_holds_all():
+    order = order_of_samples(10, 25, seed=0)
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10)) and len(order) == 25
+    assert order == order_of_samples(10, 25, seed=0) != order_of_samples(10, 25, seed=1)
+
+
+def test_packed_and_padded_batches_hold_the_same_samples():
+    rows = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    data = {"input_ids": rows, "labels": [-row for row in rows]}
+    data["pixel_values"] = torch.arange(2.0)
+    padded = make_batch(data, [1, 0], PATHS["plain"], "cpu")
+    assert padded["input_ids"].tolist() == [[8, 9, 0], [5, 6, 7]]
+    assert padded["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert padded["labels"].tolist() == [[-8, -9, -100], [-5, -6, -7]]
+    packed = make_batch(data, [1, 0], PATHS["packed"], "cpu")
+    assert packed["input_ids"].tolist() == [[8, 9, 5, 6, 7]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert packed["labels"].tolist() == [[-8, -9, -5, -6, -7]]
+    assert padded["pixel_values"].tolist() == packed["pixel_values"].tolist() == [1, 0]
+    assert make_batch(data, [1, 0], PATHS["blank"], "cpu")["pixel_values"].tolist() == [0, 0]
+
+
+def test_the_mid_size_is_refused_without_gpus(tmp_path):
+    command = [sys.executable, str(HERE / "loss_curve.py"), "--out", str(tmp_path / "curves.json")]
+    ended = run_with_limit([*command, "--picture", str(tmp_path / "x.png")], 100)
+    assert ended.status == 2
+    assert "takes a GPU for each of 2 processes, and there are 0: use --size tiny" in ended.output
+
+
+@pytest.mark.slow
+def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path):
+    """Five trainings on two processes; layers are left uncompiled, which takes minutes."""
+    out, picture = tmp_path / "curves.json", tmp_path / "curves.png"
+    command = [sys.executable, str(HERE / "loss_curve.py"), "--out", str(out)]
+    command += ["--picture", str(picture), "--size", "tiny", "--steps", "60", "--no-compile"]
+    ended = run_with_limit([*command, "--also", "blank"], 900)
+    assert ended.status == 0, ended.output[-4000:]
+    report = json.loads(out.read_text())
+    trained = [(run["path"], run["seed"]) for run in report["runs"]]
+    assert trained == [("plain", 0), ("plain", 1), ("fast", 0), ("fast", 1), ("blank", 0)]
+    assert all(len(run["losses"]) == 60 for run in report["runs"])
+    assert all(run["losses"][-1] < run["losses"][0] / 3 for run in report["runs"])
+    assert {"torch", "transformers", "deepspeed"} <= set(report["versions"])
+    within = {name: row["within"] for name, row in report["verdict"]["curves"].items()}
+    assert within == {"fast, seed 0": True, "fast, seed 1": True, "blank, seed 0": False}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # The file alone gives the same verdict again.
+    ended = run_with_limit([*command, "--draw-only"], 100)
+    assert ended.status == 0 and json.loads(out.read_text()) == report
