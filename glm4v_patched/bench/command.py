@@ -1,4 +1,4 @@
-"""``glm4v-patched bench``: starts the processes, prints the table, writes the rows."""
+"""``glm4v-patched bench``: starts the processes, prints and writes the rows, or shows old ones."""
 
 import argparse
 import json
@@ -12,7 +12,10 @@ from pathlib import Path
 
 from ..training.choices import OPTIMIZERS, TRAINED
 from ..training.zero import path_of_processes
+from .pictures import check_drawable, draw_pictures
+from .rows import add_row, check_addable, read_rows
 from .settings import Settings
+from .table import insert, markdown_table
 
 COLUMNS = (
     "workload",
@@ -55,15 +58,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", help="config.json of another size than the real one")
     add("--against", metavar="PATH", help="folder with the original code, measured beside ours")
     add("--timeout", type=float, default=600, help="seconds for one row")
-    add("--out", type=Path, help="file that rows are added to, one JSON object a line")
+    add("--out", type=Path, metavar="FILE", help="JSON array that rows are added to, one a line")
+    add("--pictures", type=Path, metavar="FOLDER", help="draw memory.png and speed.png of the rows")
+    add("--rows", type=Path, nargs="+", metavar="FILE", help="measure nothing: table of these rows")
+    add("--into", type=Path, metavar="FILE", help="with --rows: put the table into this Markdown")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure every combination, each in processes of its own; a failed one becomes a row, too.
 
+    With ``--rows`` nothing is measured, and those rows are shown instead.
+
     Raises:
-        ValueError: settings that contradict each other, before anything runs.
+        ValueError: settings that contradict each other, or a file of rows that is none, before
+            anything runs.
     """
+    if options.pictures:
+        check_drawable(options.pictures)
+    if options.rows:
+        _show(options)
+        return
+    if options.into:
+        raise ValueError("--into writes the table of rows that are there: name them with --rows")
+    if options.out:
+        check_addable(options.out)
     measurements = [
         Settings(
             **_common(options),
@@ -83,13 +101,30 @@ def run(options: argparse.Namespace) -> None:
             "stage from 1 to 3"
         )
     print("  ".join(COLUMNS))
+    rows = []
     for settings in measurements:
         row = measure_in_processes(settings, options.gpus, options.timeout)
         row["command"] = "glm4v-patched bench " + shlex.join(_arguments(settings, options.gpus))
         print(describe(row), flush=True)
+        rows.append(row)
         if options.out:
-            with options.out.open("a") as rows:
-                rows.write(json.dumps(row) + "\n")
+            add_row(options.out, row)
+    if options.pictures:
+        print("\n".join(map(str, draw_pictures(rows, options.pictures))))
+
+
+def _show(options: argparse.Namespace) -> None:
+    """Print the table of rows from files, or put it into a file, and draw their pictures."""
+    if options.out:
+        raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
+    rows = [row for path in options.rows for row in read_rows(path)]
+    table = markdown_table(rows)
+    if options.into:
+        insert(table, options.into)
+    else:
+        print(table, end="")
+    if options.pictures:
+        print("\n".join(map(str, draw_pictures(rows, options.pictures))))
 
 
 def _common(options: argparse.Namespace) -> dict:
@@ -143,7 +178,18 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float) -> dict:
             output = f"{_text(stop.stdout)}\nnot done after {timeout:.0f} s"
         if out.exists():
             return row | json.loads(out.read_text())
-        return row | {"error": _reason(output)}
+        return row | {"error": _reason(output), "device": _device()}
+
+
+def _device() -> str | None:
+    """What the failed processes ran on; asked in a process that takes no memory here."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "
+    command = [sys.executable, "-c", code + "'cpu')"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    except subprocess.SubprocessError:
+        return None
+    return asked.stdout.strip()
 
 
 def _environment(processes: int) -> dict[str, str]:

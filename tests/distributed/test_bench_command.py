@@ -16,18 +16,21 @@ def bench(tmp_path):
     config.write_text(json.dumps(golden_json("config.json")))
 
     def bench(*arguments):
-        out = tmp_path / "rows.jsonl"
+        out = tmp_path / "rows.json"
         command = [sys.executable, "-m", "glm4v_patched.cli", "bench", "--config", str(config)]
         command += ["--text-tokens", "20", "--out", str(out), *arguments]
         ended = run_with_limit(command, 300, cpu_environment())
         assert ended.status == 0, ended.output[-4000:]
-        return [json.loads(line) for line in out.read_text().splitlines()]
+        return json.loads(out.read_text())
 
     return bench
 
 
-def test_a_measurement_is_a_row_with_its_command(bench):
-    (row,) = bench("--workload", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2")
+def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
+    (row,) = bench(
+        *("--workload", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
+        *("--pictures", str(tmp_path / "pictures")),
+    )
     assert "error" not in row, row["error"]
     assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
     assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
@@ -35,12 +38,15 @@ def test_a_measurement_is_a_row_with_its_command(bench):
     assert row["losses"][-1] < row["losses"][0]
     assert row["command"].startswith("glm4v-patched bench --workload lm --gpus 2 --micro-batch 2")
     assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])
+    pictures = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert pictures == ["memory.png", "speed.png"]
 
 
 def test_processes_that_fail_become_a_row_with_the_reason(bench):
     # A text that is longer than the rows this model takes.
     (row,) = bench("--workload", "lm", "--text-tokens", "100000", "--no-compile", "--gpus", "1")
     assert "ValueError" in row["error"] and "samples_per_s_per_gpu" not in row
+    assert row["device"] == "cpu"
 
 
 @pytest.mark.slow
