@@ -90,7 +90,8 @@ def test_every_second_layer_is_checkpointed():
 @pytest.mark.parametrize("policy", ["some", "every", "every 0", "every two", "full 2", ""])
 def test_a_policy_that_there_is_not_is_refused(policy):
     model = tiny_model()
-    with pytest.raises(ValueError, match="expected none, linear, selective, attention, full or 'every N'"):
+    expected = "expected none, linear, selective, attention, full or 'every N'"
+    with pytest.raises(ValueError, match=expected):
         checkpoint_layers(model, "full", policy)
 
 
