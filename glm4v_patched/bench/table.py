@@ -1,12 +1,10 @@
 """Measured rows as a Markdown table, with the command of every row."""
 
 import math
-from dataclasses import fields
 from pathlib import Path
 
-from ..training.choices import TRAINED
+from ..training.choices import ALL_WEIGHTS, TRAINED, trains_tower
 from .rows import replace_file
-from .settings import Settings
 
 WORKLOADS = {
     "full": "all weights",
@@ -15,7 +13,6 @@ WORKLOADS = {
     "lora_all": "LoRA, both towers",
     "qlora": "QLoRA, language model",
 }
-TRAINS_TOWER = ("full", "lora_all")
 OPTIMIZERS = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW"}
 COLUMNS = (
     "#",
@@ -37,7 +34,6 @@ REASONS = (
     ("not done after", "not done in time"),
     ("sigkill", "killed"),
 )
-DEFAULTS = {field.name: field.default for field in fields(Settings)}
 BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 
 
@@ -100,7 +96,7 @@ def recomputed(row: dict) -> str:
     if is_original(row):
         return "its own"
     chosen = row["settings"] | (row.get("policies") or {})
-    tower = chosen["tower"] if row["workload"] in TRAINS_TOWER else "-"
+    tower = chosen["tower"] if trains_tower(row["workload"]) else "-"
     return f"{tower}, {chosen['language']}"
 
 
@@ -115,9 +111,10 @@ def method(row: dict) -> list[str]:
         parts.append("optimizer on the CPU")
     if not is_original(row):
         parts.append("compiled" if settings.get("compile") else "not compiled")
-        kept = settings.get("kept_gathered", DEFAULTS["kept_gathered"])
-        if stage == 3 and kept != DEFAULTS["kept_gathered"]:
-            parts.append(f"{kept:g} weights kept gathered")
+        chosen = (row.get("policies") or {}).get("gathered")
+        kept = settings.get("kept_gathered") if chosen is None else chosen
+        if stage == 3 and kept is not None:
+            parts.append(f"{_weights(kept)} kept gathered")
     if settings.get("reuse_features"):
         parts.append("features reused")
     return parts
@@ -175,6 +172,10 @@ def _count(number: int, one: str, many: str) -> str:
 
 def _escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _weights(number: float) -> str:
+    return "weights" if number >= ALL_WEIGHTS else f"{number / 1e9:g} G weights"
 
 
 def _three_digits(value: float) -> str:

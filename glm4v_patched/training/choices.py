@@ -7,6 +7,9 @@ TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 # Of activations, from all kept to all computed again; "every N" lies between none and full.
 POLICIES = ("none", "linear", "selective", "attention", "full")
 
+# A number of weights that is more than any model has.
+ALL_WEIGHTS = 1e12
+
 # adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight.
 OPTIMIZERS = ("adamw", "adamw_8bit")
 

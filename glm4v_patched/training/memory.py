@@ -11,14 +11,14 @@ from itertools import product
 import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from .choices import trains_tower
+from .choices import ALL_WEIGHTS, trains_tower
 
 GIB = 2**30
 BF16, FP32 = 2, 4
 # In the order in which ties in time are broken.
 CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "attention", "full")
 # Weights that may stay gathered: all, some layers, and just enough to gather ahead.
-KEPT_GATHERED = (float("inf"), 1e9, 5e8)
+KEPT_GATHERED = (ALL_WEIGHTS, 1e9, 5e8)
 GATHERED_AHEAD = 2e8  # zero_config's prefetch bucket; as many are on their way back
 # What a GPU keeps beside torch's own memory: the driver's context and NCCL's buffers.
 OUTSIDE_TORCH = 2 * GIB

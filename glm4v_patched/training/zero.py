@@ -21,7 +21,7 @@ def zero_config(
             gathered by itself, as that costs a gather each after every step, and compiled layers
             get torch's own ``F.linear``.
         kept_gathered: Weights that may stay gathered between a layer's forward and its backward,
-            2 bytes each; ``float("inf")`` saves the second gather where all fit.
+            2 bytes each; 1e12 saves the second gather where all fit.
         offload_optimizer: Keep the optimizer's states and the fp32 weights on the CPU.
     """
     zero = {
@@ -31,12 +31,11 @@ def zero_config(
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     if whole_layers:
-        kept = min(kept_gathered, 1e12)
         zero |= {
             "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,
-            "stage3_max_live_parameters": kept,
-            "stage3_max_reuse_distance": kept,
+            "stage3_max_live_parameters": kept_gathered,
+            "stage3_max_reuse_distance": kept_gathered,
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
             "sub_group_size": 2e8,  # weights whose gradients are held in fp32 during an update

@@ -441,6 +441,9 @@ def main() -> int:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--also", nargs="+", choices=["packed", "blank"], default=[])
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one training")
+    parser.add_argument(
+        "--resume", action="store_true", help="only the trainings that --out does not hold yet"
+    )
     parser.add_argument("--draw-only", action="store_true", help="judge and draw what --out holds")
     options = parser.parse_args()
     if options.steps < 2 * WINDOW:
@@ -455,11 +458,9 @@ def main() -> int:
     else:
         try:
             report = train_all(options)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
-    # Written first: what was trained is not lost to a verdict or a picture that fails.
-    write(report, options.out)
     report["verdict"] = judge(curves_of(report))
     write(report, options.out)
     print(describe(report["verdict"]), flush=True)
@@ -468,39 +469,21 @@ def main() -> int:
 
 
 def train_all(options: argparse.Namespace) -> dict:
-    """Train on every path with every seed that is asked for, one training after the other."""
-    size, paths, started = SIZES[options.size], PATHS, time.time()
+    """Train on every path with every seed that is asked for, one training after the other.
+
+    The report is written after each of them.
+    """
+    size, paths = SIZES[options.size], PATHS
     if options.learning_rate is not None:
         size = replace(size, learning_rate=options.learning_rate)
     if not options.compile:
         paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
     wanted = [(name, seed) for name in ("plain", "fast") for seed in SEEDS]
     wanted += [(name, SEEDS[0]) for name in options.also]
-    runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        parameters = prepare(Path(folder), size)
-        print(f"{parameters} parameters, ready after {time.time() - started:.0f} s", flush=True)
-        for name, seed in wanted:
-            start = time.time()
-            asked = {"path": asdict(paths[name]), "size": asdict(size), "seed": seed}
-            asked |= {"steps": options.steps, "folder": folder}
-            try:
-                trained = train_in_processes(asked, options.processes, options.timeout)
-            except RuntimeError as error:
-                raise RuntimeError(f"{name}, seed {seed}: {error}") from error
-            runs.append({"path": name, "seed": seed, "total_s": round(time.time() - start)})
-            runs[-1] |= trained
-            losses = trained["losses"]
-            print(
-                f"{name}, seed {seed}: loss {losses[0]:.4f} to {losses[-1]:.4f}, a step "
-                f"{trained['median_step_s']:.3f} s, all {runs[-1]['total_s']} s",
-                flush=True,
-            )
-    return {
+    report = {
         "command": "python " + shlex.join(sys.argv),
         "processes": options.processes,
         "steps": options.steps,
-        "parameters": parameters,
         "size": asdict(size),
         "paths": {name: asdict(paths[name]) for name in dict(wanted)},
         "seed": "initial weights and order of samples",
@@ -508,9 +491,47 @@ def train_all(options: argparse.Namespace) -> dict:
         "optimizer": {"AdamW": {"clipping": CLIPPING, "warm_up": WARM_UP, "schedule": "cosine"}},
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
-        "total_s": round(time.time() - started),
-        "runs": runs,
+        "runs": earlier_runs(options.out, options.steps, asdict(size)) if options.resume else [],
     }
+    trained = {(run["path"], run["seed"]) for run in report["runs"]}
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.time()
+        report["parameters"] = prepare(Path(folder), size)
+        seconds = time.time() - started
+        print(f"{report['parameters']} parameters, ready after {seconds:.0f} s", flush=True)
+        for name, seed in wanted:
+            if (name, seed) in trained:
+                continue
+            start = time.time()
+            asked = {"path": asdict(paths[name]), "size": asdict(size), "seed": seed}
+            asked |= {"steps": options.steps, "folder": folder}
+            try:
+                seen = train_in_processes(asked, options.processes, options.timeout)
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}, seed {seed}: {error}") from error
+            run = {"path": name, "seed": seed, "total_s": round(time.time() - start)} | seen
+            report["runs"].append(run)
+            write(report, options.out)
+            losses = run["losses"]
+            print(
+                f"{name}, seed {seed}: loss {losses[0]:.4f} to {losses[-1]:.4f}, a step "
+                f"{run['median_step_s']:.3f} s, all {run['total_s']} s",
+                flush=True,
+            )
+    return report
+
+
+def earlier_runs(path: Path, steps: int, size: dict) -> list[dict]:
+    """The trainings that a report holds, which must be of these steps and this size."""
+    if not path.exists():
+        return []
+    report = json.loads(path.read_text())
+    if (report["steps"], report["size"]) != (steps, size):
+        raise ValueError(
+            f"{path} holds trainings of {report['steps']} steps of another size or learning rate "
+            f"than the {steps} asked for: name another --out, or leave out --resume"
+        )
+    return report["runs"]
 
 
 def worker(asked: dict) -> None:

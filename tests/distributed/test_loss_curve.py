@@ -11,6 +11,7 @@ from loss_curve import (
     PATHS,
     describe,
     distance,
+    earlier_runs,
     judge,
     learning_rate_at,
     make_batch,
@@ -141,6 +142,18 @@ def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path):
     within = {name: row["within"] for name, row in report["verdict"]["curves"].items()}
     assert within == {"fast, seed 0": True, "fast, seed 1": True, "blank, seed 0": False}
     assert picture.read_bytes().startswith(b"\x89PNG")
-    # The file alone gives the same verdict again.
-    ended = run_with_limit([*command, "--draw-only"], 100)
-    assert ended.status == 0 and json.loads(out.read_text()) == report
+    # The file alone gives the same verdict again, and what it holds is not trained again.
+    for again in (["--draw-only"], ["--resume", "--also", "blank"]):
+        ended = run_with_limit([*command, *again], 100)
+        assert ended.status == 0, ended.output[-4000:]
+        found = json.loads(out.read_text())
+        assert (found["runs"], found["verdict"]) == (report["runs"], report["verdict"])
+
+
+def test_trainings_of_another_length_are_not_resumed(tmp_path):
+    out = tmp_path / "curves.json"
+    out.write_text(json.dumps({"steps": 100, "size": {}, "runs": [1]}))
+    assert earlier_runs(out, 100, {}) == [1]
+    assert earlier_runs(tmp_path / "none.json", 100, {}) == []
+    with pytest.raises(ValueError, match="holds trainings of 100 steps .* than the 60 asked for"):
+        earlier_runs(out, 60, {})

@@ -190,7 +190,7 @@ def test_every_measured_row_stands_in_the_table_beside_its_command():
         (
             make_row(settings={"kept_gathered": 2e8}),
             "method",
-            "ZeRO-3, AdamW, compiled, 2e+08 weights kept gathered",
+            "ZeRO-3, AdamW, compiled, 0.2 G weights kept gathered",
         ),
         (make_row(implementation="original"), "method", "the original's code, ZeRO-3, AdamW"),
         (make_row(samples_per_s_per_gpu=0.01234), "samples/s/GPU", "0.0123"),
