@@ -190,6 +190,8 @@ def recomputed_flop(config: ChatGLMConfig, training: Training, kept: Kept) -> fl
     language["selective"] = language["linear"] + width * up
     language["attention"] = language["selective"] + width * (projected + fused)
     language["full"] = language["attention"] + training.row_length * projected
+    if training.trained == "qlora":
+        language["linear"] = language["selective"] = language["attention"]
     tower_tokens, language_tokens = _tokens(config, training)
     work = config.num_layers * language_tokens * _of_layers(kept.language, language)
     if trains_tower(training.trained):
@@ -222,6 +224,8 @@ def _channels(config: ChatGLMConfig, training: Training) -> tuple[dict, dict]:
         # Gradients of weights take the inputs of linear layers.
         tower["none"] += inner
         language["none"] += up // 2
+    if training.trained == "qlora":  # policies do not know linear layers of 4 bits
+        language["linear"] = language["selective"] = language["attention"]
     if not training.compiled:
         tower["none"] *= NOT_COMPILED_TOWER
         language["none"] *= NOT_COMPILED_LANGUAGE

@@ -6,6 +6,7 @@ from tiny import pictures, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from glm4v_patched.bench.command import describe
+from glm4v_patched.bench.profiling import kind_of, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
@@ -58,7 +59,9 @@ def test_every_workload_has_its_passes():
         ({"zero_stage": 4}, "ZeRO stage is 4; expected 0, 1, 2 or 3"),
         ({"micro_batch": 0}, "micro_batch is 0; expected at least 1"),
         ({"steps": 0}, "steps is 0; expected at least 1"),
-        ({"tower": "most"}, "tower's policy is 'most'"),
+        ({"tower": "most"}, "tower's policy is 'most'; expected auto, none"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; expected adamw or adamw_8bit"),
+        ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
         ({"workload": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
         ({"workload": "full", "reuse_features": True}, "full trains the vision tower"),
@@ -82,3 +85,36 @@ def test_several_processes_without_zero_are_refused_before_anything_runs(capsys)
 def test_a_failed_measurement_says_so_in_its_line():
     row = {"workload": "full", "implementation": "ours", "micro_batch": 1, "text_tokens": 512}
     assert describe(row | {"error": "out of memory"}).endswith("failed: out of memory")
+
+
+def test_kernels_are_told_apart_by_their_names():
+    # As a profile on an H200 with torch 2.11 and DeepSpeed 0.19.8 names them.
+    kinds = {
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_bias_TNT": "matrix products",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel": "optimizer",
+        "void kOptimizerStatic8bit2StateBlockwise<float, 3, 256, 1>": "optimizer",
+        "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>": "quantisation",
+        "triton_poi_fused_add_gelu_0": "compiled element-wise",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::reduce_kernel<512, 1>": "other",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
+
+
+def test_idle_is_when_nothing_but_communication_runs():
+    kernels = [
+        ("nvjet_a", 1000.0, 2000.0),
+        ("nccl_a", 2500.0, 4000.0),  # 500 us beside a product, then alone
+        ("triton_a", 5000.0, 1000.0),
+        ("triton_b", 5500.0, 1000.0),  # on another stream, half of it beside the one before
+        ("nccl_b", 7000.0, 1000.0),
+    ]
+    assert time_by_kind(kernels) == {
+        "matrix products": 2.0,
+        "communication": 5.0,
+        "compiled element-wise": 2.0,
+        "idle": 2.0 + 1.5,
+        "step": 7.0,
+    }

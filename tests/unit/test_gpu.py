@@ -1,11 +1,19 @@
 """The attention implementations on a GPU, forward and backward; run with ``pytest -m gpu``."""
 
+import json
+
 import pytest
 import torch
-from tiny import padded, pictures, text, three_id_image, tiny_config
+from tiny import golden_json, padded, pictures, text, three_id_image, tiny_config
 from transformers.utils import is_flash_attn_2_available
 
+from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.worker import measure
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.training.activations import checkpoint_layers
+from glm4v_patched.training.memory import count_parameters
+from glm4v_patched.training.pacing import limit_run_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -83,3 +91,37 @@ def assert_equal(got: tuple[float, dict], wanted: tuple[float, dict], dtype: tor
     largest = max(gradient.abs().max() for gradient in want.values())
     for name, gradient in want.items():
         assert (gradients[name] - gradient).abs().max() <= RTOL[dtype] * largest, name
+
+
+def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
+    def gradients(layers_ahead: int) -> dict:
+        torch.manual_seed(0)
+        model = GLM4VForCausalLM(tiny_config()).to("cuda", torch.bfloat16).train()
+        checkpoint_layers(model, "attention", "attention")
+        if layers_ahead:
+            limit_run_ahead(model, layers_ahead)
+        ids = torch.tensor([[5, *three_id_image(), *text(20, 1)]], device="cuda")
+        pixels = pictures(1).to("cuda", torch.bfloat16)
+        for _ in range(3):
+            model.zero_grad()
+            model(input_ids=ids, labels=ids, pixel_values=pixels).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    alone, waiting = gradients(0), gradients(1)
+    assert all(torch.equal(alone[name], waiting[name]) for name in alone)
+
+
+def test_a_training_steps_memory_is_told_apart(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(golden_json("config.json") | {"hidden_size": 1024}))
+    settings = Settings(
+        workload="full", zero_stage=0, compile=False, config=str(config), language="none"
+    )
+    row = measure(settings)
+    parts, peak = row["memory_gib"], row["peak_allocated_gib"]
+    weights = sum(count_parameters(ChatGLMConfig(**json.loads(config.read_text())))) * 2 / 2**30
+    assert parts["weights"] == pytest.approx(weights, rel=0.05)
+    assert parts["gradients"] == pytest.approx(weights, rel=0.1)
+    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.05)  # two moments in bf16
+    assert parts["activations"] > 0 and parts["logits"] > 0
+    assert parts["peak"] == pytest.approx(peak, rel=0.05)
