@@ -7,6 +7,8 @@ TRAINING_THE_TOWER = ("full", "lora_all")
 
 # Of activations, from all kept to all computed again; "every N" lies between none and full.
 POLICIES = ("none", "selective", "attention", "full")
+# These count what runs inside of a layer, where ZeRO-3 must then gather nothing.
+SELECTIVE_POLICIES = ("selective", "attention")
 
 
 def check_trained(trained: str) -> None:

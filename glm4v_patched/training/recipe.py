@@ -23,7 +23,7 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .activations import checkpoint_layers
 from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
-from .choices import TRAINING_THE_TOWER, check_policy, check_trained
+from .choices import SELECTIVE_POLICIES, TRAINING_THE_TOWER, check_policy, check_trained
 from .compilation import compile_layers, gather_whole_layers
 from .data import ConversationCollator, read_conversations
 from .features import TowerFeatures
@@ -33,7 +33,7 @@ from .zero import zero_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What a continued run may change: where things are kept, how often they are saved, and what is
-# computed twice to the same bits.
+# computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
 FREE_WHEN_RESUMING = {"model", "revision", "data", "out", "save_steps", "keep_checkpoints"}
 FREE_WHEN_RESUMING |= {"reuse_features", "tower", "language"}
 
@@ -170,8 +170,19 @@ class Recipe:
         """What DeepSpeed is given; None where it takes no part."""
         if self.zero_stage == 0:
             return None
-        whole_layers = self.compile and self.zero_stage == 3
-        return zero_config(self.zero_stage, self.precision == "bf16", whole_layers)
+        return zero_config(
+            self.zero_stage, self.precision == "bf16", whole_layers=self.gathers_whole_layers
+        )
+
+    @property
+    def gathers_whole_layers(self) -> bool:
+        """Whether ZeRO-3 gathers each layer at once, and nothing inside of it.
+
+        Not only for compiled layers: torch's selective checkpoints fail where the recomputation
+        runs a collective that the forward did not run.
+        """
+        selective = {self.tower, self.language} & {*SELECTIVE_POLICIES}
+        return self.zero_stage == 3 and (self.compile or bool(selective))
 
     def features_of(self, model: nn.Module) -> TowerFeatures | None:
         """What keeps the tower's features, if they are to be kept."""
@@ -322,8 +333,8 @@ def build_model(recipe: Recipe) -> nn.Module:
     checkpoint_layers(model, recipe.tower, recipe.language)
     if recipe.compile:
         compile_layers(model)
-        if recipe.zero_stage == 3:
-            gather_whole_layers(model)
+    if recipe.gathers_whole_layers:
+        gather_whole_layers(model)
     return model
 
 

@@ -127,16 +127,27 @@ def test_a_recipe_file_from_before_is_read_and_a_new_one_survives(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_compiled_layers_are_gathered_whole_under_zero_3(compiled, stage, folder):
-    asked = recipe(model=str(folder), compile=compiled, zero_stage=stage)
+@pytest.mark.parametrize(
+    ("compiled", "policy", "whole"),
+    [
+        (False, "full", False),
+        (False, "every 2", False),
+        (False, "selective", True),
+        (False, "attention", True),
+        (True, "full", True),
+    ],
+)
+def test_layers_without_hooks_inside_are_gathered_whole_under_zero_3(
+    compiled, policy, whole, stage, folder
+):
+    asked = recipe(model=str(folder), compile=compiled, tower=policy, zero_stage=stage)
     layers = [*checkpointed_layers(build_model(asked))]
     assert len(layers) == 4
     for layer in layers:
         assert hasattr(layer.forward, "_torchdynamo_orig_callable") == compiled
-        assert z3_leaf_module(layer) == (compiled and stage == 3)
+        assert z3_leaf_module(layer) == (whole and stage == 3)
     zero = asked.deepspeed_config()["zero_optimization"]
-    assert ("memory_efficient_linear" in zero) == (compiled and stage == 3)
+    assert ("memory_efficient_linear" in zero) == (whole and stage == 3)
 
 
 def test_without_zero_deepspeed_takes_no_part():
