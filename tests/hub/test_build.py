@@ -575,7 +575,7 @@ def test_the_cards_recipe_trains_on_two_processes_from_the_hub(built, tmp_path):
     with LocalHub() as hub:
         repository = hub.add_repository(NAME, as_files(built))
         repository.refs["refs/tags/v0.1.0"] = repository.head
-        repository.add_commit("refs/heads/main", {"config.json": None}, "not what is pinned")
+        repository.add_commit("refs/heads/main", {"config.json": b"no JSON"}, "not pinned")
         online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
         environment = where(tmp_path) | online | hub.environment
         train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]

@@ -202,12 +202,14 @@ def test_a_model_comes_from_the_hub_at_its_revision(folder, tmp_path, monkeypatc
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
         repository = hub.add_repository(NAME, files)
         repository.refs["refs/tags/v1"] = repository.head
-        repository.add_commit("refs/heads/main", {"config.json": None}, "spoilt")
+        newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
+        changes = {"config.json": json.dumps(newer).encode()}
+        repository.add_commit("refs/heads/main", changes, "another rotation")
         asked = recipe(model=NAME, revision="v1", trained="lora_lm", precision="fp32")
         model = build_model(asked)
         inner = model.get_base_model().state_dict()
-        with pytest.raises(OSError, match="config.json"):
-            build_model(recipe(model=NAME, precision="fp32"))
+        assert model.config.rope_ratio == 1
+        assert build_model(recipe(model=NAME, precision="fp32")).config.rope_ratio == 7
     for name, weight in golden_weights().items():
         if "query_key_value" not in name and "inv_freq" not in name:
             assert torch.equal(inner[name], weight), name
