@@ -334,8 +334,9 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
     if license_text is not None:
         files[WEIGHTS_LICENSE] = license_text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    files["requirements.txt"] = "".join(f"{line}\n" for line in project["dependencies"]).encode()
-    files["README.md"] = _card(source, name, license_name)
+    requirements = project["dependencies"]
+    files["requirements.txt"] = "".join(f"{line}\n" for line in requirements).encode()
+    files["README.md"] = _card(source, name, license_name, requirements)
     manifest = {
         "version": glm4v_patched.__version__,
         "upstream_revision": source.revision,
@@ -415,7 +416,7 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     return files
 
 
-def _card(source: Source, name: str, license_name: str | None) -> bytes:
+def _card(source: Source, name: str, license_name: str | None, requirements: list[str]) -> bytes:
     pinned = source.repository is not None and license_name is not None
     address = f"{UPSTREAM}/blob/main/LICENSE"
     if pinned:
@@ -426,6 +427,7 @@ def _card(source: Source, name: str, license_name: str | None) -> bytes:
     card = template.render(
         name=name,
         version=glm4v_patched.__version__,
+        requirements=" ".join(f'"{line}"' for line in requirements),
         base_model=source.repository or UPSTREAM,
         revision=source.revision,
         license_link=f"https://huggingface.co/{address}",

@@ -194,6 +194,10 @@ def publish(options: argparse.Namespace, api: HfApi, say: Say) -> None:
     if not options.pr and destination.tagged is None:
         with _during(f"tagging {repo}", f"commit {commit} is complete, but has no tag; {GO_ON}"):
             api.create_tag(repo, tag=build.tag, revision=commit)
+        with _during(f"reading back the tag of {repo}", f"commit {commit} is complete; {GO_ON}"):
+            tagged = _tagged(api, repo, build.tag)
+        if tagged != commit:
+            raise PublishError(_not_tagged(repo, build.tag, commit, tagged))
         say(f"Tagged {build.tag}.")
 
 
@@ -265,11 +269,25 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
             manifest = answer.json()
         except ValueError:
             manifest = {}  # refused as none of ours, with the cure
+    return Destination(info.sha, bool(info.private), files, manifest, _tagged(api, repo, tag))
+
+
+def _tagged(api: HfApi, repo: str, tag: str) -> str | None:
+    """The commit that a tag is at; ``None`` without the tag."""
     try:
-        tagged = commit_of(api.repo_info(repo, revision=tag))
+        return commit_of(api.repo_info(repo, revision=tag))
     except RevisionNotFoundError:
-        tagged = None
-    return Destination(info.sha, bool(info.private), files, manifest, tagged)
+        return None
+
+
+def _not_tagged(repo: str, tag: str, commit: str, tagged: str | None) -> str:
+    said = f"the server answered that {repo} has the tag {tag} now, at commit {commit}"
+    if tagged is None:
+        return f"{said}, but it is not there; the commit is complete, {GO_ON}"
+    return (
+        f"{said}, but it is at {tagged}: somebody else made it at the same moment. People pin "
+        "tags, so it is not moved: raise the version of glm4v-patched and build again"
+    )
 
 
 def _tree(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:

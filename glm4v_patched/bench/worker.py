@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..training.activations import checkpoint_layers
+from ..training.choices import gathers_whole_layers
 from ..training.compilation import compile_layers, gather_whole_layers
 from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
 from ..training.pacing import limit_run_ahead
-from ..training.weights import quantise, select_weights
+from ..training.weights import quantise, require_packages, select_weights
 from ..training.zero import zero_config
 from .accounting import allocated, memory_parts
 from .profiling import profile_step
@@ -160,9 +161,13 @@ class _Zero:
         self.config = _config(settings)
         self.kept = _kept(settings, self.config)
         ours = settings.against is None
+        policies = self.kept.tower, self.kept.language
+        whole_layers = ours and gathers_whole_layers(
+            settings.zero_stage, settings.compile, *policies
+        )
         options = zero_config(
             settings.zero_stage,
-            whole_layers=ours and settings.compile,
+            whole_layers=whole_layers,
             kept_gathered=self.kept.gathered,
             offload_optimizer=settings.offload,
         )
@@ -175,7 +180,7 @@ class _Zero:
         # Under stage 3 DeepSpeed puts every new parameter on its device, sharded.
         with nullcontext() if settings.zero_stage == 3 else torch.device(device):
             self.model = _build(settings, device, self.config, self.kept)
-        if ours and settings.compile and settings.zero_stage == 3:
+        if whole_layers:
             gather_whole_layers(self.model)
         if ours and settings.zero_stage == 3 and settings.layers_ahead:
             limit_run_ahead(self.model, settings.layers_ahead)
@@ -249,10 +254,9 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "adamw":
         return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise RuntimeError(f"{name} needs bitsandbytes: pip install bitsandbytes") from error
+    require_packages(name)
+    from bitsandbytes.optim import AdamW8bit
+
     return AdamW8bit(trained, lr=LEARNING_RATE)
 
 

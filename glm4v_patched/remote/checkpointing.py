@@ -107,6 +107,8 @@ def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[nn.Parameter, set
     """Their frozen ZeRO-3 parameters, each with the ids of the modules that own it."""
     owners: dict[nn.Parameter, set[int]] = {}
     for module in modules:
+        if not hasattr(module, "ds_id"):
+            continue  # inside of a leaf module, which is gathered and released from outside
         # Not module.parameters() or attributes: DeepSpeed's getters gather what is asked for.
         for parameter in module._parameters.values():
             if parameter is None or parameter.requires_grad:

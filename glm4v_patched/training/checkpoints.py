@@ -186,9 +186,14 @@ def set_incomplete_aside(folder: Path, after_step: int) -> None:
         logger.warning("%s is now %s; delete it if you do not need it", checkpoint, aside)
 
 
-def require_same_settings(checkpoint: Path, settings: dict) -> None:
-    """Raise ``ValueError`` naming what differs from the run that wrote a complete checkpoint."""
+def require_same_settings(checkpoint: Path, settings: dict, defaults: dict | None = None) -> None:
+    """Raise ``ValueError`` naming what differs from the run that wrote a complete checkpoint.
+
+    Args:
+        defaults: Of settings that there were not yet when an older checkpoint was written.
+    """
     written = json.loads((checkpoint / MANIFEST).read_text())["settings"]
+    written = (defaults or {}) | written
     differences = [
         f"{name}: {written.get(name)} there, {settings.get(name)} now"
         for name in sorted(written.keys() | settings.keys())

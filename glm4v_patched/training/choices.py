@@ -6,6 +6,8 @@ TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 
 # Of activations, from all kept to all computed again; "every N" lies between none and full.
 POLICIES = ("none", "linear", "selective", "attention", "full")
+# These count what runs inside of a layer, where ZeRO-3 must then gather nothing.
+SELECTIVE_POLICIES = ("linear", "selective", "attention")
 
 # A number of weights that is more than any model has.
 ALL_WEIGHTS = 1e12
@@ -33,9 +35,18 @@ def check_optimizer(optimizer: str) -> None:
 
 def check_policy(name: str, policy: str, or_auto: bool = False) -> None:
     """Raises ``ValueError`` if there is no such policy; ``name`` says whose."""
-    kind, _, number = policy.partition(" ")
+    kind, _, number = str(policy).partition(" ")  # a recipe may hold anything
     is_every = kind == "every" and number.isdecimal() and int(number) > 0
     if is_every or policy in POLICIES or (or_auto and policy == "auto"):
         return
     expected = ", ".join((("auto",) if or_auto else ()) + POLICIES)
     raise ValueError(f"the {name}'s policy is {policy!r}; expected {expected} or 'every N', N > 0")
+
+
+def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:
+    """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it.
+
+    Not only for compiled layers: torch's selective checkpoints fail where the recomputation runs a
+    collective that the forward did not run.
+    """
+    return zero_stage == 3 and (compiled or not {*policies}.isdisjoint(SELECTIVE_POLICIES))

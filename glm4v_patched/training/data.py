@@ -124,14 +124,15 @@ class ConversationCollator:
             images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
         return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
 
-    def count_positions(self, conversation: list[dict]) -> int:
-        """How many ids :meth:`encode` makes of a conversation, without opening its images."""
+    def count(self, conversation: list[dict]) -> tuple[int, int]:
+        """How many ids :meth:`encode` makes of a conversation, and how many images it has, which
+        are not opened."""
         ids = self.processor.tokenizer.apply_chat_template(
             conversation, chat_template=self.processor.chat_template, return_dict=False
         )
+        images = ids.count(self.image_id)
         # In what the tokenizer writes, an image has one id for all its inner positions.
-        grows_by = self.processor.num_image_tokens - 1
-        return len(ids) + 1 + ids.count(self.image_id) * grows_by
+        return len(ids) + 1 + images * (self.processor.num_image_tokens - 1), images
 
     def labels(self, ids: list[int]) -> list[int]:
         """The ids of the assistant's turns, -100 elsewhere."""

@@ -15,6 +15,7 @@ import torch
 
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
+from .weights import require_packages
 from .zero import path_of_processes, require_deepspeed
 
 # Processes that are told to end do so at once, unless they hang in a driver.
@@ -35,7 +36,8 @@ def runs_on_cpu(processes: int) -> bool:
 
 
 def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
-    """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU.
+    """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU; with
+    ``zero_stage`` 0 a single process trains without either, and without DeepSpeed.
 
     No training process outlives this call, nor this process, however it ends.
 
@@ -46,15 +48,18 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
 
     Raises:
         RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
-            behind, or the training failed.
+            behind, what its choices need is missing, or the training failed.
         ValueError: ``recipe.out`` holds checkpoints and ``resume`` is False, the checkpoint is
-            incomplete, or of a run with other settings.
+            incomplete, or of a run with other settings; ``zero_stage`` 0 on several processes.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
     on_cpu = runs_on_cpu(processes)
-    require_deepspeed(on_cpu)
-    if on_cpu:
-        require_no_abandoned_lock()
+    if recipe.zero_stage:
+        require_deepspeed(on_cpu)
+        if on_cpu:
+            require_no_abandoned_lock()
+    require_packages(recipe.trained)
+    require_packages(recipe.optimizer)
     folder = Path(recipe.out)
     checkpoint = recipe.starting_point(processes, resume)
     if resume:
@@ -70,9 +75,15 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    # Port 0: the launcher picks a free one, so that two trainings can run side by side.
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    elif not recipe.zero_stage:
+        # The Trainer would spread a single process over all GPUs that it sees.
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment |= {"CUDA_VISIBLE_DEVICES": first}
+    command = [sys.executable]
+    if recipe.zero_stage:
+        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        # Port 0: the launcher picks a free one, so that two trainings can run side by side.
+        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += ["-m", "glm4v_patched.training.recipe", str(settings), "--end-with-stdin"]
     if checkpoint is not None:
         command += ["--resume-from", str(checkpoint)]

@@ -5,7 +5,7 @@ when they are compiled (:mod:`activations` says what each policy keeps) and were
 measured peaks at the real size (``tests/unit/test_memory.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -88,7 +88,7 @@ def choose_kept(config: ChatGLMConfig, training: Training, free: float, asked: K
         Where nothing fits, what is smallest: the estimate may err, and an out-of-memory error is no
         worse than a refusal.
     """
-    room = (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
+    room = _room(free)
     towers = CANDIDATES if trains_tower(training.trained) else ("full",)
     gathered = KEPT_GATHERED if training.compiled else (1e9,)
     choices = [
@@ -104,6 +104,14 @@ def choose_kept(config: ChatGLMConfig, training: Training, free: float, asked: K
     if not fitting:
         return min(choices, key=sizes.get)
     return min(fitting, key=lambda kept: (recomputed_flop(config, training, kept), -kept.gathered))
+
+
+def choose_offload(config: ChatGLMConfig, training: Training, free: float) -> bool:
+    """Whether training fits into ``free`` bytes only with the optimizer's states on the CPU."""
+    smallest = Kept("full", "full", min(KEPT_GATHERED))
+    size = estimate(config, replace(training, offload=False), smallest)
+    helped = estimate(config, replace(training, offload=True), smallest) < size
+    return helped and size > _room(free)
 
 
 def estimate(config: ChatGLMConfig, training: Training, kept: Kept) -> float:
@@ -197,6 +205,11 @@ def recomputed_flop(config: ChatGLMConfig, training: Training, kept: Kept) -> fl
     if trains_tower(training.trained):
         work += vision.num_hidden_layers * tower_tokens * _of_layers(kept.tower, tower)
     return 2 * work
+
+
+def _room(free: float) -> float:
+    """What of so many free bytes tensors can take."""
+    return (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
 
 
 def _tokens(config: ChatGLMConfig, training: Training) -> tuple[float, int]:

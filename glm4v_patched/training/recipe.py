@@ -11,32 +11,64 @@ import json
 import os
 import sys
 import threading
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainingArguments
+from torch import nn
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.dynamic_module_utils import custom_object_save
 
+from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
+from .activations import checkpoint_layers
 from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
+from .choices import (
+    check_optimizer,
+    check_policy,
+    check_trained,
+    gathers_whole_layers,
+    trains_tower,
+)
+from .compilation import compile_layers, gather_whole_layers
 from .data import ConversationCollator, read_conversations
 from .features import TowerFeatures
+from .memory import Kept, Training, choose_kept, choose_offload, free_memory
+from .pacing import limit_run_ahead
 from .packing import PackingCollator, pack_conversations
+from .weights import hold_in_fp32, loaded_in_4_bits, select_weights
 from .zero import zero_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# What a continued run may change: where things are kept, and how often they are saved.
-FREE_WHEN_RESUMING = {"model", "data", "out", "save_steps", "keep_checkpoints", "reuse_features"}
+# What a continued run may change: where things are kept, how often they are saved, and what is
+# computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
+FREE_WHEN_RESUMING = {"model", "revision", "data", "out", "save_steps", "keep_checkpoints"}
+FREE_WHEN_RESUMING |= {"reuse_features", "tower", "language"}
+
+# The Trainer's names.
+OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What to train and how. Paths are folders but for ``data``, a JSONL file.
 
+    ``model`` may also be an id of the Hub, at ``revision``.
+
+    ``trained`` is one of :data:`choices.TRAINED`. Of LoRA, with adapters of rank ``lora_rank``,
+    ``out`` gets the adapters alone. ``tower`` and ``language`` are policies of
+    :func:`activations.checkpoint_layers`; "auto" is the fastest for which the GPUs' free memory
+    suffices (:mod:`memory`; "full" on a CPU). ``compile`` compiles layers (:mod:`compilation`).
+    ``optimizer`` is one of :data:`choices.OPTIMIZERS`; ``offload`` keeps its states and the fp32
+    weights on the CPU, "auto" does so where nothing else fits.
+
+    ``zero_stage`` 0 is a single process without DeepSpeed, which qlora asks for. What is trained is
+    then held in fp32, and computed with under autocast where ``precision`` is "bf16".
+
     With ``save_steps``, a checkpoint to continue from is saved to ``out`` every so many steps (not
     at the last one, where the model itself is saved); the newest ``keep_checkpoints`` are kept, or
-    all of them. ``precision`` is "bf16" or "fp32", of the weights and of the computation.
+    all of them. ``precision`` is "bf16" or "fp32", of the computation and of what is saved.
 
     With ``pack_to``, conversations are packed into rows of at most so many positions, no one longer
     than that, and ``micro_batch`` counts such rows.
@@ -60,16 +92,62 @@ class Recipe:
     keep_checkpoints: int | None = None
     pack_to: int | None = None
     reuse_features: bool | str = False
+    trained: str = "full"
+    lora_rank: int = 8
+    tower: str = "auto"
+    language: str = "auto"
+    compile: bool = False
+    optimizer: str = "adamw"
+    offload: bool | str = "auto"
+    revision: str | None = None
 
     def __post_init__(self):
         if self.precision not in DTYPES:
             raise ValueError(
                 f"precision is {self.precision!r}; expected one of {', '.join(DTYPES)}"
             )
+        check_trained(self.trained)
+        check_policy("tower", self.tower, or_auto=True)
+        check_policy("language", self.language, or_auto=True)
+        check_optimizer(self.optimizer)
+        if self.offload not in (True, False, "auto"):
+            raise ValueError(f"offload is {self.offload!r}; expected true, false or 'auto'")
+        if self.offload is True and self.zero_stage == 0:
+            raise ValueError(
+                "offload with zero_stage 0: ZeRO offloads the optimizer; expected zero_stage 1, 2 "
+                "or 3, or offload to be false"
+            )
+        if self.offload is True and self.optimizer == "adamw_8bit":
+            raise ValueError(
+                "offload with adamw_8bit, which runs on a GPU: expected optimizer to be adamw, or "
+                "offload to be false"
+            )
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile is {self.compile!r}; expected true or false")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage is {self.zero_stage!r}; expected 0, 1, 2 or 3")
+        if self.trained == "qlora" and self.zero_stage != 0:
+            raise ValueError(
+                f"qlora with zero_stage {self.zero_stage}: weights of 4 bits cannot be sharded; "
+                "expected zero_stage 0, and one process"
+            )
+        if self.revision is not None and (not self.revision or Path(self.model).is_dir()):
+            raise ValueError(
+                f"revision is {self.revision!r} of {self.model}; expected null for a folder, and "
+                "a branch, tag or commit for an id of the Hub"
+            )
         if not isinstance(self.reuse_features, bool | str) or self.reuse_features == "":
             raise ValueError(
                 f"reuse_features is {self.reuse_features!r}; expected true, false or a folder"
             )
+        if self.reuse_features and trains_tower(self.trained):
+            raise ValueError(
+                f"{self.trained} trains the vision tower, whose features change with every step "
+                "and cannot be reused; expected trained to be lm, lora_lm or qlora, or "
+                "reuse_features to be false"
+            )
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank is {self.lora_rank}; expected at least 1")
         for name in ("save_steps", "keep_checkpoints", "pack_to"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -97,11 +175,19 @@ class Recipe:
         """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
 
         Raises:
-            ValueError: none can be chosen, or it is of a run with other settings.
+            ValueError: none can be chosen, it is of a run with other settings, or several processes
+                are to train without ZeRO.
         """
+        if self.zero_stage == 0 and processes != 1:
+            raise ValueError(
+                f"zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
+                "expected --processes 1, or zero_stage 1, 2 or 3"
+            )
         checkpoint = choose_checkpoint(Path(self.out), resume)
         if checkpoint is not None:
-            require_same_settings(checkpoint, self.settings(processes))
+            defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+            defaults = {k: v for k, v in defaults.items() if k not in FREE_WHEN_RESUMING}
+            require_same_settings(checkpoint, self.settings(processes), defaults)
         return checkpoint
 
     def settings(self, processes: int) -> dict:
@@ -110,7 +196,53 @@ class Recipe:
         digest = hashlib.sha256(Path(self.data).read_bytes()).hexdigest()
         return decisive | {"processes": processes, "sha256 of data": digest}
 
-    def features_of(self, model: GLM4VForCausalLM) -> TowerFeatures | None:
+    def chosen_by_memory(
+        self, config: ChatGLMConfig, row_length: int, images: int, processes: int, free: float
+    ) -> tuple["Recipe", float]:
+        """This recipe with a choice for what is "auto", and how many weights may stay gathered
+        (:func:`zero_config`).
+
+        Args:
+            row_length: Positions of the longest row, images included.
+            images: The most images in a row.
+            free: Bytes on each GPU, 0 for none.
+        """
+        training = Training(
+            trained=self.trained,
+            micro_batch=self.micro_batch,
+            row_length=row_length,
+            images_per_row=images,
+            zero_stage=self.zero_stage,
+            processes=processes,
+            optimizer=self.optimizer,
+            compiled=self.compile,
+        )
+        offload = self.offload
+        if offload == "auto":
+            may = free > 0 and self.zero_stage > 0 and self.optimizer != "adamw_8bit"
+            offload = may and choose_offload(config, training, free)
+        training = replace(training, offload=offload)
+        kept = choose_kept(config, training, free, Kept(self.tower, self.language, None))
+        chosen = replace(self, tower=kept.tower, language=kept.language, offload=offload)
+        return chosen, kept.gathered
+
+    def deepspeed_config(self, kept_gathered: float = 1e9) -> dict | None:
+        """What DeepSpeed is given; None where it takes no part."""
+        if self.zero_stage == 0:
+            return None
+        return zero_config(
+            self.zero_stage,
+            self.precision == "bf16",
+            whole_layers=self.gathers_whole_layers,
+            kept_gathered=kept_gathered,
+            offload_optimizer=self.offload is True,
+        )
+
+    @property
+    def gathers_whole_layers(self) -> bool:
+        return gathers_whole_layers(self.zero_stage, self.compile, self.tower, self.language)
+
+    def features_of(self, model: nn.Module) -> TowerFeatures | None:
         """What keeps the tower's features, if they are to be kept."""
         if self.reuse_features is False:
             return None
@@ -127,17 +259,33 @@ class Recipe:
 class RecipeTrainer(Trainer):
     """Saves the model with the config it came with, in checkpoints too: they can be loaded.
 
+    Adapters get the code beside them, with which a process without this package loads their base.
     With ``features``, pictures that they know do not go through the tower.
+
+    Args:
+        model: A glm-4v, or peft's around one.
     """
 
-    def __init__(self, model: GLM4VForCausalLM, features: TowerFeatures | None = None, **options):
+    def __init__(self, model: nn.Module, features: TowerFeatures | None = None, **options):
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
+        self.has_adapters = hasattr(model, "get_base_model")
+        self.inner: GLM4VForCausalLM = model.get_base_model() if self.has_adapters else model
         # The Trainer puts the tokenizer's one end token in place of the model's three.
-        self.stop_ids = model.config.eos_token_id
+        self.stop_ids = self.inner.config.eos_token_id
         super().__init__(model=model, **options)
-        model.config.skip_logits = True
+        self.inner.config.skip_logits = True
+
+    def create_optimizer(self, *model) -> torch.optim.Optimizer:
+        """The Trainer's, without groups in which nothing is trained.
+
+        Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
+        scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
+        """
+        optimizer = super().create_optimizer(*model)
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, **options):
         if self.features is None:
@@ -148,17 +296,19 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        config = self.model.config
+        config = self.inner.config
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             config.skip_logits = True
+        if self.has_adapters and self.args.should_save:
+            custom_object_save(self.inner, output_dir or self.args.output_dir)
 
 
 def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
-    """Train all weights with both towers checkpointed; save the model to ``recipe.out``.
+    """Train what the recipe says; save the model, or the adapters, to ``recipe.out``.
 
     Also writes ``training.json`` there, last: the loss history, and how many processes took part.
 
@@ -169,6 +319,12 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
     Raises:
         ValueError: :meth:`Recipe.starting_point` says when.
     """
+    processor = ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
+    conversations, collator = read_conversations(recipe.data), ConversationCollator(processor)
+    if recipe.pack_to is not None:
+        conversations = pack_conversations(conversations, processor, recipe.pack_to)
+        collator = PackingCollator(processor)
+    chosen, kept_gathered = _for_this_machine(recipe, conversations, processor)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
         output_dir=recipe.out,
@@ -178,10 +334,10 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
         lr_scheduler_type="cosine",
         warmup_steps=max(recipe.steps // 20, 1),
         max_grad_norm=1.0,
-        optim="adamw_torch",
+        optim=OPTIMIZERS[recipe.optimizer],
         bf16=recipe.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
-        deepspeed=zero_config(recipe.zero_stage, bf16=recipe.precision == "bf16"),
+        deepspeed=chosen.deepspeed_config(kept_gathered),
         remove_unused_columns=False,
         save_strategy="no" if recipe.save_steps is None else "steps",
         save_steps=recipe.save_steps or 0,
@@ -190,13 +346,8 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
         seed=recipe.seed,
     )
     recipe.starting_point(arguments.world_size, checkpoint or False)
-    processor = ChatGLMProcessor.from_pretrained(recipe.model)
-    conversations, collator = read_conversations(recipe.data), ConversationCollator(processor)
-    if recipe.pack_to is not None:
-        conversations = pack_conversations(conversations, processor, recipe.pack_to)
-        collator = PackingCollator(processor)
-    model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=DTYPES[recipe.precision])
-    checkpoint_activations(model)
+    set_seed(recipe.seed)  # adapters are random
+    model = build_model(chosen)
     trainer = RecipeTrainer(
         model,
         features=recipe.features_of(model),
@@ -209,6 +360,8 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
         ],
     )
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if recipe.zero_stage == 0:
+        _round_trained(model, DTYPES[recipe.precision])
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = [
@@ -220,11 +373,72 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
         Path(recipe.out, "training.json").write_text(json.dumps(report, indent=2))
 
 
-def checkpoint_activations(model: GLM4VForCausalLM) -> None:
-    options = {"use_reentrant": False}
-    # transformers 5.23 renamed it and warns about the old name.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable(options)
+def _for_this_machine(
+    recipe: Recipe, rows: list, processor: ChatGLMProcessor
+) -> tuple[Recipe, float]:
+    """:meth:`Recipe.chosen_by_memory` for these rows; all processes come to the same."""
+    config = ChatGLMConfig.from_pretrained(recipe.model, revision=recipe.revision or "main")
+    if not torch.cuda.is_available():
+        return recipe.chosen_by_memory(config, 1, 1, 1, free_memory())
+    if recipe.zero_stage:
+        import deepspeed
+
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        deepspeed.init_distributed()
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    longest = longest_row(rows, processor)
+    chosen, gathered = recipe.chosen_by_memory(config, *longest, processes, free_memory())
+    if int(os.environ.get("RANK", 0)) == 0:
+        choice = f"tower {chosen.tower}, language {chosen.language}, offload {chosen.offload}"
+        print(f"by memory, for rows of {longest[0]} positions: {choice}", flush=True)
+    return chosen, gathered
+
+
+def longest_row(rows: list, processor: ChatGLMProcessor) -> tuple[int, int]:
+    """Positions of the longest row, and the most images in one.
+
+    Args:
+        rows: Conversations, or what :func:`pack_conversations` made of them.
+    """
+    count = ConversationCollator(processor).count
+    packed = [row if isinstance(row[0], list) else [row] for row in rows]
+    counts = [[count(conversation) for conversation in row] for row in packed]
+    totals = [[sum(kind) for kind in zip(*row, strict=True)] for row in counts]
+    positions, images = zip(*totals, strict=True)
+    return max(positions), max(images)
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """The model, ready for the Trainer: loaded, what is not trained frozen, policies set, compiled.
+
+    "auto" must have been decided (:meth:`Recipe.chosen_by_memory`).
+    Under ZeRO-3 the weights are loaded straight into shards if ``TrainingArguments`` with the
+    recipe's ``deepspeed_config`` were made before.
+    """
+    dtype = DTYPES[recipe.precision]
+    options = {"dtype": dtype, "revision": recipe.revision or "main"}
+    if recipe.trained == "qlora":
+        options |= loaded_in_4_bits(dtype, "cuda:0" if torch.cuda.is_available() else "cpu")
+    model = GLM4VForCausalLM.from_pretrained(recipe.model, **options)
+    model = select_weights(model, recipe.trained, recipe.lora_rank)
+    if recipe.revision is not None and hasattr(model, "peft_config"):
+        model.peft_config["default"].revision = recipe.revision  # of the base
+    if recipe.zero_stage == 0:
+        hold_in_fp32(model)
+    checkpoint_layers(model, recipe.tower, recipe.language)
+    if recipe.compile:
+        compile_layers(model)
+    if recipe.gathers_whole_layers:
+        gather_whole_layers(model)
+    if recipe.zero_stage == 3:
+        limit_run_ahead(model)
+    return model
+
+
+def _round_trained(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def end_with_stdin() -> None:
@@ -252,4 +466,5 @@ if __name__ == "__main__":
     if options.end_with_stdin:
         end_with_stdin()
     train(Recipe.read(options.settings), options.resume_from)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

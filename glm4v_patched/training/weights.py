@@ -1,7 +1,10 @@
 """Which weights are trained: everything, the language model, or LoRA adapters."""
 
+import importlib.util
+
 import torch
 from torch import nn
+from transformers import BitsAndBytesConfig
 
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .choices import check_trained
@@ -12,6 +15,21 @@ LORA_TARGETS = {
     "lora_all": r".*query_key_value",
     "qlora": r".*encoder\..*query_key_value",
 }
+PACKAGES = {
+    "lora_lm": ["peft"],
+    "lora_all": ["peft"],
+    "qlora": ["peft", "bitsandbytes"],
+    "adamw_8bit": ["bitsandbytes"],
+}
+
+
+def require_packages(choice: str) -> None:
+    """Raise ``RuntimeError`` naming what weights or an optimizer need and do not find."""
+    missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"{choice} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
 
 
 def select_weights(model: GLM4VForCausalLM, trained: str, lora_rank: int = 8) -> nn.Module:
@@ -31,27 +49,47 @@ def select_weights(model: GLM4VForCausalLM, trained: str, lora_rank: int = 8) ->
     if trained == "lm":
         model.transformer.vision.requires_grad_(False)
         return model
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise RuntimeError(f"{trained} needs peft: pip install peft") from error
+    require_packages(trained)
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=lora_rank, target_modules=LORA_TARGETS[trained], task_type="CAUSAL_LM", lora_dropout=0.0
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
+def hold_in_fp32(model: nn.Module) -> None:
+    """Hold what is trained in fp32, in place, for training in bf16 under autocast.
+
+    Where ZeRO keeps no fp32 masters, most updates would be lost to bf16's rounding.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def loaded_in_4_bits(dtype: torch.dtype, device: torch.device | str) -> dict:
+    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does."""
+    require_packages("qlora")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["transformer.output_layer", "transformer.vision.linear_proj"],
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
 def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
     """Hold the linear layers of both towers in 4 bits (NF4, doubly quantised), in place.
 
-    Layers are moved to ``device`` one at a time, so that it never holds the model in full. What
-    ``from_pretrained`` does with ``BitsAndBytesConfig(load_in_4bit=True)``, for a model that was
-    not loaded.
+    Layers are moved to ``device`` one at a time, so that it never holds the model in full. For a
+    model that was not loaded; :func:`loaded_in_4_bits` is for one that is.
     """
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise RuntimeError("qlora needs bitsandbytes: pip install bitsandbytes") from error
+    require_packages("qlora")
+    import bitsandbytes
+
     towers = model.transformer.encoder, model.transformer.vision.transformer
     for tower in towers:
         for parent in list(tower.modules()):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from glm4v_patched.remote.modeling_chatglm import Embedding
 from glm4v_patched.training import recipe
 
 options = argparse.ArgumentParser()
@@ -22,11 +23,13 @@ options.add_argument("--resume-from", type=Path)
 options.add_argument("--die-writing")
 
 
-def add_dropout(model) -> None:
-    checkpoint_activations(model)
-    model.transformer.embedding.register_forward_hook(
+def build_with_dropout(settings: recipe.Recipe) -> torch.nn.Module:
+    model = build_model(settings)
+    (embedding,) = [module for module in model.modules() if isinstance(module, Embedding)]
+    embedding.register_forward_hook(
         lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1, module.training)
     )
+    return model
 
 
 def die_half_way(name: str) -> None:
@@ -45,9 +48,10 @@ def die_half_way(name: str) -> None:
 
 if __name__ == "__main__":
     arguments = options.parse_args()
-    checkpoint_activations = recipe.checkpoint_activations
-    recipe.checkpoint_activations = add_dropout
+    build_model = recipe.build_model
+    recipe.build_model = build_with_dropout
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
     recipe.train(recipe.Recipe.read(arguments.settings), arguments.resume_from)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

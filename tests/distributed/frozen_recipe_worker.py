@@ -1,4 +1,4 @@
-"""Trains a recipe with a frozen tower, and prints how often rank 0 ran it.
+"""Trains a recipe, and prints how often rank 0 ran the tower.
 
 Started by test_reused_features.py: ``python -m torch.distributed.run --nproc_per_node 2
 frozen_recipe_worker.py SETTINGS``.
@@ -9,20 +9,22 @@ from pathlib import Path
 
 import torch
 
+from glm4v_patched.remote.visual import EVA2CLIPModel
 from glm4v_patched.training import recipe
 
-checkpoint_activations = recipe.checkpoint_activations
+build_model = recipe.build_model
 runs = []
 
 
-def freeze_tower(model) -> None:
-    checkpoint_activations(model)
-    model.transformer.vision.requires_grad_(False)
-    model.transformer.vision.register_forward_hook(lambda *call: runs.append(1))
+def build_and_count(settings: recipe.Recipe) -> torch.nn.Module:
+    model = build_model(settings)
+    (tower,) = [module for module in model.modules() if isinstance(module, EVA2CLIPModel)]
+    tower.register_forward_hook(lambda *call: runs.append(1))
+    return model
 
 
 if __name__ == "__main__":
-    recipe.checkpoint_activations = freeze_tower
+    recipe.build_model = build_and_count
     recipe.train(recipe.Recipe.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")

@@ -10,13 +10,12 @@ from processes import run_with_limit
 
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.training.data import (
-    ConversationCollator,
     read_conversations,
     write_conversations,
 )
 from glm4v_patched.training.packing import pack_conversations
 from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.recipe import Recipe
+from glm4v_patched.training.recipe import Recipe, longest_row
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 # Idle, a run takes some 8 seconds.
@@ -49,9 +48,12 @@ def test_a_packed_run_has_the_losses_of_a_padded_one(tmp_path):
         precision="fp32",
     )
     processor = ChatGLMProcessor.from_pretrained(padded.model)
-    longest = max(map(ConversationCollator(processor).count_positions, conversations))
+    longest, images = longest_row(conversations, processor)
+    assert images == 1
     rows = pack_conversations(read_conversations(padded.data), processor, 2 * longest)
     assert [len(row) for row in rows] == [2, 2]
+    positions, images = longest_row(rows, processor)
+    assert longest < positions <= 2 * longest and images == 2
     packed = replace(padded, out=str(tmp_path / "packed"), micro_batch=2, pack_to=2 * longest)
     want = losses(padded)
     assert len(want) == 4 and want[-1] < want[0] - 0.1

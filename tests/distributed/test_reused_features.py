@@ -112,7 +112,8 @@ def test_processes_are_told_that_memory_is_each_ones_own(results):
     assert output.count("kept in the memory of 2 processes") == 2 * in_memory
 
 
-def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(tmp_path):
+@pytest.mark.parametrize("trained", ["lm", "lora_lm"])
+def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, tmp_path):
     """Five steps an epoch, in another order each, so that pictures change processes."""
     conversations = draw_data_set(tmp_path / "pictures", 20, seed=0, side=IMAGE_SIDE)
     write_conversations(tmp_path / "train.jsonl", conversations)
@@ -128,12 +129,14 @@ def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(tmp_path):
             learning_rate=1e-3,
             precision="fp32",
             reuse_features=reuse,
+            trained=trained,
         )
         (tmp_path / name).mkdir()
         recipe.write(tmp_path / name / "recipe.json")
         settings = str(tmp_path / name / "recipe.json")
         outputs.append(run_two_processes("frozen_recipe_worker.py", settings, seconds=300))
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
+        (saved,) = (tmp_path / name).glob("*model.safetensors")
+        weights.append(load_file(saved))
     assert "the tower ran 12 times" in outputs[0]
     assert "the tower ran 5 times" in outputs[1]
     plain, reusing = weights

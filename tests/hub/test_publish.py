@@ -555,6 +555,41 @@ def test_a_commit_that_cannot_be_read_back_is_tagged_by_the_next_run(hub, run, b
     assert published(hub)
 
 
+def test_a_tag_that_is_answered_and_not_made_is_told_and_made_by_the_next_run(hub, run, build):
+    repository = hub.add_repository(REPO)
+    hub.fail("POST", "/tag/", answer={})
+    status, output = run(build, "--push")
+    assert status == 1 and "Tagged" not in output
+    assert f"tag v0.1.0 now, at commit {repository.head}, but it is not there" in output
+    assert "run the same command again" in output and not repository.tags
+    assert run(build, "--push")[0] == 0
+    assert published(hub)
+
+
+def test_a_tag_that_lands_on_another_commit_is_told_and_left(hub, run, build):
+    repository = hub.add_repository(REPO)
+    first = repository.head
+    hub.fail(
+        "POST",
+        "/tag/",
+        answer={},
+        call=lambda: repository.refs.update({"refs/tags/v0.1.0": first}),
+    )
+    status, output = run(build, "--push")
+    assert status == 1 and f"at commit {repository.head}, but it is at {first}" in output
+    assert "raise the version" in output and repository.tags == {"v0.1.0": first}
+
+
+def test_a_tag_that_cannot_be_read_back_is_told(hub, run, build):
+    hub.add_repository(REPO)
+    hub.fail("GET", "/revision/v0.1.0", after=1, times=99, status=403)
+    status, output = run(build, "--push")
+    assert status == 1 and "reading back the tag" in output and "is complete" in output
+    hub.faults.clear()
+    assert run(build, "--push")[0] == 0
+    assert published(hub)
+
+
 def test_a_stranger_s_token_and_organisation_are_told(hub, run, build, monkeypatch):
     status, output = run(build, "--push", repo="another-org/model")
     assert status == 1 and "the token may not do this" in output and "(403: " in output

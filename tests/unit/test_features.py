@@ -702,7 +702,7 @@ def test_a_trainer_predicts_logits_and_no_features(conversations, processor, tmp
 
 def recipe(**changes) -> Recipe:
     values = dict.fromkeys(("model", "data", "out"), "folder")
-    values |= {"steps": 1, "micro_batch": 1, "learning_rate": 1.0}
+    values |= {"steps": 1, "micro_batch": 1, "learning_rate": 1.0, "trained": "lm"}
     return Recipe(**(values | changes))
 
 
