@@ -23,6 +23,8 @@ from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
+# fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
+ATOL = 2e-4
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
     reason="needs bitsandbytes, which is no requirement of ours: pip install bitsandbytes",
@@ -131,7 +133,7 @@ def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
     want = train(sharded)
     alone = replace(sharded, out=str(tmp_path / "alone"), zero_stage=0, micro_batch=4)
     # The same four conversations a step; losses fall by a third.
-    assert train(alone) == pytest.approx(want, abs=1e-4)
+    assert train(alone) == pytest.approx(want, abs=ATOL)
     assert want[-1] < want[0] - 0.5
 
 
@@ -201,7 +203,7 @@ def test_selective_policies_survive_zero_3_without_compilation(policy, recipe, t
     plain = replace(recipe, out=str(tmp_path / "plain"), trained="lora_all", tower="none")
     plain = replace(plain, language="none")
     selective = replace(plain, out=str(tmp_path / policy), tower=policy, language=policy)
-    assert train(selective) == pytest.approx(train(plain), abs=1e-5)
+    assert train(selective) == pytest.approx(train(plain), abs=ATOL)
 
 
 @pytest.mark.slow
@@ -209,4 +211,4 @@ def test_compiled_layers_lose_what_plain_ones_do(recipe, tmp_path):
     plain = replace(recipe, out=str(tmp_path / "plain"), trained="lora_all", language="attention")
     compiled = replace(plain, out=str(tmp_path / "compiled"), compile=True)
     # fp32: the layers round differently; the losses fall by some 0.5.
-    assert train(compiled) == pytest.approx(train(plain), abs=1e-4)
+    assert train(compiled) == pytest.approx(train(plain), abs=ATOL)
