@@ -129,9 +129,12 @@ def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_packag
 
 
 def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
+    """ZeRO-3, with the optimizer's states offloaded from what is a GPU elsewhere."""
     sharded = replace(recipe, out=str(tmp_path / "sharded"), trained="lm", learning_rate=1e-3)
+    sharded = replace(sharded, offload=True)
     want = train(sharded)
-    alone = replace(sharded, out=str(tmp_path / "alone"), zero_stage=0, micro_batch=4)
+    alone = replace(sharded, out=str(tmp_path / "alone"), zero_stage=0, offload=False)
+    alone = replace(alone, micro_batch=4)
     # The same four conversations a step; losses fall by a third.
     assert train(alone) == pytest.approx(want, abs=ATOL)
     assert want[-1] < want[0] - 0.5
@@ -161,6 +164,7 @@ CHOICES = [
     pytest.param(
         {"trained": "qlora", "zero_stage": 0}, id="qlora, no ZeRO", marks=needs_bitsandbytes
     ),
+    pytest.param({"optimizer": "adamw_8bit"}, id="8-bit AdamW, ZeRO-3", marks=needs_bitsandbytes),
 ]
 
 
