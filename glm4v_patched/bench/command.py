@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reuse-features", action="store_true", help="as from the second epoch on")
     add("--loss-chunk", type=int, default=defaults["loss_chunk"], help="positions with logits")
     add("--all-logits", action="store_true", help="no chunks: logits of all positions")
+    add("--zero-options", default=defaults["zero_options"], metavar="JSON", help="for DeepSpeed")
     add("--profile", action="store_true", help="also say what the GPU was busy with in a step")
     add("--warm-up", type=int, default=defaults["warm_up"])
     add("--steps", type=int, default=defaults["steps"], help="timed steps")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+LONGEST = 25
 # The first whose pattern is in a kernel's name. Communication runs beside the others.
 KINDS = {
     "communication": r"nccl",
@@ -22,15 +23,17 @@ KINDS = {
 }
 
 
-def profile_step(step: Callable[[], object]) -> dict[str, float] | None:
-    """Milliseconds of one step by kind of kernel; None without a GPU.
+def profile_step(step: Callable[[], object]) -> dict:
+    """What a step's kernels take; empty without a GPU.
 
-    ``idle`` is when nothing but communication ran, ``step`` the time from the first kernel to the
-    last. Profiling itself makes a step longer, where the GPU waits for the CPU.
+    Returns:
+        ``profile_ms``: :func:`time_by_kind`; ``profile_kernels``: the :data:`LONGEST` kernels by
+        their time in all, each with its name, milliseconds and number of calls. Profiling itself
+        makes a step longer, where the GPU waits for the CPU.
     """
     if not torch.cuda.is_available():
         step()
-        return None
+        return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
@@ -38,14 +41,30 @@ def profile_step(step: Callable[[], object]) -> dict[str, float] | None:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    kernels = [
-        event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    kernels = [event for event in events if event.get("cat") in on_gpu]
+    kernels = [(event["name"], event["ts"], event["dur"]) for event in kernels]
+    return {"profile_ms": time_by_kind(kernels), "profile_kernels": longest(kernels)}
+
+
+def longest(kernels: list[tuple[str, float, float]]) -> list[dict]:
+    """The kernels that take most in all, from ``(name, start, duration)`` in microseconds."""
+    durations = defaultdict(list)
+    for name, _, duration in kernels:
+        durations[name].append(duration)
+    by_time = sorted(durations.items(), key=lambda item: -sum(item[1]))
+    return [
+        {"name": name[:120], "ms": round(sum(of_name) / 1000, 2), "calls": len(of_name)}
+        for name, of_name in by_time[:LONGEST]
     ]
-    return time_by_kind([(event["name"], event["ts"], event["dur"]) for event in kernels])
 
 
 def time_by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Sum up ``(name, start, duration)`` in microseconds."""
+    """Milliseconds by kind of kernel, from ``(name, start, duration)`` in microseconds.
+
+    ``idle`` is when nothing but communication ran, ``step`` the time from the first kernel to the
+    last.
+    """
     total, compute = defaultdict(float), []
     for name, start, duration in kernels:
         kind = kind_of(name)

@@ -18,7 +18,8 @@ class Settings:
 
     ``config`` is a JSON file of another size than the real one; ``against`` is a folder with the
     original modelling code, measured in the place of ours; ``all_logits`` computes the loss from
-    logits of all positions; ``profile`` adds a profiled step.
+    logits of all positions; ``profile`` adds a profiled step; ``zero_options`` is a JSON object
+    that is laid over DeepSpeed's ``zero_optimization``.
     """
 
     workload: str
@@ -37,6 +38,7 @@ class Settings:
     loss_chunk: int = 1024
     all_logits: bool = False
     profile: bool = False
+    zero_options: str = "{}"
     warm_up: int = 3
     steps: int = 5
     config: str | None = None
@@ -54,6 +56,7 @@ class Settings:
         check_policy("tower", self.tower, or_auto=True)
         check_policy("language", self.language, or_auto=True)
         check_optimizer(self.optimizer)
+        self.zero_changes()
         if self.workload == "qlora" and self.zero_stage != 0:
             raise ValueError(
                 f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "
@@ -68,6 +71,19 @@ class Settings:
                 f"{self.workload} trains the vision tower: its features change with every step and "
                 "cannot be reused; use lm, lora_lm or qlora"
             )
+
+    def zero_changes(self) -> dict:
+        """``zero_options``, read."""
+        try:
+            changes = json.loads(self.zero_options)
+        except ValueError as error:
+            raise ValueError(f"zero_options {self.zero_options!r} is not JSON: {error}") from error
+        if not isinstance(changes, dict):
+            raise ValueError(
+                f"zero_options is {self.zero_options!r}; expected an object as in "
+                """'{"overlap_comm": false}'"""
+            )
+        return changes
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -87,7 +87,7 @@ def measure(settings: Settings) -> dict | None:
         "versions": {"python": sys.version.split()[0], **_versions()},
     }
     if settings.profile:
-        row["profile_ms"] = profile_step(lambda: trainer.step(batch))
+        row |= profile_step(lambda: trainer.step(batch))
     return row if int(os.environ.get("RANK", 0)) == 0 else None
 
 
@@ -171,6 +171,7 @@ class _Zero:
             kept_gathered=self.kept.gathered,
             offload_optimizer=settings.offload,
         )
+        options["zero_optimization"] |= settings.zero_changes()
         del options["gradient_accumulation_steps"]
         options |= {
             "train_micro_batch_size_per_gpu": settings.micro_batch,

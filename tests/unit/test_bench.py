@@ -6,7 +6,7 @@ from tiny import pictures, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from glm4v_patched.bench.command import describe
-from glm4v_patched.bench.profiling import kind_of, time_by_kind
+from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
@@ -61,6 +61,8 @@ def test_every_workload_has_its_passes():
         ({"steps": 0}, "steps is 0; expected at least 1"),
         ({"tower": "most"}, "tower's policy is 'most'; expected auto, none"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'; expected adamw or adamw_8bit"),
+        ({"zero_options": "no"}, "zero_options 'no' is not JSON"),
+        ({"zero_options": "[1]"}, "zero_options is '\\[1]'; expected an object"),
         ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
         ({"workload": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
@@ -118,3 +120,14 @@ def test_idle_is_when_nothing_but_communication_runs():
         "idle": 2.0 + 1.5,
         "step": 7.0,
     }
+
+
+def test_kernels_that_take_most_in_all_come_first():
+    kernels = [("long", 0.0, 1500.0), ("often", 0.0, 1000.0), ("often", 2000.0, 1000.0)]
+    kernels += [(f"short {number}", 0.0, 1.0) for number in range(50)]
+    found = longest(kernels)
+    assert len(found) == 25
+    assert found[:2] == [
+        {"name": "often", "ms": 2.0, "calls": 2},
+        {"name": "long", "ms": 1.5, "calls": 1},
+    ]
