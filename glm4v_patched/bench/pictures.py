@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .table import failure, hardware, method, recomputed, sort_rows, workload_name
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Of each panel: the field of the horizontal axis, and the field that is fixed along a line.
 PANELS = (("text_tokens", "micro_batch"), ("micro_batch", "text_tokens"))
-LABELS = {"text_tokens": "ids of text in a sample, beside its image", "micro_batch": "micro-batch"}
-FIXED = {"text_tokens": "{:,} ids of text", "micro_batch": "micro-batch {}"}
+NAMES = {"text_tokens": "ids of text in a sample, beside its image", "micro_batch": "micro-batch"}
 # Parts of the peak, from the bottom up; what is left of it when they are known.
 PARTS = {
     "weights": "#4477aa",
@@ -29,19 +28,15 @@ PARTS = {
 NOT_TOLD_APART, GREY = "allocated, not told apart", "#bbbbbb"
 
 
-@dataclass(frozen=True)
-class Line:
-    """Rows of one workload and method on one hardware that differ in the field of a panel's axis.
+class Line(NamedTuple):
+    """Rows of one series that differ in the field of a panel's axis.
 
-    ``series`` counts workloads and methods, the same way in both panels, and ``variant`` the lines
-    that one of them has in this panel. ``rows`` are by the field's value, ascending.
+    A series is what was asked for: workload, policies, method and hardware, by the number that it
+    has in both panels. ``rows`` are by their place on the horizontal axis, ascending.
     """
 
-    key: str
+    axes: Axes
     series: int
-    variant: int
-    name: str
-    fixed: int
     rows: dict[int, dict]
 
 
@@ -75,99 +70,131 @@ def memory_figure(rows: list[dict]) -> Figure:
 
     A line above is the peak reserved.
     """
-    figure, panels = _panels(rows, "peak memory, GiB a GPU")
-    for axes, (axis, fixed) in zip(panels, PANELS, strict=True):
-        lines = _lines(rows, axis, fixed)
-        values = sorted({value for line in lines for value in line.rows})
-        position, centres, bars = 0, [], {}
-        for value in values:
-            present = [line for line in lines if value in line.rows]
-            for line in present:
-                _draw_bar(axes, position, line.rows[value])
-                bars[position] = line.key
-                position += 1
-            centres.append(position - (len(present) + 1) / 2)
-            position += 1  # a gap
-        axes.set_xticks(centres, [f"{value:,}" for value in values])
-        axes.tick_params(axis="x", which="major", length=0, pad=18)
-        axes.set_xticks(list(bars), list(bars.values()), minor=True)
-        axes.xaxis.remove_overlapping_locs = False  # a bar in the middle of its group has its key
-        middle = position / 2 - 1
-        half = max(middle + 0.7, 2.5)  # a single bar does not fill the panel
-        axes.set_xlim(middle - half, middle + half)
-        _finish(axes, axis, fixed, lines)
-        for line, name in zip(lines, _line_names(lines, fixed), strict=True):
-            axes.plot([], [], linestyle="none", label=f"{line.key}: {name}")
-        _legend(axes, handlelength=0, handletextpad=0)
-    panels[0].set_ylim(bottom=0)  # of both, once both have their data
-    handles = {}
-    for axes in panels:
-        for artist in (*axes.containers, *axes.lines):
-            label = artist.get_label()
-            if label in PARTS or label in (NOT_TOLD_APART, "reserved"):
-                handles[label] = artist
-    order = [name for name in (*PARTS, NOT_TOLD_APART, "reserved") if name in handles]
-    found = [handles[name] for name in order]
-    title = "; ".join(_shared(rows))
-    figure.legend(found, order, loc="outside upper center", ncols=8, frameon=False, title=title)
+    figure, lines = _place(rows, "peak memory, GiB a GPU")
+    for line in lines:
+        for place, row in line.rows.items():
+            _draw_bar(line.axes, place, row)
+    found = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    order = [name for name in (*PARTS, NOT_TOLD_APART, "reserved") if name in found]
+    found = [found[name] for name in order]
+    figure.legend(found, order, loc="outside upper center", ncols=8, frameon=False)
+    _finish(figure, rows, {})
     return figure
 
 
 def speed_figure(rows: list[dict]) -> Figure:
-    """A line of tokens/s/GPU for each workload and method; failures stand on the axis."""
-    figure, panels = _panels(rows, "tokens/s/GPU, an image's positions included")
-    for axes, (axis, fixed) in zip(panels, PANELS, strict=True):
-        lines = _lines(rows, axis, fixed)
-        values = sorted({value for line in lines for value in line.rows})
-        failures = Counter()
-        for line, name in zip(lines, _line_names(lines, fixed), strict=True):
-            measured = {
-                value: row["tokens_per_s_per_gpu"]
-                for value, row in line.rows.items()
-                if failure(row) is None
-            }
-            colour = f"C{line.series % 10}"
-            style = "os^D"[line.variant % 4] + ("-", "--", ":")[line.series // 10 % 3]
-            axes.plot(list(measured), list(measured.values()), style, color=colour, label=name)
-            for value in line.rows.keys() - measured.keys():
-                axes.plot([value], [0], "x", color=colour, clip_on=False)
-                _say(axes, value, failure(line.rows[value]), colour, 12 * failures[value])
-                failures[value] += 1
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(values, [f"{value:,}" for value in values])
-        axes.set_xticks([], minor=True)
-        axes.set_xlim(values[0] / 1.5, values[-1] * 1.5)
-        _finish(axes, axis, fixed, lines)
-        _legend(axes)
-    panels[0].set_ylim(bottom=0)  # of both, once both have their data
-    figure.suptitle("; ".join(_shared(rows)), fontsize=10)
+    """A line of tokens/s/GPU for each series; failures stand on the axis."""
+    figure, lines = _place(rows, "tokens/s/GPU, an image's positions included")
+    handles = {}
+    for axes, series, of_line in lines:
+        colour, style = f"C{series % 10}", ("-", "--", ":")[series // 10 % 3]
+        speeds = {
+            place: row["tokens_per_s_per_gpu"]
+            for place, row in of_line.items()
+            if failure(row) is None
+        }
+        (handles[series],) = axes.plot(
+            list(speeds), list(speeds.values()), "o", linestyle=style, color=colour
+        )
+        for place in of_line.keys() - speeds.keys():
+            axes.plot([place], [0], "x", color=colour, clip_on=False)
+            _say(axes, place, failure(of_line[place]), colour)
+    _finish(figure, rows, handles)
     return figure
 
 
-def _panels(rows: list[dict], label: str) -> tuple[Figure, list[Axes]]:
+def _place(rows: list[dict], label: str) -> tuple[Figure, list[Line]]:
+    """Two panels, and the lines of both: groups of places, a group for each value of the axis.
+
+    Beside each other, rows of equal values hide none of each other. Each place has its key.
+
+    Raises:
+        ValueError: there are no rows.
+    """
     from matplotlib.figure import Figure
 
     if not rows:
         raise ValueError("there are no rows to draw; measure some, or name files that have some")
-    height = 5 + 0.2 * len({_parts(row) for row in rows})
-    figure = Figure(figsize=(14, height), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.set_ylabel(label)
-    return figure, [left, right]
+    # The panels keep more than half of the height, whatever the legend takes of it.
+    figure = Figure(figsize=(14, 5 + 0.3 * len(_series(rows))), layout="constrained")
+    placed = []
+    for axes, (axis, fixed) in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
+        lines = _lines(rows, axis, fixed)
+        values = sorted({value for _, value, _ in lines})
+        letters = {v: chr(ord("a") + n) if len(values) > 1 else "" for n, v in enumerate(values)}
+        told = (f"{value:,} ({key})".removesuffix(" ()") for value, key in letters.items())
+        axes.set_title(f"{NAMES[fixed]}: {', '.join(told)}", fontsize=10)
+        places = [{} for _ in lines]
+        keys, centres, place = {}, {}, 0
+        for axis_value in sorted({value for _, _, of_line in lines for value in of_line}):
+            first = place
+            for (series, value, of_line), at in zip(lines, places, strict=True):
+                if axis_value in of_line:
+                    at[place] = of_line[axis_value]
+                    keys[place] = f"#{series + 1}{letters[value]}"
+                    place += 1
+            centres[(first + place - 1) / 2] = f"{axis_value:,}"
+            place += 1  # a gap
+        placed += [Line(axes, line[0], at) for line, at in zip(lines, places, strict=True)]
+        pad, rotation = (30, 90) if place > 20 else (18, 0)
+        axes.set_xticks(list(centres), list(centres.values()))
+        axes.tick_params(axis="x", which="major", length=0, pad=pad)
+        axes.set_xticks(list(keys), list(keys.values()), minor=True)
+        axes.tick_params(axis="x", which="minor", labelsize=8, rotation=rotation)
+        axes.xaxis.remove_overlapping_locs = False  # one in the middle of its group has its key
+        middle = place / 2 - 1
+        half = max(middle + 0.7, 2.5)  # a single bar does not fill the panel
+        axes.set_xlim(middle - half, middle + half)
+        axes.set_xlabel(NAMES[axis])
+        axes.grid(alpha=0.3, axis="y")
+        axes.set_axisbelow(True)
+    figure.axes[0].set_ylabel(label)
+    return figure, placed
 
 
-def _lines(rows: list[dict], axis: str, fixed: str) -> list[Line]:
-    """The lines of one panel.
+def _finish(figure: Figure, rows: list[dict], handles: dict[int, Artist]) -> None:
+    """One legend of all series, below both panels; ``handles`` are by series."""
+    from matplotlib.lines import Line2D
 
-    A workload and method has one line, at the value of ``fixed`` that gives it most points. Where
-    that is a single point, its others are drawn, too, unless the other panel has them on a line.
-    """
+    figure.axes[0].set_ylim(bottom=0)  # of both, once both have their data
+    every = list(_series(rows))
+    shared = [part for part in every[0][2:] if all(part in parts for parts in every)]
+    labels = [
+        f"#{number}: {'; '.join(part for part in parts if part not in shared)}"
+        for number, parts in enumerate(every, 1)
+    ]
+    figure.legend(
+        [handles.get(n, Line2D([], [], linestyle="none")) for n in range(len(labels))],
+        labels,
+        title=f"all: {'; '.join(shared)}" if shared else None,
+        loc="outside lower center",
+        fontsize=8,
+        title_fontsize=8,
+        labelspacing=0.3,
+        frameon=False,
+        **({} if handles else {"handlelength": 0, "handletextpad": 0}),
+    )
+
+
+def _series(rows: list[dict]) -> dict[tuple[str, ...], list[dict]]:
+    """Rows by what was asked for, in words, in the order of the table."""
     series: dict[tuple[str, ...], list[dict]] = {}
     for row in sort_rows(rows):
         series.setdefault(_parts(row), []).append(row)
-    shared = _shared(rows)
+    return series
+
+
+def _lines(rows: list[dict], axis: str, fixed: str) -> list[tuple[int, int, dict[int, dict]]]:
+    """Of each line of one panel: its series, its value of ``fixed``, its rows by ``axis``.
+
+    A series has one line, at the value of ``fixed`` that gives it most points. Where that is a
+    single point, its others are drawn, too, unless the other panel has them on a line.
+    """
     lines = []
-    for number, (parts, of_series) in enumerate(series.items()):
+    for number, of_series in enumerate(_series(rows).values()):
         by_fixed = _by_fixed(of_series, axis, fixed)
         best = _best(by_fixed, rows, fixed)
         drawn = [best]
@@ -180,11 +207,7 @@ def _lines(rows: list[dict], axis: str, fixed: str) -> list[Line]:
                 for value in sorted(by_fixed)
                 if value != best and by_fixed[value].keys() - on_line
             ]
-        name = "; ".join(part for part in parts if part not in shared)
-        for variant, value in enumerate(drawn):
-            key = f"#{number + 1}{chr(ord('a') + variant) if len(drawn) > 1 else ''}"
-            by_axis = dict(sorted(by_fixed[value].items()))
-            lines.append(Line(key, number, variant, name, value, by_axis))
+        lines += [(number, value, by_fixed[value]) for value in drawn]
     return lines
 
 
@@ -203,21 +226,16 @@ def _best(by_fixed: dict[int, dict[int, dict]], rows: list[dict], fixed: str) ->
 
 
 def _parts(row: dict) -> tuple[str, ...]:
-    """Workload, policies, method and hardware, in words."""
-    policies = f"recomputed: {recomputed(row)}"
-    return (workload_name(row), policies, *method(row), hardware(row))
+    """Workload, policies, method and hardware, in words: what was asked for, not what was chosen.
 
-
-def _shared(rows: list[dict]) -> list[str]:
-    """Words on method and hardware that hold for all rows."""
-    every = [_parts(row)[2:] for row in rows]
-    return [part for part in every[0] if all(part in parts for parts in every)]
-
-
-def _line_names(lines: list[Line], fixed: str) -> list[str]:
-    if len({line.fixed for line in lines}) == 1:  # the title has it
-        return [line.name for line in lines]
-    return [f"{line.name}; {FIXED[fixed].format(line.fixed)}" for line in lines]
+    So rows that ask alike make one line, though more is recomputed where more is needed.
+    """
+    asked = row | {"policies": None}
+    policies = f"recomputed: {recomputed(asked)}"
+    chosen = recomputed(asked) in ("auto, auto", "-, auto")
+    if chosen and row["settings"].get("kept_gathered") is None:
+        policies = "chosen by memory"
+    return (workload_name(row), policies, *method(asked), hardware(row))
 
 
 def _draw_bar(axes: Axes, position: int, row: dict) -> None:
@@ -239,42 +257,16 @@ def _draw_bar(axes: Axes, position: int, row: dict) -> None:
         axes.plot(ends, [row["peak_reserved_gib"]] * 2, color="black", label="reserved")
 
 
-def _say(axes: Axes, x: float, text: str, colour: str, shift: int = 0) -> None:
+def _say(axes: Axes, x: float, text: str, colour: str) -> None:
     """Write upwards from the axis."""
     axes.annotate(
         text,
         (x, 0),
-        xytext=(shift, 8),
+        xytext=(0, 8),
         textcoords="offset points",
         rotation=90,
         ha="center",
         va="bottom",
         fontsize=8,
         color=colour,
-    )
-
-
-def _finish(axes: Axes, axis: str, fixed: str, lines: list[Line]) -> None:
-    values = {line.fixed for line in lines}
-    if len(values) == 1:
-        axes.set_title(FIXED[fixed].format(*values), fontsize=10)
-    axes.set_xlabel(LABELS[axis])
-    axes.grid(alpha=0.3, axis="y")
-    axes.set_axisbelow(True)
-
-
-def _legend(axes: Axes, **options) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    keyed = [
-        (handle, label)
-        for handle, label in zip(handles, labels, strict=True)
-        if label not in PARTS and label not in (NOT_TOLD_APART, "reserved")
-    ]
-    axes.legend(
-        *zip(*keyed, strict=True),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.17),
-        fontsize=8,
-        frameon=False,
-        **options,
     )

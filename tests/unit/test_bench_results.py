@@ -321,28 +321,56 @@ def bars_of(axes):
     return bars
 
 
-def keys_of(axes):
-    """The short name under each bar, by position."""
+def places_of(axes):
+    """The key and the value that stand under each place, as {place: (key, value)}."""
     axes.figure.draw_without_rendering()
-    labels = [label.get_text() for label in axes.get_xticklabels(minor=True)]
-    return dict(zip(axes.get_xticks(minor=True), labels, strict=True))
+    keys = [label.get_text() for label in axes.get_xticklabels(minor=True)]
+    values = iter(axes.get_xticklabels())
+    found, before = {}, None
+    for place, key in zip(axes.get_xticks(minor=True), keys, strict=True):
+        if place - 1 != before:  # a gap: the next group
+            value = next(values).get_text()
+        found[place], before = (key, value), place
+    return found
 
 
 def texts_of(axes):
     return [(text.xy, text.get_text()) for text in axes.texts]
 
 
-def names_of(axes):
-    return [text.get_text() for text in axes.get_legend().get_texts()]
+def names_of(figure):
+    return [text.get_text() for text in figure.legends[-1].get_texts()]
 
 
 def curves_of(axes):
-    """Lines with a name, as {name: [(x, y), ...]}."""
-    return {
-        line.get_label(): list(zip(*line.get_data(), strict=True))
-        for line in axes.lines
-        if not line.get_label().startswith("_")
-    }
+    """Lines by their key, as {key: [(value, speed), ...]}."""
+    places, curves = places_of(axes), {}
+    for line in (line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())):
+        ((key, *more),) = [sorted({places[place][0] for place in line.get_xdata()})]
+        assert not more and key not in curves
+        curves[key] = [(places[place][1], speed) for place, speed in line.get_xydata()]
+    return curves
+
+
+def sweep(*workloads):
+    """Of each workload: text lengths at micro-batch 1, micro-batches at 512; memory chooses."""
+    asked = {"tower": "auto", "language": "auto", "kept_gathered": None}
+    chosen = {1: "none", 2: "attention", 4: "selective", 8: "full"}
+    shapes = [(1, n) for n in (512, 1024, 2048, 4096, 6000)] + [(n, 512) for n in (2, 4, 8)]
+    return [
+        make_row(name, *shape, asked, policies={"tower": "none", "language": chosen[shape[0]]})
+        for name in workloads
+        for shape in shapes
+    ]
+
+
+# Long names, and nothing that all have in common.
+LONG = {"offload": True, "memory_limit_gib": 22.5, "device": "NVIDIA A100-SXM4-80GB"}
+WORDY = {"tower": "selective", "language": "selective", "optimizer": "adamw_8bit"}
+TWENTY = [
+    make_row("lora_lm", n % 3 + 1, settings=WORDY | {"kept_gathered": n * 1e7}, **LONG)
+    for n in range(1, 20)
+] + [make_row("full", implementation="original", zero_stage=2, gpus=1)]
 
 
 def reserved_of(axes):
@@ -388,13 +416,19 @@ def test_bars_stand_in_groups_under_their_value_each_with_its_key():
         make_row(name, text_tokens=n) for n in (512, 2048) for name in ("lm", "lora_lm", "full")
     ]
     rows.remove(make_row("full", text_tokens=2048))
-    left = memory_figure(rows).axes[0]
+    figure = memory_figure(rows)
+    left = figure.axes[0]
     heights = {position: sum(part[2] for part in bar) for position, bar in bars_of(left).items()}
     assert heights == pytest.approx({0: 10.512, 1: 10.512, 2: 10.512, 4: 12.048, 5: 12.048})
-    assert keys_of(left) == {0: "#1", 1: "#2", 2: "#3", 4: "#2", 5: "#3"}
+    assert places_of(left) == {
+        0: ("#1", "512"),
+        1: ("#2", "512"),
+        2: ("#3", "512"),
+        4: ("#2", "2,048"),
+        5: ("#3", "2,048"),
+    }
     assert list(left.get_xticks()) == [1, 4.5]
-    assert [label.get_text() for label in left.get_xticklabels()] == ["512", "2,048"]
-    assert names_of(left) == [
+    assert names_of(figure) == [
         "#1: all weights; recomputed: none, full",
         "#2: language model; recomputed: -, full",
         "#3: LoRA, language model; recomputed: -, full",
@@ -408,7 +442,7 @@ def test_a_failed_row_is_named_where_its_bar_would_be():
     right = memory_figure(rows).axes[1]
     assert bars_of(right).keys() == {0}
     assert texts_of(right) == [((2, 0), "out of memory"), ((4, 0), "not measured")]
-    assert keys_of(right) == {0: "#1", 2: "#1", 4: "#1"}
+    assert places_of(right) == {0: ("#1", "1"), 2: ("#1", "2"), 4: ("#1", "3")}
 
 
 def test_a_line_of_speed_runs_over_what_was_measured():
@@ -416,19 +450,13 @@ def test_a_line_of_speed_runs_over_what_was_measured():
     rows += [make_row("lm", micro_batch=2, text_tokens=n) for n in (2048, 8192)]
     left, right = speed_figure(rows).axes
     assert curves_of(left) == {
-        "language model; recomputed: -, full": [
-            (512, 2512.0),
-            (2048, 4048.0),
-            (8192, 10192.0),
-        ],
-        "LoRA, language model; recomputed: -, full": [(512, 2512.0)],
+        "#1": [("512", 2512.0), ("2,048", 4048.0), ("8,192", 10192.0)],
+        "#2": [("512", 2512.0)],
     }
-    curve = [(1, 1512.0), (2, 2512.0), (4, 4512.0)]
-    assert curves_of(right) == {
-        "language model; recomputed: -, full": curve,
-        "LoRA, language model; recomputed: -, full": curve,
-    }
-    assert (left.get_title(), right.get_title()) == ("micro-batch 2", "512 ids of text")
+    curve = [("1", 1512.0), ("2", 2512.0), ("4", 4512.0)]
+    assert curves_of(right) == {"#1": curve, "#2": curve}
+    assert left.get_title() == "micro-batch: 2"
+    assert right.get_title() == "ids of text in a sample, beside its image: 512"
 
 
 def test_a_failed_row_is_marked_on_the_axis_in_its_lines_colour():
@@ -437,14 +465,35 @@ def test_a_failed_row_is_marked_on_the_axis_in_its_lines_colour():
     for row in rows:
         row["device"] = "NVIDIA H200"
     right = speed_figure(rows).axes[1]
-    assert [len(curve) for curve in curves_of(right).values()] == [1, 2]
-    assert texts_of(right) == [((4, 0), "out of memory")] * 2
-    assert right.texts[0].xyann != right.texts[1].xyann  # beside each other
-    named = [line for line in right.lines if not line.get_label().startswith("_")]
+    assert curves_of(right) == {"#1": [("1", 1512.0)], "#2": [("1", 1512.0), ("2", 2512.0)]}
     marks = [line for line in right.lines if line.get_marker() == "x"]
-    assert [(*mark.get_xdata(), *mark.get_ydata()) for mark in marks] == [(4, 0)] * 2
-    assert [mark.get_color() for mark in marks] == [line.get_color() for line in named]
-    assert [text.get_color() for text in right.texts] == [line.get_color() for line in named]
+    places = places_of(right)
+    assert [places[mark.get_xdata()[0]] for mark in marks] == [("#1", "4"), ("#2", "4")]
+    assert texts_of(right) == [((mark.get_xdata()[0], 0), "out of memory") for mark in marks]
+    colours = [line.get_color() for line in right.lines if line.get_marker() == "o"]
+    assert [mark.get_color() for mark in marks] == colours
+    assert [text.get_color() for text in right.texts] == colours
+
+
+def test_one_legend_names_each_series_once_with_the_colour_it_has_in_both_panels():
+    rows = sweep("lm", "lora_lm") + [make_row("full", 4, n) for n in (512, 2048)]
+    figure = speed_figure(rows)
+    (legend,) = figure.legends
+    assert names_of(figure) == [
+        "#1: all weights; recomputed: none, full",
+        "#2: language model; chosen by memory",
+        "#3: LoRA, language model; chosen by memory",
+    ]
+    assert legend.get_title().get_text() == "all: ZeRO-3; AdamW; compiled; 2 x NVIDIA H200"
+    colours = [line.get_color() for line in legend.get_lines()]
+    assert len(set(colours)) == 3
+    for axes in figure.axes:
+        assert axes.get_legend() is None
+        for line in axes.lines:
+            number = places_of(axes)[line.get_xdata()[0]][0].strip("#abc")
+            assert line.get_color() == colours[int(number) - 1]
+    names = names_of(memory_figure(rows))
+    assert names == names_of(figure)
 
 
 def test_methods_and_hardware_have_lines_of_their_own():
@@ -453,43 +502,67 @@ def test_methods_and_hardware_have_lines_of_their_own():
         make_row(implementation="original"),
         make_row(settings={"optimizer": "adamw_8bit"}),
         make_row(memory_limit_gib=24),
-        make_row(
-            settings={"language": "auto"}, policies={"tower": "none", "language": "attention"}
-        ),
+        make_row(settings={"language": "attention"}),
     ]
-    names = list(curves_of(speed_figure(rows).axes[0]))
+    figure = speed_figure(rows)
+    names = names_of(figure)
     assert len(names) == len(set(names)) == 5
+    assert [len(curves_of(axes)) for axes in figure.axes] == [5, 5]
     parts = ("the original's code", "8-bit AdamW", "at most 24 GiB", "-, attention")
     assert [sum(part in name for name in names) for part in parts] == [1, 1, 1, 1]
     assert all("ZeRO-3" not in name for name in names)  # what all have is said once, above
 
 
+@pytest.mark.parametrize(
+    ("workload", "asked", "words"),
+    [
+        ("full", {"tower": "auto", "language": "auto"}, "chosen by memory"),
+        ("lm", {"language": "auto"}, "chosen by memory"),  # a frozen tower's policy is idle
+        ("full", {"tower": "full", "language": "auto"}, "recomputed: full, auto"),
+        ("full", {"tower": "full", "language": "full"}, "recomputed: full, full"),
+        ("lm", {"language": "auto", "kept_gathered": 2e8}, "recomputed: -, auto"),
+    ],
+)
+def test_rows_that_ask_alike_make_one_line_whatever_was_chosen(workload, asked, words):
+    rows = [
+        make_row(workload, 1, 512, asked, policies={"language": "none", "gathered": 1e12}),
+        make_row(workload, 4, 512, asked, policies={"language": "every 2", "gathered": 1e9}),
+    ]
+    figure = speed_figure(rows)
+    (name,) = names_of(figure)
+    assert name.endswith(words)
+    assert curves_of(figure.axes[1]) == {"#1": [("1", 1512.0), ("4", 4512.0)]}
+    kept = "0.2 G weights kept gathered" in figure.legends[-1].get_title().get_text()
+    assert kept == ("kept_gathered" in asked)
+
+
 def test_a_row_that_is_measured_again_takes_the_place_of_the_first():
     rows = [make_row(), make_row(tokens_per_s_per_gpu=7.0)]
     (curve,) = curves_of(speed_figure(rows).axes[0]).values()
-    assert curve == [(512, 7.0)]
+    assert curve == [("512", 7.0)]
 
 
 def test_single_points_off_the_common_values_are_drawn_too():
     rows = [make_row(micro_batch=4), make_row(micro_batch=1, text_tokens=6000)]
-    left, right = speed_figure(rows).axes
-    name = "LoRA, language model; recomputed: -, full"
-    assert curves_of(left).keys() == {f"{name}; micro-batch 1", f"{name}; micro-batch 4"}
-    assert sorted(curves_of(left).values()) == [[(512, 4512.0)], [(6000, 7000.0)]]
-    assert sorted(curves_of(right).values()) == [[(1, 7000.0)], [(4, 4512.0)]]
+    figure = speed_figure(rows)
+    left, right = figure.axes
+    assert curves_of(left) == {"#1a": [("6,000", 7000.0)], "#1b": [("512", 4512.0)]}
+    assert curves_of(right) == {"#1a": [("4", 4512.0)], "#1b": [("1", 7000.0)]}
+    assert left.get_title() == "micro-batch: 1 (a), 4 (b)"
+    assert right.get_title() == "ids of text in a sample, beside its image: 512 (a), 6,000 (b)"
+    assert names_of(figure) == ["#1: LoRA, language model; recomputed: -, full"]
     # Points of the line that the other panel has are not scattered over this one.
     rows = [make_row(micro_batch=n) for n in (1, 2, 4)]
-    assert list(curves_of(speed_figure(rows).axes[0]).values()) == [[(512, 1512.0)]]
+    assert curves_of(speed_figure(rows).axes[0]) == {"#1": [("512", 1512.0)]}
 
 
 def test_a_line_is_where_most_was_measured_even_if_others_were_elsewhere():
     rows = [make_row("lm", micro_batch=1, text_tokens=n) for n in (512, 2048)]
     rows += [make_row(name, micro_batch=4) for name in ("lm", "full", "lora_lm", "lora_all")]
     left, right = speed_figure(rows).axes
-    name = "language model; recomputed: -, full"
-    assert curves_of(left)[f"{name}; micro-batch 1"] == [(512, 1512.0), (2048, 3048.0)]
-    assert f"{name}; micro-batch 4" not in curves_of(left)  # its line is in the other panel
-    assert curves_of(right)[name] == [(1, 1512.0), (4, 4512.0)]
+    assert curves_of(left)["#2a"] == [("512", 1512.0), ("2,048", 3048.0)]
+    assert "#2b" not in curves_of(left)  # its line is in the other panel
+    assert curves_of(right)["#2"] == [("1", 1512.0), ("4", 4512.0)]
 
 
 def test_the_pictures_show_what_was_measured():
@@ -501,16 +574,38 @@ def test_the_pictures_show_what_was_measured():
     for axes in figure.axes:
         reserved = set(reserved_of(axes).values())
         assert reserved and reserved <= {row["peak_reserved_gib"] for row in measured}
-    (legend,) = figure.legends
     drawn = {name for axes in figure.axes for bar in bars_of(axes).values() for name, *_ in bar}
-    assert {text.get_text() for text in legend.get_texts()} == drawn | {"reserved"}
-    assert "ZeRO-3" in legend.get_title().get_text()
+    legend = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert legend == drawn | {"reserved"}
+
+
+@pytest.mark.parametrize(
+    "rows", [MEASURED, TWENTY, sweep("full", "lm", "lora_lm"), MEASURED + sweep("lora_lm")]
+)
+@pytest.mark.parametrize("draw", [memory_figure, speed_figure])
+def test_a_picture_of_many_rows_is_legible(draw, rows):
+    figure = draw(rows)
+    figure.draw_without_rendering()
+    legend = figure.legends[-1].get_window_extent()
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1 and legend.y0 >= 0
+    for axes in figure.axes:
+        panel = axes.get_position()
+        assert panel.height >= 0.5 and panel.width >= 0.45  # of the figure
+        above = axes.get_window_extent()
+        for minor in (True, False):
+            labels = [label.get_window_extent() for label in axes.get_xticklabels(minor=minor)]
+            assert all(a.x1 < b.x0 for a, b in zip(labels, labels[1:], strict=False))
+            assert max(label.y1 for label in labels) < above.y0
+            above = min(labels, key=lambda label: label.y0)
+        assert legend.y1 < axes.xaxis.label.get_window_extent().y0 < above.y0
+        bars = [bar.get_window_extent().width for group in axes.containers for bar in group]
+        assert all(width >= 8 for width in bars)  # pixels
 
 
 @pytest.mark.parametrize("rows", [MEASURED, [make_row(micro_batch=n) for n in (1, 2, 64)]])
 def test_nothing_is_drawn_outside_of_its_panel(rows):
     for axes in speed_figure(rows).axes:
-        points = [point for curve in curves_of(axes).values() for point in curve]
+        points = [point for line in axes.lines for point in line.get_xydata()]
         assert axes.get_xlim()[0] < min(x for x, _ in points)
         assert axes.get_xlim()[1] > max(x for x, _ in points)
         assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > max(y for _, y in points)
