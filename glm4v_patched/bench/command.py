@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..training.choices import OPTIMIZERS, TRAINED
 from ..training.zero import path_of_processes
+from .ablation import ablation
 from .pictures import check_drawable, draw_pictures
 from .rows import add_row, check_addable, read_rows
 from .settings import Settings
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", action="store_true", help="also say what the GPU was busy with in a step")
     add("--warm-up", type=int, default=defaults["warm_up"])
     add("--steps", type=int, default=defaults["steps"], help="timed steps")
+    add("--ablation", action="store_true", help="from plain training on, one measure after another")
     add("--config", help="config.json of another size than the real one")
     add("--against", metavar="PATH", help="folder with the original code, measured beside ours")
     add("--timeout", type=float, default=600, help="seconds for one row")
@@ -103,8 +105,8 @@ def run(options: argparse.Namespace) -> None:
         )
     print("  ".join(COLUMNS))
     rows = []
-    for settings in measurements:
-        row = measure_in_processes(settings, options.gpus, options.timeout)
+    for added, settings in _with_ablation(measurements, options.ablation):
+        row = measure_in_processes(settings, options.gpus, options.timeout) | added
         row["command"] = "glm4v-patched bench " + shlex.join(_arguments(settings, options.gpus))
         print(describe(row), flush=True)
         rows.append(row)
@@ -112,6 +114,17 @@ def run(options: argparse.Namespace) -> None:
             add_row(options.out, row)
     if options.pictures:
         print("\n".join(map(str, draw_pictures(rows, options.pictures))))
+
+
+def _with_ablation(measurements: list[Settings], wanted: bool) -> list[tuple[dict, Settings]]:
+    """Settings to measure, each with what its row says beside them."""
+    if not wanted:
+        return [({}, settings) for settings in measurements]
+    return [
+        ({"added": name}, settings)
+        for asked in measurements
+        for name, settings in ablation(asked).items()
+    ]
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -215,7 +228,8 @@ def _reason(output: str) -> str:
 
 def describe(row: dict) -> str:
     """A line of the table."""
-    start = f"{row['workload']}  {row['implementation']}  {row['micro_batch']}"
+    start = f"{row['added']}: " if "added" in row else ""
+    start += f"{row['workload']}  {row['implementation']}  {row['micro_batch']}"
     start += f"  {row['text_tokens']}"
     if "error" in row:
         return f"{start}  failed: {row['error']}"

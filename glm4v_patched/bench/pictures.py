@@ -55,9 +55,12 @@ def check_drawable(folder: Path) -> None:
 def draw_pictures(rows: list[dict], folder: Path) -> list[Path]:
     """Draw ``memory.png`` and ``speed.png``; the folder is made.
 
+    Rows of an ablation are left out unless there are no others.
+
     Raises:
         ValueError: there are no rows.
     """
+    rows = [row for row in rows if "added" not in row] or rows
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {"memory.png": memory_figure(rows), "speed.png": speed_figure(rows)}
     for name, figure in pictures.items():

@@ -1,6 +1,7 @@
 """Measured rows as a Markdown table, with the command of every row."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..training.choices import ALL_WEIGHTS, TRAINED, trains_tower
@@ -40,17 +41,29 @@ BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 def markdown_table(rows: list[dict]) -> str:
     """The table, sorted, and below it, folded, each row's command and versions.
 
-    The numbers in the first column are those of the commands.
+    Rows of an ablation follow in a table of their own, in their order. The numbers in the first
+    column are those of the commands.
     """
-    rows = sort_rows(rows)
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    lines += [[str(number), *_cells(row)] for number, row in enumerate(rows, 1)]
-    table = "\n".join("| " + " | ".join(map(_escape, cells)) + " |" for cells in lines)
-    commands = "\n".join(f"{number}. {_command(row)}" for number, row in enumerate(rows, 1))
-    return (
-        f"{table}\n\n<details><summary>The command of each row</summary>\n\n{commands}\n\n"
-        "</details>\n"
-    )
+    single = sort_rows([row for row in rows if "added" not in row])
+    steps = [row for row in rows if "added" in row]
+    parts = []
+    if single:
+        parts.append(_table(COLUMNS, [_cells(row) for row in single], first=1))
+    if steps:
+        cells = [[row["added"], *_cells(row)] for row in steps]
+        parts.append("Cumulative, each row with all measures of those above it:")
+        columns = (COLUMNS[0], "added", *COLUMNS[1:])
+        parts.append(_table(columns, cells, first=len(single) + 1))
+    numbered = enumerate([*single, *steps], 1)
+    commands = "\n".join(f"{number}. {_command(row)}" for number, row in numbered)
+    parts.append(f"<details><summary>The command of each row</summary>\n\n{commands}\n\n</details>")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(columns: Sequence[str], rows: list[list[str]], first: int) -> str:
+    numbered = [[str(number), *cells] for number, cells in enumerate(rows, first)]
+    lines = [columns, ["---"] * len(columns), *numbered]
+    return "\n".join("| " + " | ".join(map(_escape, cells)) + " |" for cells in lines)
 
 
 def sort_rows(rows: list[dict]) -> list[dict]:
@@ -115,6 +128,8 @@ def method(row: dict) -> list[str]:
         kept = settings.get("kept_gathered") if chosen is None else chosen
         if stage == 3 and kept is not None:
             parts.append(f"{_weights(kept)} kept gathered")
+    if settings.get("all_logits"):
+        parts.append("all logits")
     if settings.get("reuse_features"):
         parts.append("features reused")
     return parts

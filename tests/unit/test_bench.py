@@ -1,10 +1,13 @@
 """What a measurement is asked for, and the useful work that its figures are shares of."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from tiny import pictures, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from glm4v_patched.bench.ablation import MEASURES, ablation
 from glm4v_patched.bench.command import describe
 from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
@@ -131,3 +134,38 @@ def test_kernels_that_take_most_in_all_come_first():
         {"name": "often", "ms": 2.0, "calls": 2},
         {"name": "long", "ms": 1.5, "calls": 1},
     ]
+
+
+def test_an_ablation_goes_from_plain_training_to_what_was_asked_for():
+    asked = Settings(workload="lora_lm", micro_batch=4, reuse_features=True, memory_limit=40)
+    steps = ablation(asked)
+    assert len(steps) == 1 + len(MEASURES)
+    settings = list(steps.values())
+    plain = settings[0]
+    assert plain.all_logits and not plain.compile and not plain.reuse_features
+    assert (plain.tower, plain.language, plain.micro_batch, plain.memory_limit) == (
+        *("full", "full"),
+        *(4, 40),
+    )
+    assert settings[-1] == asked
+    changes = [
+        {field.name for field in fields(Settings) if before_after_differ(pair, field.name)}
+        for pair in zip(settings, settings[1:], strict=False)
+    ]
+    assert changes == [set(names) for names in MEASURES.values()]
+
+
+def before_after_differ(pair: tuple[Settings, Settings], name: str) -> bool:
+    return getattr(pair[0], name) != getattr(pair[1], name)
+
+
+def test_what_was_not_asked_for_is_no_step():
+    asked = Settings(workload="full", compile=False, layers_ahead=0)
+    names = [
+        "(nothing)",
+        "logits only where a token is learned, in chunks",
+        "activations kept",
+        "weights kept gathered",
+    ]
+    assert list(ablation(asked)) == names
+    assert list(ablation(replace(asked, zero_stage=0))) == names[:-1]

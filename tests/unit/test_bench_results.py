@@ -188,6 +188,11 @@ def test_every_measured_row_stands_in_the_table_beside_its_command():
             "ZeRO-3, 8-bit AdamW, optimizer on the CPU, not compiled, features reused",
         ),
         (
+            make_row(settings={"all_logits": True}),
+            "method",
+            "ZeRO-3, AdamW, compiled, all logits",
+        ),
+        (
             make_row(settings={"kept_gathered": 2e8}),
             "method",
             "ZeRO-3, AdamW, compiled, 0.2 G weights kept gathered",
@@ -255,6 +260,19 @@ def test_rows_stand_by_workload_and_hardware():
     cells = cells_of(markdown_table(rows))
     assert [cell["micro-batch, ids of text"][-1] for cell in cells] == ["3", "4", "2", "5", "1"]
     assert [cell["#"] for cell in cells] == ["1", "2", "3", "4", "5"]
+
+
+def test_rows_of_an_ablation_stand_below_in_their_order():
+    steps = [make_row(added=name, samples_per_s_per_gpu=n) for n, name in enumerate("ba", 2)]
+    text = markdown_table([steps[0], make_row("lm"), steps[1]])
+    tables = [block for block in text.split("\n\n") if block.startswith("| #")]
+    assert len(tables) == 2 and "added" not in tables[0]
+    assert tables[1].splitlines()[0] == "| # | added | " + " | ".join(COLUMNS[1:]) + " |"
+    cells = [line.strip("| ").split(" | ") for line in tables[1].splitlines()[2:]]
+    assert [row[:2] for row in cells] == [["2", "b"], ["3", "a"]]
+    assert [row[7] for row in cells] == ["2.00", "3.00"]
+    assert text.index("3. `glm4v-patched bench --workload lora_lm`") > text.index("| 3 | a |")
+    assert "| # | trained" not in markdown_table(steps)
 
 
 def test_the_readmes_table_is_what_the_rows_give():

@@ -1,0 +1,44 @@
+"""What each measure brings: measured one after the other, each on top of those before."""
+
+from dataclasses import replace
+
+from .settings import Settings
+
+# Without any of the measures: layers as torch runs them, gathered linear by linear, recomputed.
+PLAIN = {
+    "all_logits": True,
+    "compile": False,
+    "tower": "full",
+    "language": "full",
+    "kept_gathered": 1e9,
+    "layers_ahead": 0,
+    "reuse_features": False,
+}
+OF_ZERO_3 = ("kept_gathered", "layers_ahead")
+# Each takes these settings over from what was asked for.
+MEASURES = {
+    "logits only where a token is learned, in chunks": ["all_logits"],
+    "layers compiled and, under ZeRO-3, gathered whole": ["compile", "layers_ahead"],
+    "activations kept": ["tower", "language"],
+    "weights kept gathered": ["kept_gathered"],
+    "features of the frozen tower reused": ["reuse_features"],
+}
+
+
+def ablation(settings: Settings) -> dict[str, Settings]:
+    """From plain training to ``settings``, by the name of what was added.
+
+    Measures that ``settings`` leave out, or have no part in, are left out.
+    """
+    plain = PLAIN if settings.zero_stage == 3 else _without(PLAIN, *OF_ZERO_3)
+    current = replace(settings, **plain)
+    steps = {"(nothing)": current}
+    for name, fields in MEASURES.items():
+        following = replace(current, **{field: getattr(settings, field) for field in fields})
+        if following != current:
+            steps[name] = current = following
+    return steps
+
+
+def _without(settings: dict, *names: str) -> dict:
+    return {name: value for name, value in settings.items() if name not in names}
