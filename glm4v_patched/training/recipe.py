@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -214,6 +215,9 @@ class RecipeTrainer(Trainer):
             options["data_collator"] = features.collator(options["data_collator"])
         self.has_adapters = hasattr(model, "get_base_model")
         self.inner: GLM4VForCausalLM = model.get_base_model() if self.has_adapters else model
+        if self.has_adapters:
+            # To see whether embeddings have grown, peft would ask the Hub for its newest config.
+            model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
         super().__init__(model=model, **options)
