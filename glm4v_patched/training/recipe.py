@@ -11,7 +11,12 @@ import json
 import os
 import sys
 import threading
+<<<<<<< HEAD
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+=======
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
+>>>>>>> card
 from pathlib import Path
 
 import torch
@@ -272,6 +277,9 @@ class RecipeTrainer(Trainer):
             options["data_collator"] = features.collator(options["data_collator"])
         self.has_adapters = hasattr(model, "get_base_model")
         self.inner: GLM4VForCausalLM = model.get_base_model() if self.has_adapters else model
+        if self.has_adapters:
+            # To see whether embeddings have grown, peft would ask the Hub for its newest config.
+            model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
         super().__init__(model=model, **options)
