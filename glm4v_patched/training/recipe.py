@@ -11,12 +11,8 @@ import json
 import os
 import sys
 import threading
-<<<<<<< HEAD
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-=======
-from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
->>>>>>> card
 from pathlib import Path
 
 import torch
