@@ -461,6 +461,18 @@ def end_with_stdin() -> None:
     threading.Thread(target=wait_for_end, daemon=True).start()
 
 
+def leave() -> None:
+    """End this process without waiting for threads of DeepSpeed and inductor, when all is saved.
+
+    They may be killed by Python half-way at its end, which aborts a process that has done its work.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
@@ -470,5 +482,4 @@ if __name__ == "__main__":
     if options.end_with_stdin:
         end_with_stdin()
     train(Recipe.read(options.settings), options.resume_from)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave()

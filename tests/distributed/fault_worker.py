@@ -53,5 +53,4 @@ if __name__ == "__main__":
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
     recipe.train(recipe.Recipe.read(arguments.settings), arguments.resume_from)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    recipe.leave()

@@ -28,4 +28,4 @@ if __name__ == "__main__":
     recipe.train(recipe.Recipe.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")
-    torch.distributed.destroy_process_group()
+    recipe.leave()

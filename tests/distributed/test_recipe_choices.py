@@ -140,6 +140,7 @@ def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
     assert want[-1] < want[0] - 0.5
 
 
+@pytest.mark.slow
 def test_in_bf16_without_zero_what_is_saved_is_bf16(recipe, tmp_path):
     mine = replace(recipe, out=str(tmp_path / "out"), trained="lm", zero_stage=0, precision="bf16")
     mine = replace(mine, learning_rate=1e-3)
@@ -160,7 +161,9 @@ def test_qlora_trains_adapters_that_a_stranger_loads(recipe, tmp_path):
 CHOICES = [
     pytest.param({"trained": "lora_all"}, id="lora_all, ZeRO-3"),
     pytest.param({"trained": "lora_lm", "zero_stage": 0}, id="lora_lm, no ZeRO"),
-    pytest.param({"zero_stage": 0, "learning_rate": 1e-3}, id="full, no ZeRO"),
+    pytest.param(
+        {"zero_stage": 0, "learning_rate": 1e-3}, id="full, no ZeRO", marks=pytest.mark.slow
+    ),
     pytest.param(
         {"trained": "qlora", "zero_stage": 0}, id="qlora, no ZeRO", marks=needs_bitsandbytes
     ),
@@ -201,6 +204,7 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["selective", "attention"])
 def test_selective_policies_survive_zero_3_without_compilation(policy, recipe, tmp_path):
     """Each layer is gathered whole; else torch misses collectives in the recomputation, which tiny
