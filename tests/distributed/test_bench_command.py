@@ -60,6 +60,7 @@ def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench, workload)
     assert compiled["losses"] == pytest.approx(plain["losses"], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_the_originals_code_is_measured_beside_ours(bench, tmp_path):
     original = tmp_path / "original"
     write_legacy_repository(original)

@@ -203,6 +203,7 @@ def own_extensions(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(endless, start):
     run = start(endless)
     run.wait_for_checkpoint()
@@ -229,7 +230,9 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(en
 
 
 @pytest.mark.usefixtures("own_extensions")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
     number, endless, start
 ):
@@ -242,6 +245,7 @@ def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
     assert "--resume" in run.output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_extensions")
 def test_a_killed_launcher_of_torch_leaves_no_process(endless, start):
     run = start(endless)

@@ -33,6 +33,7 @@ def losses(recipe: Recipe) -> list[float]:
     return [entry["loss"] for entry in history]
 
 
+@pytest.mark.slow
 def test_a_packed_run_has_the_losses_of_a_padded_one(tmp_path):
     conversations = draw_data_set(tmp_path / "pictures", 4, seed=0, side=IMAGE_SIDE)
     write_conversations(tmp_path / "train.jsonl", conversations)

@@ -160,7 +160,9 @@ def test_qlora_trains_adapters_that_a_stranger_loads(recipe, tmp_path):
 
 CHOICES = [
     pytest.param({"trained": "lora_all"}, id="lora_all, ZeRO-3"),
-    pytest.param({"trained": "lora_lm", "zero_stage": 0}, id="lora_lm, no ZeRO"),
+    pytest.param(
+        {"trained": "lora_lm", "zero_stage": 0}, id="lora_lm, no ZeRO", marks=pytest.mark.slow
+    ),
     pytest.param(
         {"zero_stage": 0, "learning_rate": 1e-3}, id="full, no ZeRO", marks=pytest.mark.slow
     ),

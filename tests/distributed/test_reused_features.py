@@ -112,7 +112,8 @@ def test_processes_are_told_that_memory_is_each_ones_own(results):
     assert output.count("kept in the memory of 2 processes") == 2 * in_memory
 
 
-@pytest.mark.parametrize("trained", [pytest.param("lm", marks=pytest.mark.slow), "lora_lm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["lm", "lora_lm"])
 def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, tmp_path):
     """Five steps an epoch, in another order each, so that pictures change processes."""
     conversations = draw_data_set(tmp_path / "pictures", 20, seed=0, side=IMAGE_SIDE)

@@ -126,6 +126,7 @@ AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
 """
 
 
+@pytest.mark.slow
 def test_weights_without_code_load_by_the_code_of_another_repository(hub, tmp_path):
     """What --code-only is for: a config's auto_map points at it."""
     folder = tmp_path / "built"
@@ -152,7 +153,7 @@ def test_weights_without_code_load_by_the_code_of_another_repository(hub, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["build", "verify"])
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("status", [401, pytest.param(403, marks=pytest.mark.slow)])
 def test_a_token_that_the_server_repeats_is_not_printed(command, status, hub, tmp_path):
     hub.fail("*", ".", times=99, status=status, message=f"no entry with {hub.token}")
     source = f"{ORIGINAL}@{'a' * 40}"
