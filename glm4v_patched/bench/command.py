@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ..training.choices import OPTIMIZERS, TRAINED
+from ..training.choices import OPTIMIZERS, POLICIES, TRAINED
 from ..training.zero import path_of_processes
 from .ablation import ablation
 from .pictures import check_drawable, draw_pictures
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload", action="store_true", help="keep the optimizer's states on the CPU")
     add("--memory-limit", type=float, metavar="GIB", help="cap what a process may allocate")
     add("--optimizer", choices=OPTIMIZERS, default=defaults["optimizer"])
-    policies = "auto (by memory), none, selective, attention, full or 'every N'"
+    policies = f"auto (by memory), {', '.join(POLICIES)} or 'every N'"
     add("--tower", default=defaults["tower"], help=f"activations kept: {policies}")
     add("--language", default=defaults["language"], help="the same of the language model's layers")
     add("--no-compile", dest="compile", action="store_false", help="leave layers uncompiled")
