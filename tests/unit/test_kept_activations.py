@@ -17,6 +17,7 @@ LAYERS = 2  # of each tower
 # the language model has no use in its backward; a norm follows the tower's), and attention.
 AGAIN = {
     ("none", "none"): (0, 0),
+    ("linear", "linear"): (0, 0),
     ("none", "selective"): (2, 0),
     ("selective", "none"): (2, 0),
     ("attention", "attention"): (7, 0),

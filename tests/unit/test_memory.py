@@ -75,6 +75,17 @@ def test_the_estimate_is_near_the_measured_peak(training, kept, peak):
     assert estimate(REAL, training, kept) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
 
 
+@pytest.mark.parametrize(
+    ("trained", "micro_batch", "tower", "allocated"),
+    [("full", 2, "none", 138.0), ("lm", 4, "full", 89.4)],
+)
+def test_what_ran_out_of_memory_is_estimated_to_need_more(trained, micro_batch, tower, allocated):
+    """Two H200s, 8-bit AdamW; GiB that torch had allocated when it could not go on, the second
+    under a limit of 90."""
+    asked = training(trained, micro_batch=micro_batch, optimizer="adamw_8bit")
+    assert estimate(REAL, asked, Kept(tower, "none")) / GIB > allocated
+
+
 def test_states_by_stage_optimizer_and_offload():
     tower, language = count_parameters(REAL)
     weights = tower + language

@@ -137,6 +137,7 @@ def test_a_recipe_file_from_before_is_read_and_a_new_one_survives(tmp_path):
         (79, "lm", {"offload": True}),
         (79, "lora_all", {"offload": False, "language": "none"}),
         (23.5, "lora_lm", {"offload": False, "tower": "full"}),
+        (8, "lora_lm", {"offload": False, "language": "full"}),  # too little; nothing to offload
         (0, "full", {"offload": False, "tower": "full", "language": "full"}),  # a CPU
     ],
 )
