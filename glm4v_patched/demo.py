@@ -58,6 +58,10 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
         learning_rate=LEARNING_RATE,
         zero_stage=ZERO_STAGE,
         seed=SEED,
+        # Not by memory, which would suffice for no checkpoint at all.
+        tower="full",
+        language="full",
+        offload=False,
     )
     print(
         f"training {steps} steps on {processes} processes, ZeRO-{ZERO_STAGE}, bf16, activation "

@@ -150,7 +150,17 @@ def _cap_memory(settings: Settings) -> None:
     torch.cuda.set_per_process_memory_fraction(share)
 
 
-class _Zero:
+class _Trainer:
+    """One training step in three parts, of a model with its optimizer."""
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+
+class _Zero(_Trainer):
     """DeepSpeed at stage 1 to 3."""
 
     def __init__(self, settings: Settings, device: str):
@@ -199,9 +209,6 @@ class _Zero:
     def update(self) -> None:
         self.engine.step()
 
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        return _step(self, batch)
-
     def optimizer_tensors(self) -> list[Tensor]:
         """States, and the fp32 weights that they belong to."""
         zero = self.engine.optimizer
@@ -211,7 +218,7 @@ class _Zero:
         return [*getattr(zero, name), *_state_tensors(zero.optimizer)]
 
 
-class _Plain:
+class _Plain(_Trainer):
     """One process, nothing sharded."""
 
     def __init__(self, settings: Settings, device: str):
@@ -232,18 +239,8 @@ class _Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        return _step(self, batch)
-
     def optimizer_tensors(self) -> list[Tensor]:
         return _state_tensors(self.optimizer)
-
-
-def _step(trainer: _Zero | _Plain, batch: dict[str, Tensor]) -> Tensor:
-    loss = trainer.forward(batch)
-    trainer.backward(loss)
-    trainer.update()
-    return loss.detach()
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

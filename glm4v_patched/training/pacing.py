@@ -2,7 +2,8 @@
 
 A gathered layer is released when the CPU has queued its work, but its memory can be used again only
 when the GPU has done it. A CPU that is twenty layers ahead has twenty gathered layers in memory;
-where they do not fit, every allocation waits until the GPU has nothing left to do.
+where they do not fit, torch has to wait for the GPU before it can allocate. How much waiting
+earlier gains has not been told apart from other differences yet.
 """
 
 from collections import deque

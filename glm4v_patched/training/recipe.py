@@ -381,6 +381,8 @@ def _for_this_machine(
     recipe: Recipe, rows: list, processor: ChatGLMProcessor
 ) -> tuple[Recipe, float]:
     """:meth:`Recipe.chosen_by_memory` for these rows; all processes come to the same."""
+    if "auto" not in (recipe.tower, recipe.language, recipe.offload):
+        return recipe, 1e9
     config = ChatGLMConfig.from_pretrained(recipe.model, revision=recipe.revision or "main")
     if not torch.cuda.is_available():
         return recipe.chosen_by_memory(config, 1, 1, 1, free_memory())

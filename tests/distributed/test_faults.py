@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from drawn_recipe import drawn_recipe
 from processes import HERE, cpu_environment, run_with_limit, two_processes
 from safetensors.torch import load_file
 
@@ -24,10 +25,7 @@ from glm4v_patched.training.checkpoints import (
     set_incomplete_aside,
     step_of,
 )
-from glm4v_patched.training.data import write_conversations
-from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.recipe import Recipe
-from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
@@ -38,19 +36,7 @@ SECONDS_TO_END = 45
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Recipe:
     """Five steps an epoch, so that a checkpoint at step 8 lies inside the second one."""
-    folder = tmp_path_factory.mktemp("faults")
-    conversations = draw_data_set(folder / "pictures", 20, seed=0, side=IMAGE_SIDE)
-    write_conversations(folder / "train.jsonl", conversations)
-    build_from_scratch(folder / "model", conversations, seed=0)
-    return Recipe(
-        model=str(folder / "model"),
-        data=str(folder / "train.jsonl"),
-        out="",
-        steps=12,
-        micro_batch=2,
-        learning_rate=1e-3,
-        precision="fp32",
-    )
+    return drawn_recipe(tmp_path_factory.mktemp("faults"), steps=12)
 
 
 def train(recipe: Recipe, *arguments: str):

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn_recipe import drawn_recipe
 from processes import HERE, cpu_environment, run_with_limit, two_processes
 from safetensors.torch import load_file, save_file
 from strangers import run_as_stranger
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.checkpoints import MANIFEST
-from glm4v_patched.training.data import write_conversations
-from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.recipe import Recipe
-from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
@@ -55,20 +53,7 @@ save_file({name: output.logits.contiguous() for name, output in found.items()}, 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Recipe:
-    """Five steps an epoch of two processes, ten of one."""
-    folder = tmp_path_factory.mktemp("choices")
-    conversations = draw_data_set(folder / "pictures", 20, seed=0, side=IMAGE_SIDE)
-    write_conversations(folder / "train.jsonl", conversations)
-    build_from_scratch(folder / "model", conversations, seed=0)
-    return Recipe(
-        model=str(folder / "model"),
-        data=str(folder / "train.jsonl"),
-        out="",
-        steps=4,
-        micro_batch=2,
-        learning_rate=1e-2,
-        precision="fp32",
-    )
+    return drawn_recipe(tmp_path_factory.mktemp("choices"), steps=4, learning_rate=1e-2)
 
 
 def train(recipe: Recipe, *options: str) -> list[float]:

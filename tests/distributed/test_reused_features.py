@@ -5,19 +5,17 @@ those of their pictures. FSDP2 has to agree as well, DDP has not.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from drawn_recipe import drawn_recipe
 from processes import run_two_processes
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from glm4v_patched.training.data import write_conversations
 from glm4v_patched.training.features import digest_weights
-from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.recipe import Recipe
-from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
 # runs for the blank one.
@@ -116,22 +114,10 @@ def test_processes_are_told_that_memory_is_each_ones_own(results):
 @pytest.mark.parametrize("trained", ["lm", "lora_lm"])
 def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, tmp_path):
     """Five steps an epoch, in another order each, so that pictures change processes."""
-    conversations = draw_data_set(tmp_path / "pictures", 20, seed=0, side=IMAGE_SIDE)
-    write_conversations(tmp_path / "train.jsonl", conversations)
-    build_from_scratch(tmp_path / "model", conversations, seed=0)
+    plain = drawn_recipe(tmp_path, steps=12, trained=trained)
     weights, outputs = [], []
     for name, reuse in {"plain": False, "reusing": str(tmp_path / "features")}.items():
-        recipe = Recipe(
-            model=str(tmp_path / "model"),
-            data=str(tmp_path / "train.jsonl"),
-            out=str(tmp_path / name),
-            steps=12,
-            micro_batch=2,
-            learning_rate=1e-3,
-            precision="fp32",
-            reuse_features=reuse,
-            trained=trained,
-        )
+        recipe = replace(plain, out=str(tmp_path / name), reuse_features=reuse)
         (tmp_path / name).mkdir()
         recipe.write(tmp_path / name / "recipe.json")
         settings = str(tmp_path / name / "recipe.json")

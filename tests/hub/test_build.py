@@ -39,19 +39,6 @@ CODE = sorted(path.name for path in REMOTE.glob("*.py") if path.name != "__init_
 UPSTREAM = "zai-org/glm-4v-9b"
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
-    return write_original(tmp_path_factory.mktemp("original") / "source")
-
-
-@pytest.fixture(scope="module")
-def built(original, tmp_path_factory) -> Path:
-    """Read only."""
-    out = tmp_path_factory.mktemp("built") / "out"
-    build(str(original), out, NAME)
-    return out
-
-
 @pytest.fixture
 def changed(tmp_path):
     """A source of one's own to change."""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from local_hub import File, LocalHub
-from publishable import GENERATION, NAME, as_files, write_original
+from publishable import GENERATION, NAME, as_files
 
 from hub_upload import verify as verifying
 from hub_upload.__main__ import main
-from hub_upload.build import build, differences
+from hub_upload.build import differences
 from hub_upload.stranger import NAMES, PASSED
 
 UPSTREAM = "zai-org/glm-4v-9b"
@@ -24,19 +24,6 @@ AGAIN = "run the same command again"
 NO_HUB = "the server's answer is not that of a Hub"
 LISTING, CONFIG = "/api/models/", "/resolve/.*/config.json"
 by_name = pytest.mark.parametrize("command", ["build", "verify"])
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
-    return write_original(tmp_path_factory.mktemp("original") / "source")
-
-
-@pytest.fixture(scope="module")
-def built(original, tmp_path_factory) -> Path:
-    """Read only."""
-    out = tmp_path_factory.mktemp("built") / "out"
-    build(str(original), out, NAME)
-    return out
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from publishable import (
     real_files,
     run_cli,
     shards_of,
-    write_original,
 )
 from safetensors.torch import load_file, save_file
 
@@ -27,14 +26,6 @@ from hub_upload.stranger import FAILED, PASSED, SKIPPED, Check, Checks, Skip
 from hub_upload.verify import NAMES, Report, verify
 
 UPSTREAM = "zai-org/glm-4v-9b"
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """Read only."""
-    folder = tmp_path_factory.mktemp("built")
-    build(str(write_original(folder / "source")), folder / "out", NAME)
-    return folder / "out"
 
 
 @pytest.fixture
