@@ -11,14 +11,16 @@ PLAIN = {
     "tower": "full",
     "language": "full",
     "kept_gathered": 1e9,
+    "gather_in_place": False,
     "layers_ahead": 0,
     "reuse_features": False,
 }
-OF_ZERO_3 = ("kept_gathered", "layers_ahead")
+OF_ZERO_3 = ("kept_gathered", "gather_in_place", "layers_ahead")
 # Each takes these settings over from what was asked for.
 MEASURES = {
     "logits only where a token is learned, in chunks": ["all_logits"],
     "layers compiled and, under ZeRO-3, gathered whole": ["compile", "layers_ahead"],
+    "weights gathered without copies": ["gather_in_place"],
     "activations kept": ["tower", "language"],
     "weights kept gathered": ["kept_gathered"],
     "features of the frozen tower reused": ["reuse_features"],
@@ -31,6 +33,8 @@ def ablation(settings: Settings) -> dict[str, Settings]:
     Measures that ``settings`` leave out, or have no part in, are left out.
     """
     plain = PLAIN if settings.zero_stage == 3 else _without(PLAIN, *OF_ZERO_3)
+    if not settings.compile:  # layers that are not compiled are gathered linear by linear
+        plain = _without(plain, "gather_in_place")
     current = replace(settings, **plain)
     steps = {"(nothing)": current}
     for name, fields in MEASURES.items():

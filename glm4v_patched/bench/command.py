@@ -31,6 +31,8 @@ COLUMNS = (
     "reserved",
 )
 
+SWITCHES_OFF = {"compile": "--no-compile", "gather_in_place": "--copy-gathered"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field.default for field in fields(Settings)}
@@ -48,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--language", default=defaults["language"], help="the same of the language model's layers")
     add("--no-compile", dest="compile", action="store_false", help="leave layers uncompiled")
     add("--kept-gathered", type=float, metavar="WEIGHTS", help="of ZeRO-3")
+    copied = "gather weights into a buffer and copy them out of it, as DeepSpeed does"
+    add("--copy-gathered", dest="gather_in_place", action="store_false", help=copied)
     ahead = "layers that the CPU may be ahead of the GPU under ZeRO-3; 0: any number"
     add("--layers-ahead", type=int, default=defaults["layers_ahead"], help=ahead)
     add("--reuse-features", action="store_true", help="as from the second epoch on")
@@ -154,7 +158,7 @@ def _arguments(settings: Settings, gpus: int) -> list[str]:
         value = getattr(settings, field.name)
         if value == field.default:
             continue
-        name = "--no-compile" if field.name == "compile" else "--" + field.name.replace("_", "-")
+        name = SWITCHES_OFF.get(field.name, "--" + field.name.replace("_", "-"))
         arguments += [name] if isinstance(value, bool) else [name, str(value)]
     return arguments
 

@@ -12,7 +12,8 @@ class Settings:
 
     ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
     "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`); that is a
-    number of weights (:func:`training.zero_config`). ``layers_ahead`` is how far the CPU may be
+    number of weights (:func:`training.zero_config`). ``gather_in_place`` spares the copies of
+    gathered weights (:mod:`training.gathering`). ``layers_ahead`` is how far the CPU may be
     before the GPU under ZeRO-3 (:mod:`training.pacing`), 0 for any distance. ``memory_limit`` in
     GiB caps what a process may allocate.
 
@@ -33,6 +34,7 @@ class Settings:
     language: str = "auto"
     compile: bool = True
     kept_gathered: float | None = None
+    gather_in_place: bool = True
     layers_ahead: int = 3
     reuse_features: bool = False
     loss_chunk: int = 1024

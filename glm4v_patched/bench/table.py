@@ -128,6 +128,8 @@ def method(row: dict) -> list[str]:
         kept = settings.get("kept_gathered") if chosen is None else chosen
         if stage == 3 and kept is not None:
             parts.append(f"{_weights(kept)} kept gathered")
+        if not settings.get("gather_in_place", True):
+            parts.append("gathers copied")
     if settings.get("all_logits"):
         parts.append("all logits")
     if settings.get("reuse_features"):
@@ -190,7 +192,7 @@ def _escape(cell: str) -> str:
 
 
 def _weights(number: float) -> str:
-    return "weights" if number >= ALL_WEIGHTS else f"{number / 1e9:g} G weights"
+    return "weights" if number >= ALL_WEIGHTS else f"{number / 1e9:.3g} G weights"
 
 
 def _three_digits(value: float) -> str:

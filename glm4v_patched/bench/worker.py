@@ -21,7 +21,8 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..training.activations import checkpoint_layers
 from ..training.choices import gathers_whole_layers
-from ..training.compilation import compile_layers, gather_whole_layers
+from ..training.compilation import compile_layers
+from ..training.gathering import gather_whole_layers
 from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
 from ..training.pacing import limit_run_ahead
 from ..training.weights import quantise, require_packages, select_weights
@@ -192,7 +193,7 @@ class _Zero(_Trainer):
         with nullcontext() if settings.zero_stage == 3 else torch.device(device):
             self.model = _build(settings, device, self.config, self.kept)
         if whole_layers:
-            gather_whole_layers(self.model)
+            gather_whole_layers(self.model, settings.gather_in_place)
         if ours and settings.zero_stage == 3 and settings.layers_ahead:
             limit_run_ahead(self.model, settings.layers_ahead)
         self.weights = allocated()

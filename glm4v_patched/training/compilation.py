@@ -1,7 +1,7 @@
 """Layers compiled one by one: their norms, rotations and activations become few kernels.
 
 Under ZeRO-3 that pays only if the hooks which gather weights stay outside of what is compiled: each
-layer becomes a *leaf module*, gathered as a whole, and DeepSpeed must leave ``F.linear`` alone
+layer is gathered as a whole (:mod:`gathering`), and DeepSpeed must leave ``F.linear`` alone
 (:func:`zero.zero_config` with ``whole_layers``), because its own one asks every weight for its
 number, and each layer would be compiled anew.
 """
@@ -22,10 +22,3 @@ def compile_layers(model: nn.Module) -> None:
     for layer in checkpointed_layers(model):
         # Not layer.compile(), which would take the layer's hooks in.
         layer.forward = torch.compile(layer.forward)
-
-
-def gather_whole_layers(model: nn.Module) -> None:
-    """Have ZeRO-3 gather each layer at once, before ``deepspeed.initialize``."""
-    from deepspeed.utils import set_z3_leaf_modules
-
-    set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))

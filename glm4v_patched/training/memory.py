@@ -17,8 +17,8 @@ GIB = 2**30
 BF16, FP32 = 2, 4
 # In the order in which ties in time are broken.
 CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "attention", "full")
-# Weights that may stay gathered: all, some layers, and just enough to gather ahead.
-KEPT_GATHERED = (ALL_WEIGHTS, 1e9, 5e8)
+# Weights that may stay gathered where not all do: some layers, and just enough to gather ahead.
+SOME_GATHERED = (1e9, 5e8)
 GATHERED_AHEAD = 2e8  # zero_config's prefetch bucket; as many are on their way back
 # What a GPU keeps beside torch's own memory: the driver's context and NCCL's buffers.
 OUTSIDE_TORCH = 2 * GIB
@@ -90,7 +90,9 @@ def choose_kept(config: ChatGLMConfig, training: Training, free: float, asked: K
     """
     room = _room(free)
     towers = CANDIDATES if trains_tower(training.trained) else ("full",)
-    gathered = KEPT_GATHERED if training.compiled else (1e9,)
+    gathered = (1e9,)
+    if training.compiled:
+        gathered = (_all_that_return(config, training), *SOME_GATHERED)
     choices = [
         Kept(*choice)
         for choice in product(
@@ -108,7 +110,7 @@ def choose_kept(config: ChatGLMConfig, training: Training, free: float, asked: K
 
 def choose_offload(config: ChatGLMConfig, training: Training, free: float) -> bool:
     """Whether training fits into ``free`` bytes only with the optimizer's states on the CPU."""
-    smallest = Kept("full", "full", min(KEPT_GATHERED))
+    smallest = Kept("full", "full", min(SOME_GATHERED))
     size = estimate(config, replace(training, offload=False), smallest)
     helped = estimate(config, replace(training, offload=True), smallest) < size
     return helped and size > _room(free)
@@ -205,6 +207,15 @@ def recomputed_flop(config: ChatGLMConfig, training: Training, kept: Kept) -> fl
     if trains_tower(training.trained):
         work += vision.num_hidden_layers * tower_tokens * _of_layers(kept.tower, tower)
     return 2 * work
+
+
+def _all_that_return(config: ChatGLMConfig, training: Training) -> float:
+    """How many weights have to stay gathered so that all do which are needed again in a step.
+
+    DeepSpeed counts them forwards from the first layer of the language model if only that has a
+    backward pass; a larger number keeps a frozen tower, too, until the step ends.
+    """
+    return ALL_WEIGHTS if trains_tower(training.trained) else float(count_parameters(config)[1])
 
 
 def _room(free: float) -> float:

@@ -32,9 +32,10 @@ from .choices import (
     gathers_whole_layers,
     trains_tower,
 )
-from .compilation import compile_layers, gather_whole_layers
+from .compilation import compile_layers
 from .data import ConversationCollator, read_conversations
 from .features import TowerFeatures
+from .gathering import gather_whole_layers
 from .memory import Kept, Training, choose_kept, choose_offload, free_memory
 from .pacing import limit_run_ahead
 from .packing import PackingCollator, pack_conversations

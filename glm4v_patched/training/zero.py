@@ -17,7 +17,7 @@ def zero_config(
     """ZeRO at ``stage`` in bf16 or fp32; batch sizes and clipping are the trainer's.
 
     Args:
-        whole_layers: For :func:`compilation.gather_whole_layers`, under stage 3: no weight stays
+        whole_layers: For :func:`gathering.gather_whole_layers`, under stage 3: no weight stays
             gathered by itself, as that costs a gather each after every step, and compiled layers
             get torch's own ``F.linear``.
         kept_gathered: Weights that may stay gathered between a layer's forward and its backward,
@@ -32,6 +32,7 @@ def zero_config(
     }
     if whole_layers:
         zero |= {
+            "contiguous_gradients": False,  # one copy less; gradients are few and large
             "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,
             "stage3_max_live_parameters": kept_gathered,

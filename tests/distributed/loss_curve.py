@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -41,8 +42,9 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.activations import checkpoint_layers
-from glm4v_patched.training.compilation import compile_layers, gather_whole_layers
+from glm4v_patched.training.compilation import compile_layers
 from glm4v_patched.training.data import ConversationCollator
+from glm4v_patched.training.gathering import gather_whole_layers
 from glm4v_patched.training.launch import runs_on_cpu
 from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.scratch import IMAGE_SIDE, PATCH_SIDE, build_processor, tiny_config
@@ -280,8 +282,7 @@ def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> di
 
 def train_in_processes(asked: dict, processes: int, timeout: float) -> dict:
     """One training in processes of its own. Raises ``RuntimeError`` with the end of its output."""
-    out = Path(asked["folder"], "trained.json")
-    out.unlink(missing_ok=True)
+    out = Path(asked["out"])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += [__file__, json.dumps(asked)]
@@ -442,6 +443,12 @@ def main() -> int:
     parser.add_argument("--also", nargs="+", choices=["packed", "blank"], default=[])
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one training")
     parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="trainings that share the processors; their steps then take longer",
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="only the trainings that --out does not hold yet"
     )
     parser.add_argument("--draw-only", action="store_true", help="judge and draw what --out holds")
@@ -469,10 +476,7 @@ def main() -> int:
 
 
 def train_all(options: argparse.Namespace) -> dict:
-    """Train on every path with every seed that is asked for, one training after the other.
-
-    The report is written after each of them.
-    """
+    """Train on every path with every seed that is asked for. The report is written after each."""
     size, paths = SIZES[options.size], PATHS
     if options.learning_rate is not None:
         size = replace(size, learning_rate=options.learning_rate)
@@ -499,26 +503,46 @@ def train_all(options: argparse.Namespace) -> dict:
         report["parameters"] = prepare(Path(folder), size)
         seconds = time.time() - started
         print(f"{report['parameters']} parameters, ready after {seconds:.0f} s", flush=True)
-        for name, seed in wanted:
-            if (name, seed) in trained:
-                continue
-            start = time.time()
-            asked = {"path": asdict(paths[name]), "size": asdict(size), "seed": seed}
-            asked |= {"steps": options.steps, "folder": folder}
-            try:
-                seen = train_in_processes(asked, options.processes, options.timeout)
-            except RuntimeError as error:
-                raise RuntimeError(f"{name}, seed {seed}: {error}") from error
-            run = {"path": name, "seed": seed, "total_s": round(time.time() - start)} | seen
-            report["runs"].append(run)
-            write(report, options.out)
-            losses = run["losses"]
-            print(
-                f"{name}, seed {seed}: loss {losses[0]:.4f} to {losses[-1]:.4f}, a step "
-                f"{run['median_step_s']:.3f} s, all {run['total_s']} s",
-                flush=True,
-            )
+        with ThreadPoolExecutor(options.at_once) as pool:
+            trainings = [
+                pool.submit(train_one, name, paths[name], size, seed, Path(folder), options)
+                for name, seed in wanted
+                if (name, seed) not in trained
+            ]
+            for training in as_completed(trainings):
+                try:
+                    run = training.result()
+                except RuntimeError:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+                report["runs"].append(run)
+                write(report, options.out)
+                losses = run["losses"]
+                print(
+                    f"{run['path']}, seed {run['seed']}: loss {losses[0]:.4f} to {losses[-1]:.4f}, "
+                    f"a step {run['median_step_s']:.3f} s, all {run['total_s']} s",
+                    flush=True,
+                )
     return report
+
+
+def train_one(
+    name: str,
+    path: Training,
+    size: Size,
+    seed: int,
+    folder: Path,
+    options: argparse.Namespace,
+) -> dict:
+    """One training in processes of its own, as a run of the report."""
+    start = time.time()
+    asked = {"path": asdict(path), "size": asdict(size), "seed": seed, "steps": options.steps}
+    asked |= {"folder": str(folder), "out": str(folder / f"{name} {seed}.json")}
+    try:
+        seen = train_in_processes(asked, options.processes, options.timeout)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name}, seed {seed}: {error}") from error
+    return {"path": name, "seed": seed, "total_s": round(time.time() - start)} | seen
 
 
 def earlier_runs(path: Path, steps: int, size: dict) -> list[dict]:
@@ -540,7 +564,7 @@ def worker(asked: dict) -> None:
         Training(**asked["path"]), Size(**asked["size"]), asked["seed"], asked["steps"], folder
     )
     if torch.distributed.get_rank() == 0:
-        (folder / "trained.json").write_text(json.dumps(trained))
+        Path(asked["out"]).write_text(json.dumps(trained))
     torch.distributed.barrier()
     # DeepSpeed's and inductor's threads take long to end, and nothing is left to save.
     os._exit(0)

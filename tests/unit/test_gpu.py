@@ -111,7 +111,8 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
     assert all(torch.equal(alone[name], waiting[name]) for name in alone)
 
 
-def test_a_training_steps_memory_is_told_apart(tmp_path):
+def test_a_training_steps_memory_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(golden_json("config.json") | {"hidden_size": 1024}))
     settings = Settings(
