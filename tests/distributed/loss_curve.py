@@ -426,7 +426,7 @@ def write(report: dict, path: Path) -> None:
 
 def curves_of(report: dict) -> dict[str, dict[int, list[float]]]:
     curves: dict[str, dict[int, list[float]]] = {}
-    for run in report["runs"]:
+    for run in sorted(report["runs"], key=lambda run: ([*PATHS].index(run["path"]), run["seed"])):
         curves.setdefault(run["path"], {})[run["seed"]] = run["losses"]
     return curves
 
