@@ -46,10 +46,13 @@ class _Gather:
     def wait(self, **_) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        self.work.wait()
         # Once: it is waited for by each parameter, and some may have been released again by then.
-        while self.parameters:
-            self.parameters.pop().ds_status = ZeroParamStatus.AVAILABLE
+        if self.work is None:
+            return
+        self.work.wait()
+        for parameter in self.parameters:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self.work = self.parameters = None  # which hold memory
 
 
 def _in_place(gather: Callable) -> Callable:
@@ -59,32 +62,42 @@ def _in_place(gather: Callable) -> Callable:
     def gather_in_place(parameters: Iterable[nn.Parameter], quantize: bool = False, **options):
         # Every process in the same order; the coordinator passes a set.
         parameters = sorted(parameters, key=lambda parameter: parameter.ds_id)
+        if quantize or options or not _are_plain(parameters):
+            return gather(parameters, quantize=quantize, **options)
         group = parameters[0].ds_process_group
         processes = torch.distributed.get_world_size(group)
-        if quantize or processes == 1 or not _are_plain(parameters):
-            return gather(parameters, quantize=quantize, **options)
+        shards = [parameter.ds_tensor for parameter in parameters]
+        # Before the manager, which leaves the group unusable if there is no memory inside of it.
+        wholes = [shard.new_empty(processes * shard.numel()) for shard in shards]
         with distributed_c10d._coalescing_manager(group, async_ops=True) as work:
-            for parameter in parameters:
-                shard = parameter.ds_tensor
-                whole = shard.new_empty(processes * shard.numel())
+            for whole, shard in zip(wholes, shards, strict=True):
                 torch.distributed.all_gather_into_tensor(whole, shard, group=group, async_op=True)
-                parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
-                parameter.ds_status = ZeroParamStatus.INFLIGHT
+        for whole, parameter in zip(wholes, parameters, strict=True):
+            parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
         return _Gather(work, parameters)
 
     return gather_in_place
 
 
 def _are_plain(parameters: list[nn.Parameter]) -> bool:
-    """Whether all are sharded over one group of processes, on their device and in their type."""
+    """Whether all are sharded over one group of processes, on their device and in their type.
+
+    Others are DeepSpeed's: offloaded or quantised weights, second shards (hpZ), shards within a
+    part of the processes (MiCS, ``comm``), gathers in another type (autocast, ``comm_dtype``).
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    first = parameters[0]
-    return all(
+    if not parameters:
+        return False
+    group = parameters[0].ds_process_group
+    return torch.distributed.get_world_size(group) > 1 and all(
         parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
         and parameter.ds_secondary_tensor is None
-        and parameter.ds_process_group is first.ds_process_group
+        and parameter.ds_process_group is group
         and parameter.ds_tensor.device == parameter.device
-        and parameter.ds_tensor.dtype == parameter.dtype == first.dtype
+        and parameter.ds_tensor.dtype == parameter.dtype == parameters[0].dtype
+        and not hasattr(parameter, "comm")
+        and not hasattr(parameter, "comm_dtype")
         for parameter in parameters
     )

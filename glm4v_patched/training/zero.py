@@ -32,7 +32,7 @@ def zero_config(
     }
     if whole_layers:
         zero |= {
-            "contiguous_gradients": False,  # one copy less; gradients are few and large
+            "contiguous_gradients": False,  # a copy of each gradient less, and the buffer for it
             "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,
             "stage3_max_live_parameters": kept_gathered,

@@ -2,26 +2,37 @@
 
 Started by test_gathering.py with a folder. Rank 0 writes ``gathers.pt`` there: for each of what is
 trained, and each way to gather, the losses of both ranks, the trained weights, and how many gathers
-were made in place and how many were copied.
+were made in place and how many by DeepSpeed, and whether what gathers was replaced once only.
 """
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
 from start_deepspeed import start_deepspeed
-from steps import select_weights, small_model, trainable
-from tiny import grown_image, pictures, text
+from steps import select_weights, trainable
+from tiny import golden_json, grown_image, pictures, text, tiny_config
 
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training import gathering
 from glm4v_patched.training.activations import checkpoint_layers
 from glm4v_patched.training.zero import zero_config
 
 STEPS = 4
+DEEPSPEEDS = (AllGatherCoalescedHandle, AllGatherHandle)
 TRAINED = ("all", "lora_both", "frozen_vision")
+
+
+def model_with_odd_weights() -> GLM4VForCausalLM:
+    """Biases of 97 numbers, of which two processes hold 49 each."""
+    torch.manual_seed(0)
+    vision = golden_json("config.json")["vision_config"] | {"intermediate_size": 97}
+    config = tiny_config(initializer_range=0.05, vision_config=vision)
+    return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -30,29 +41,31 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1, seed=seed)}
 
 
+def counted(kind: type):
+    return mock.patch.object(kind, "__init__", autospec=True, side_effect=kind.__init__)
+
+
 def train(trained: str, in_place: bool) -> dict:
     # A layer is released while a gather that holds it and others is still being waited for.
     options = zero_config(3, bf16=False, whole_layers=True, kept_gathered=20_000)
     options["zero_optimization"]["stage3_prefetch_bucket_size"] = 100_000
     options |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
     del options["gradient_accumulation_steps"]
-    model = select_weights(small_model(), trained)
+    model = select_weights(model_with_odd_weights(), trained)
     checkpoint_layers(model, "attention", "full")
     gathering.gather_whole_layers(model, in_place)
     optimizer = torch.optim.SGD(trainable(model), lr=0.001)
     engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
-    made = {"in place": gathering._Gather, "copied": partition_parameters.AllGatherCoalescedHandle}
-    counted = {
-        name: mock.patch.object(kind, "__init__", autospec=True, side_effect=kind.__init__)
-        for name, kind in made.items()
-    }
-    losses = []
-    with counted["in place"] as of_ours, counted["copied"] as of_deepspeed:
+    kinds = gathering._Gather, *DEEPSPEEDS
+    losses, gathers_of = [], []
+    with ExitStack() as stack:
+        ours, *theirs = [stack.enter_context(counted(kind)) for kind in kinds]
         for step in range(STEPS):
             loss = engine(**batch(step)).loss
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
+            gathers_of.append([p.all_gather_coalesced for p in engine.module.parameters()])
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
@@ -60,8 +73,13 @@ def train(trained: str, in_place: bool) -> dict:
     everyone = [None, None]
     torch.distributed.all_gather_object(everyone, losses)
     engine.destroy()
-    counts = {"in place": of_ours.call_count, "copied": of_deepspeed.call_count}
-    return {"losses": everyone, "weights": weights, "gathers": counts}
+    return {
+        "losses": everyone,
+        "weights": weights,
+        "in place": ours.call_count,
+        "by DeepSpeed": sum(count.call_count for count in theirs),
+        "replaced once": gathers_of[0] == gathers_of[-1],
+    }
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +42,7 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.activations import checkpoint_layers
+from glm4v_patched.training.choices import gathers_whole_layers
 from glm4v_patched.training.compilation import compile_layers
 from glm4v_patched.training.data import ConversationCollator
 from glm4v_patched.training.gathering import gather_whole_layers
@@ -219,9 +220,8 @@ def start_engine(path: Training, size: Size, weights: Path):
     from transformers.integrations import HfDeepSpeedConfig
 
     start_deepspeed()
-    options = zero_config(
-        path.zero_stage, whole_layers=path.compiled, kept_gathered=size.kept_gathered
-    )
+    whole = gathers_whole_layers(path.zero_stage, path.compiled, path.checkpoints)
+    options = zero_config(path.zero_stage, whole_layers=whole, kept_gathered=size.kept_gathered)
     options |= {
         "train_micro_batch_size_per_gpu": size.micro_batch,
         "gradient_accumulation_steps": 1,
@@ -237,6 +237,7 @@ def start_engine(path: Training, size: Size, weights: Path):
     checkpoint_layers(model, path.checkpoints, path.checkpoints)
     if path.compiled:
         compile_layers(model)
+    if whole:
         gather_whole_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
     engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
@@ -509,21 +510,30 @@ def train_all(options: argparse.Namespace) -> dict:
                 for name, seed in wanted
                 if (name, seed) not in trained
             ]
+            failed = None
             for training in as_completed(trainings):
                 try:
-                    run = training.result()
-                except RuntimeError:
+                    report["runs"].append(training.result())
+                except CancelledError:
+                    continue
+                except RuntimeError as error:
+                    # Those that run are waited for, and kept.
+                    failed = failed or error
                     pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                report["runs"].append(run)
+                    continue
                 write(report, options.out)
-                losses = run["losses"]
-                print(
-                    f"{run['path']}, seed {run['seed']}: loss {losses[0]:.4f} to {losses[-1]:.4f}, "
-                    f"a step {run['median_step_s']:.3f} s, all {run['total_s']} s",
-                    flush=True,
-                )
+                print(summary(report["runs"][-1]), flush=True)
+            if failed is not None:
+                raise failed
     return report
+
+
+def summary(run: dict) -> str:
+    losses = run["losses"]
+    return (
+        f"{run['path']}, seed {run['seed']}: loss {losses[0]:.4f} to {losses[-1]:.4f}, a step "
+        f"{run['median_step_s']:.3f} s, all {run['total_s']} s"
+    )
 
 
 def train_one(
