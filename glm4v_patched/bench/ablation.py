@@ -33,7 +33,7 @@ def ablation(settings: Settings) -> dict[str, Settings]:
     Measures that ``settings`` leave out, or have no part in, are left out.
     """
     plain = PLAIN if settings.zero_stage == 3 else _without(PLAIN, *OF_ZERO_3)
-    if not settings.compile:  # layers that are not compiled are gathered linear by linear
+    if not settings.compile:  # nothing is gathered whole, or with some policies only
         plain = _without(plain, "gather_in_place")
     current = replace(settings, **plain)
     steps = {"(nothing)": current}

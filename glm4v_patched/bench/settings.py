@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 
 from ..training.choices import check_optimizer, check_policy, check_trained
 
+GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -59,6 +61,12 @@ class Settings:
         check_policy("language", self.language, or_auto=True)
         check_optimizer(self.optimizer)
         self.zero_changes()
+        own = [name for name in self.zero_changes() if name.endswith(GATHERS_OF_DEEPSPEED)]
+        if own and self.gather_in_place:
+            raise ValueError(
+                f"zero_options has {', '.join(own)}, which says how DeepSpeed gathers, and weights "
+                "are gathered in place: add --copy-gathered"
+            )
         if self.workload == "qlora" and self.zero_stage != 0:
             raise ValueError(
                 f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "

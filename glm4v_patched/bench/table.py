@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..training.choices import ALL_WEIGHTS, TRAINED, trains_tower
+from ..training.choices import ALL_WEIGHTS, TRAINED, gathers_whole_layers, trains_tower
 from .rows import replace_file
 
 WORKLOADS = {
@@ -108,9 +108,8 @@ def recomputed(row: dict) -> str:
     """
     if is_original(row):
         return "its own"
-    chosen = row["settings"] | (row.get("policies") or {})
-    tower = chosen["tower"] if trains_tower(row["workload"]) else "-"
-    return f"{tower}, {chosen['language']}"
+    tower, language = _policies(row)
+    return f"{tower if trains_tower(row['workload']) else '-'}, {language}"
 
 
 def method(row: dict) -> list[str]:
@@ -128,7 +127,8 @@ def method(row: dict) -> list[str]:
         kept = settings.get("kept_gathered") if chosen is None else chosen
         if stage == 3 and kept is not None:
             parts.append(f"{_weights(kept)} kept gathered")
-        if not settings.get("gather_in_place", True):
+        whole = gathers_whole_layers(stage, settings.get("compile"), *_policies(row))
+        if whole and not settings.get("gather_in_place", True):
             parts.append("gathers copied")
     if settings.get("all_logits"):
         parts.append("all logits")
@@ -189,6 +189,11 @@ def _count(number: int, one: str, many: str) -> str:
 
 def _escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _policies(row: dict) -> tuple[str, str]:
+    chosen = row["settings"] | (row.get("policies") or {})
+    return chosen["tower"], chosen["language"]
 
 
 def _weights(number: float) -> str:

@@ -66,6 +66,10 @@ def test_every_workload_has_its_passes():
         ({"optimizer": "sgd"}, "optimizer is 'sgd'; expected adamw or adamw_8bit"),
         ({"zero_options": "no"}, "zero_options 'no' is not JSON"),
         ({"zero_options": "[1]"}, "zero_options is '\\[1]'; expected an object"),
+        (
+            {"zero_options": '{"stage3_allgather_sequential": true}'},
+            "zero_options has stage3_allgather_sequential.*add --copy-gathered",
+        ),
         ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
         ({"workload": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
@@ -168,4 +172,5 @@ def test_what_was_not_asked_for_is_no_step():
         "weights kept gathered",
     ]
     assert list(ablation(asked)) == names
+    assert "weights gathered without copies" in ablation(replace(asked, compile=True))
     assert list(ablation(replace(asked, zero_stage=0))) == names[:-1]

@@ -204,6 +204,16 @@ def test_every_measured_row_stands_in_the_table_beside_its_command():
             "method",
             "ZeRO-3, AdamW, compiled, 0.2 G weights kept gathered",
         ),
+        (
+            make_row(settings={"gather_in_place": False}),
+            "method",
+            "ZeRO-3, AdamW, compiled, gathers copied",
+        ),
+        (  # linear by linear, in place or not
+            make_row(settings={"gather_in_place": False, "compile": False}),
+            "method",
+            "ZeRO-3, AdamW, not compiled",
+        ),
         (make_row(implementation="original"), "method", "the original's code, ZeRO-3, AdamW"),
         (make_row(samples_per_s_per_gpu=0.01234), "samples/s/GPU", "0.0123"),
         (make_row(samples_per_s_per_gpu=12345.6), "samples/s/GPU", "12,346"),
