@@ -13,6 +13,7 @@ PLAIN = {
     "kept_gathered": 1e9,
     "gather_in_place": False,
     "layers_ahead": 0,
+    "packed": False,
     "reuse_features": False,
 }
 OF_ZERO_3 = ("kept_gathered", "gather_in_place", "layers_ahead")
@@ -23,6 +24,7 @@ MEASURES = {
     "weights gathered without copies": ["gather_in_place"],
     "activations kept": ["tower", "language"],
     "weights kept gathered": ["kept_gathered"],
+    "samples packed into one row": ["packed"],
     "features of the frozen tower reused": ["reuse_features"],
 }
 

@@ -41,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, default=2, help="processes, one for each GPU")
     add("--micro-batch", type=int, nargs="+", default=[1], help="samples of one step and GPU")
     add("--text-tokens", type=int, nargs="+", default=[512], help="ids of text in a sample")
+    shortest = "samples from so many ids of text up to --text-tokens, evenly; default: all alike"
+    add("--shortest-text", type=int, metavar="N", help=shortest)
+    add("--packed", action="store_true", help="samples in one row, instead of padded rows")
+    add("--attention", default=defaults["attention"], help="implementation of transformers")
     add("--zero-stage", type=int, default=defaults["zero_stage"], help="0 (one process) to 3")
     add("--offload", action="store_true", help="keep the optimizer's states on the CPU")
     add("--memory-limit", type=float, metavar="GIB", help="cap what a process may allocate")

@@ -12,6 +12,10 @@ GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params
 class Settings:
     """One workload, measured by every process of a group.
 
+    The samples of a step have from ``text_tokens`` down to ``shortest_text`` ids of text, evenly;
+    they are padded to one length, or ``packed`` into one row. ``attention`` is an implementation
+    of transformers.
+
     ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
     "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`); that is a
     number of weights (:func:`training.zero_config`). ``gather_in_place`` spares the copies of
@@ -28,6 +32,9 @@ class Settings:
     workload: str
     micro_batch: int = 1
     text_tokens: int = 512
+    shortest_text: int | None = None
+    packed: bool = False
+    attention: str = "sdpa"
     zero_stage: int = 3
     optimizer: str = "adamw"
     offload: bool = False
@@ -55,6 +62,13 @@ class Settings:
         for name in ("micro_batch", "text_tokens", "warm_up", "steps", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.shortest_text is not None and not 1 <= self.shortest_text <= self.text_tokens:
+            raise ValueError(
+                f"shortest_text is {self.shortest_text}; expected from 1 to text_tokens, which is "
+                f"{self.text_tokens}"
+            )
+        if self.packed and self.against is not None:
+            raise ValueError("the original's code takes no packed rows: leave out packed")
         if self.layers_ahead < 0:
             raise ValueError(f"layers_ahead is {self.layers_ahead}; expected at least 0")
         check_policy("tower", self.tower, or_auto=True)
@@ -81,6 +95,12 @@ class Settings:
                 f"{self.workload} trains the vision tower: its features change with every step and "
                 "cannot be reused; use lm, lora_lm or qlora"
             )
+
+    def text_lengths(self) -> list[int]:
+        """Ids of text of each sample of a step, the longest first."""
+        longest, shortest = self.text_tokens, self.shortest_text or self.text_tokens
+        steps = max(self.micro_batch - 1, 1)
+        return [longest - (longest - shortest) * i // steps for i in range(self.micro_batch)]
 
     def zero_changes(self) -> dict:
         """``zero_options``, read."""

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..remote.configuration_chatglm import ChatGLMConfig
+from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..training.activations import checkpoint_layers
 from ..training.choices import gathers_whole_layers
@@ -68,11 +70,12 @@ def measure(settings: Settings) -> dict | None:
     seconds = seconds[settings.warm_up :]
     median = statistics.median(seconds)
     rate = settings.micro_batch / median
-    supervised = int((batch["labels"][0] != -100).sum())
-    work = useful_flop(
-        config, settings.workload, settings.text_tokens, supervised, settings.reuse_features
+    lengths = settings.text_lengths()
+    work = statistics.mean(
+        useful_flop(config, settings.workload, length, _supervised(length), settings.reuse_features)
+        for length in lengths
     )
-    positions = config.vision.num_image_tokens + 2 + settings.text_tokens
+    positions = config.vision.num_image_tokens + 2 + statistics.mean(lengths)
     row = {
         "samples_per_s_per_gpu": rate,
         "tokens_per_s_per_gpu": rate * positions,
@@ -106,7 +109,9 @@ def _build(settings: Settings, device: str, config: ChatGLMConfig, kept: Kept) -
         return model
     config.skip_logits = not settings.all_logits
     config.loss_chunk_size = settings.loss_chunk
-    model = GLM4VForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = GLM4VForCausalLM._from_config(
+        config, dtype=torch.bfloat16, attn_implementation=settings.attention
+    )
     if settings.workload == "qlora":
         # The cap comes after: a model that is loaded is never whole on the GPU, this one is.
         quantise(model, device)
@@ -126,10 +131,12 @@ def _config(settings: Settings) -> ChatGLMConfig:
 
 
 def _kept(settings: Settings, config: ChatGLMConfig) -> Kept:
+    lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
     training = Training(
         trained=settings.workload,
-        micro_batch=settings.micro_batch,
-        row_length=config.vision.num_image_tokens + 2 + settings.text_tokens,
+        micro_batch=1 if settings.packed else settings.micro_batch,
+        row_length=sum(lengths) if settings.packed else lengths[0],
+        images_per_row=settings.micro_batch if settings.packed else 1,
         zero_stage=settings.zero_stage,
         processes=int(os.environ.get("WORLD_SIZE", 1)),
         optimizer=settings.optimizer,
@@ -260,20 +267,38 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def _batch(config: ChatGLMConfig, settings: Settings, device: str) -> dict[str, Tensor]:
-    """Rows of one image and then text, learned in its second half."""
+    """Samples of one image and then text, learned in its second half: padded rows, or one row."""
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))
-    rows, length = settings.micro_batch, settings.text_tokens
     ids_of_text = min(config.boi_token_id, config.pad_token_id)
-    text = torch.randint(0, ids_of_text, (rows, length), generator=generator)
     image = torch.tensor([config.boi_token_id, config.pad_token_id, config.eoi_token_id])
-    ids = torch.cat((image.expand(rows, 3), text), dim=1)
-    labels = ids.clone()
-    labels[:, : 3 + length // 2] = -100
+    lengths = settings.text_lengths()
+    texts = [torch.randint(0, ids_of_text, (length,), generator=generator) for length in lengths]
+    ids = [torch.cat((image, text)) for text in texts]
+    labels = [sample.clone() for sample in ids]
+    for sample, length in zip(labels, lengths, strict=True):
+        sample[: len(sample) - _supervised(length)] = IGNORE_INDEX
+    if settings.packed:
+        positions = torch.cat([torch.arange(len(sample)) for sample in ids])
+        batch = {"input_ids": torch.cat(ids), "labels": torch.cat(labels)}
+        batch = {name: row[None] for name, row in (batch | {"position_ids": positions}).items()}
+    else:
+        batch = {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
+        }
+        if lengths[-1] < lengths[0]:
+            masks = [torch.ones_like(sample) for sample in ids]
+            batch["attention_mask"] = pad_sequence(masks, batch_first=True)
     side = config.vision.image_size
-    pixels = torch.randn(rows, config.vision.in_channels, side, side, generator=generator)
+    shape = (settings.micro_batch, config.vision.in_channels, side, side)
     name = "pixel_values" if settings.against is None else "images"
-    batch = {"input_ids": ids, "labels": labels, name: pixels.bfloat16()}
+    batch[name] = torch.randn(shape, generator=generator).bfloat16()
     return {name: values.to(device) for name, values in batch.items()}
+
+
+def _supervised(text_tokens: int) -> int:
+    """Of a sample's text, how much is learned."""
+    return text_tokens - text_tokens // 2
 
 
 def _features(model: nn.Module, pixels: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from glm4v_patched.bench.command import describe
 from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.worker import _batch
 from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.training.choices import TRAINED
 
 
@@ -70,6 +72,9 @@ def test_every_workload_has_its_passes():
             {"zero_options": '{"stage3_allgather_sequential": true}'},
             "zero_options has stage3_allgather_sequential.*add --copy-gathered",
         ),
+        ({"shortest_text": 513}, "shortest_text is 513; expected from 1 to text_tokens, .* is 512"),
+        ({"shortest_text": 0}, "shortest_text is 0; expected from 1"),
+        ({"packed": True, "against": "original"}, "takes no packed rows"),
         ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
         ({"workload": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
@@ -79,6 +84,28 @@ def test_every_workload_has_its_passes():
 def test_settings_that_cannot_work_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Settings(**({"workload": "lm"} | options))
+
+
+def test_lengths_of_text_fall_evenly():
+    asked = Settings(workload="lm", micro_batch=4, text_tokens=100)
+    assert asked.text_lengths() == [100] * 4
+    assert replace(asked, shortest_text=40).text_lengths() == [100, 80, 60, 40]
+    assert replace(asked, shortest_text=40, micro_batch=1).text_lengths() == [100]
+
+
+@pytest.mark.parametrize("shortest", [None, 4])
+def test_packed_samples_are_those_of_padded_rows(shortest):
+    model = tiny_model()
+    padded = Settings(workload="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
+    batch = _batch(model.config, padded, "cpu")
+    in_one_row = _batch(model.config, replace(padded, packed=True), "cpu")
+    assert len(batch["input_ids"]) == 3 and len(in_one_row["input_ids"]) == 1
+    assert ("attention_mask" in batch) == (shortest is not None)
+    learned = sum(length - length // 2 for length in padded.text_lengths())
+    for rows in (batch, in_one_row):
+        assert int((rows["labels"] != IGNORE_INDEX).sum()) == learned
+    losses = [model(**rows).loss.item() for rows in (batch, in_one_row)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_settings_survive_the_way_to_the_processes():
@@ -141,7 +168,9 @@ def test_kernels_that_take_most_in_all_come_first():
 
 
 def test_an_ablation_goes_from_plain_training_to_what_was_asked_for():
-    asked = Settings(workload="lora_lm", micro_batch=4, reuse_features=True, memory_limit=40)
+    asked = Settings(
+        workload="lora_lm", micro_batch=4, packed=True, reuse_features=True, memory_limit=40
+    )
     steps = ablation(asked)
     assert len(steps) == 1 + len(MEASURES)
     settings = list(steps.values())
