@@ -74,9 +74,8 @@ class Settings:
         check_policy("tower", self.tower, or_auto=True)
         check_policy("language", self.language, or_auto=True)
         check_optimizer(self.optimizer)
-        self.zero_changes()
         own = [name for name in self.zero_changes() if name.endswith(GATHERS_OF_DEEPSPEED)]
-        if own and self.gather_in_place:
+        if own and self.compile and self.gather_in_place:
             raise ValueError(
                 f"zero_options has {', '.join(own)}, which says how DeepSpeed gathers, and weights "
                 "are gathered in place: add --copy-gathered"

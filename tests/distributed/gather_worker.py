@@ -23,7 +23,7 @@ from glm4v_patched.training.activations import checkpoint_layers
 from glm4v_patched.training.zero import zero_config
 
 STEPS = 4
-DEEPSPEEDS = (AllGatherCoalescedHandle, AllGatherHandle)
+HANDLES_OF_DEEPSPEED = (AllGatherCoalescedHandle, AllGatherHandle)
 TRAINED = ("all", "lora_both", "frozen_vision")
 
 
@@ -56,7 +56,7 @@ def train(trained: str, in_place: bool) -> dict:
     gathering.gather_whole_layers(model, in_place)
     optimizer = torch.optim.SGD(trainable(model), lr=0.001)
     engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
-    kinds = gathering._Gather, *DEEPSPEEDS
+    kinds = gathering._Gather, *HANDLES_OF_DEEPSPEED
     losses, gathers_of = [], []
     with ExitStack() as stack:
         ours, *theirs = [stack.enter_context(counted(kind)) for kind in kinds]

@@ -8,6 +8,9 @@ from legacy_repository import write_legacy_repository
 from processes import cpu_environment, run_with_limit
 from tiny import NUM_IMAGE_TOKENS, golden_json
 
+from glm4v_patched.bench.roofline import useful_flop
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+
 
 @pytest.fixture
 def bench(tmp_path):
@@ -29,12 +32,16 @@ def bench(tmp_path):
 def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
     (row,) = bench(
         *("--workload", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
+        *("--shortest-text", "10"),  # beside the 20 of the fixture
         *("--pictures", str(tmp_path / "pictures")),
     )
     assert "error" not in row, row["error"]
     assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
     assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
-    assert row["tokens_per_s_per_gpu"] == pytest.approx(26 * row["samples_per_s_per_gpu"])
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(21 * row["samples_per_s_per_gpu"])
+    config = ChatGLMConfig(**golden_json("config.json"))
+    work = [useful_flop(config, "lm", length, length // 2, False) for length in (20, 10)]
+    assert row["useful_tflop_per_sample"] == pytest.approx(sum(work) / 2 / 1e12)
     assert row["losses"][-1] < row["losses"][0]
     assert row["command"].startswith("glm4v-patched bench --workload lm --gpus 2 --micro-batch 2")
     assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])

@@ -7,16 +7,17 @@ import torch
 from tiny import pictures, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from glm4v_patched.bench import worker
 from glm4v_patched.bench.ablation import MEASURES, ablation
 from glm4v_patched.bench.command import describe
 from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
-from glm4v_patched.bench.worker import _batch
 from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.training.choices import TRAINED
+from glm4v_patched.training.memory import Kept
 
 
 def test_the_towers_work_is_what_torch_counts():
@@ -97,8 +98,8 @@ def test_lengths_of_text_fall_evenly():
 def test_packed_samples_are_those_of_padded_rows(shortest):
     model = tiny_model()
     padded = Settings(workload="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
-    batch = _batch(model.config, padded, "cpu")
-    in_one_row = _batch(model.config, replace(padded, packed=True), "cpu")
+    batch = worker._batch(model.config, padded, "cpu")
+    in_one_row = worker._batch(model.config, replace(padded, packed=True), "cpu")
     assert len(batch["input_ids"]) == 3 and len(in_one_row["input_ids"]) == 1
     assert ("attention_mask" in batch) == (shortest is not None)
     learned = sum(length - length // 2 for length in padded.text_lengths())
@@ -106,6 +107,25 @@ def test_packed_samples_are_those_of_padded_rows(shortest):
         assert int((rows["labels"] != IGNORE_INDEX).sum()) == learned
     losses = [model(**rows).loss.item() for rows in (batch, in_one_row)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_memory_is_that_of_the_rows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(worker, "choose_kept", lambda config, training, *_: asked.append(training))
+    config = tiny_model().config
+    settings = Settings(workload="lm", micro_batch=3, text_tokens=20, shortest_text=10)
+    worker._kept(settings, config)
+    worker._kept(replace(settings, packed=True), config)
+    sizes = [(rows.micro_batch, rows.row_length, rows.images_per_row) for rows in asked]
+    # 6 positions for an image with its begin and end; 20, 15 and 10 ids of text.
+    assert sizes == [(3, 26, 1), (1, 63, 3)]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_is_the_one_that_is_asked_for(attention):
+    settings = Settings(workload="lm", compile=False, attention=attention)
+    model = worker._build(settings, "cpu", tiny_model().config, Kept("full", "full"))
+    assert model.config._attn_implementation == attention
 
 
 def test_settings_survive_the_way_to_the_processes():

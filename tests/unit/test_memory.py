@@ -165,7 +165,9 @@ def test_every_nth_lies_between_none_and_full():
     assert work == sorted(work) and work[2] == pytest.approx(work[3] / 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs CUDA_VISIBLE_DEVICES to be empty")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has a GPU: run with CUDA_VISIBLE_DEVICES="
+)
 def test_without_a_gpu_nothing_is_known_to_be_free_and_most_is_computed_again():
     assert free_memory() == 0
     chosen = choose_kept(tiny_model().config, training(), free_memory(), ANYTHING)

@@ -69,7 +69,9 @@ def test_several_processes_without_zero_are_refused_before_anything_is_written(t
     assert not out.exists()
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="needs to miss bitsandbytes")
+@pytest.mark.skipif(
+    find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed: run without it"
+)
 def test_a_missing_package_is_named_before_anything_starts(tmp_path):
     with pytest.raises(RuntimeError, match="qlora needs bitsandbytes: pip install bitsandbytes"):
         launch(recipe(trained="qlora", zero_stage=0, out=str(tmp_path / "out")), processes=1)
