@@ -6,6 +6,7 @@ from .settings import Settings
 
 # Without any of the measures: layers as torch runs them, gathered linear by linear, recomputed.
 PLAIN = {
+    "attention": "eager",
     "all_logits": True,
     "compile": False,
     "tower": "full",
@@ -19,6 +20,7 @@ PLAIN = {
 OF_ZERO_3 = ("kept_gathered", "gather_in_place", "layers_ahead")
 # Each takes these settings over from what was asked for.
 MEASURES = {
+    "fused attention": ["attention"],
     "logits only where a token is learned, in chunks": ["all_logits"],
     "layers compiled and, under ZeRO-3, gathered whole": ["compile", "layers_ahead"],
     "weights gathered without copies": ["gather_in_place"],

@@ -53,8 +53,11 @@ def language_flop(config: ChatGLMConfig, text_tokens: int, supervised: int) -> f
     return layers + 2 * supervised * width * config.padded_vocab_size
 
 
-def measured_ceiling(device: str, side: int = 8192, products: int = 20) -> float:
-    """FLOP/s of a bf16 matrix product of this side, on random data."""
+def measured_ceiling(device: str, side: int, products: int) -> float:
+    """FLOP/s of bf16 matrix products of this side, one after the other, on random data.
+
+    The roofline is that of 20, which are over before a GPU that has rested gets hot.
+    """
     left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     right = torch.randn_like(left)
     for _ in range(3):

@@ -42,7 +42,9 @@ def measure(settings: Settings) -> dict | None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    ceiling = measured_ceiling(device, *(() if device == "cuda" else (512, 3)))
+    side, products, held = (8192, 20, 1500) if device == "cuda" else (512, 3, 3)
+    ceiling = measured_ceiling(device, side, products)
+    held_ceiling = measured_ceiling(device, side, held)
     if device == "cuda":
         torch.cuda.empty_cache()
     torch.manual_seed(0)
@@ -83,6 +85,7 @@ def measure(settings: Settings) -> dict | None:
         "step_s": {"median": median, "fastest": min(seconds), "slowest": max(seconds)},
         "useful_tflop_per_sample": work / 1e12,
         "ceiling_tflops": ceiling / 1e12,
+        "held_ceiling_tflops": held_ceiling / 1e12,  # products for two seconds, as hot as training
         **peaks,
         "memory_gib": memory_parts(trainer, batch) if device == "cuda" else None,
         "policies": asdict(trainer.kept),

@@ -32,7 +32,9 @@ def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int)
     processor.save_pretrained(folder)
 
 
-def build_processor(texts: list[str]) -> ChatGLMProcessor:
+def build_processor(
+    texts: list[str], image_side: int = IMAGE_SIDE, max_length: int = 1024
+) -> ChatGLMProcessor:
     """A byte-level BPE over ``texts`` with the split pattern and special tokens of glm-4v."""
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -47,8 +49,8 @@ def build_processor(texts: list[str]) -> ChatGLMProcessor:
         texts, BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
     )
     return ChatGLMProcessor(
-        image_processor=ChatGLMImageProcessor(size=IMAGE_SIDE, patch_size=PATCH_SIDE),
-        tokenizer=ChatGLM4Tokenizer(tokenizer_object=bpe, model_max_length=1024),
+        image_processor=ChatGLMImageProcessor(size=image_side, patch_size=PATCH_SIDE),
+        tokenizer=ChatGLM4Tokenizer(tokenizer_object=bpe, model_max_length=max_length),
     )
 
 

@@ -196,6 +196,7 @@ def test_an_ablation_goes_from_plain_training_to_what_was_asked_for():
     settings = list(steps.values())
     plain = settings[0]
     assert plain.all_logits and not plain.compile and not plain.reuse_features
+    assert plain.attention == "eager"
     assert (plain.tower, plain.language, plain.micro_batch, plain.memory_limit) == (
         *("full", "full"),
         *(4, 40),
@@ -216,6 +217,7 @@ def test_what_was_not_asked_for_is_no_step():
     asked = Settings(workload="full", compile=False, layers_ahead=0)
     names = [
         "(nothing)",
+        "fused attention",
         "logits only where a token is learned, in chunks",
         "activations kept",
         "weights kept gathered",
