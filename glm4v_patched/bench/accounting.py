@@ -16,7 +16,7 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
 
     - ``weights``: what the model takes, this process's shard of it;
     - ``optimizer``: its states and fp32 weights, as far as they are on the GPU;
-    - ``gradients``: what is there after the backward pass beside those two;
+    - ``gradients``: what the backward pass leaves for the update;
     - ``activations``: what the forward pass leaves for the backward pass;
     - ``logits``: the most that the output layer and the loss take, forward or backward;
     - ``rest``: the peak less all of these: gathered weights, the inside of a layer, buckets. 0
@@ -44,7 +44,7 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
             tensor.nbytes for tensor in trainer.optimizer_tensors() if tensor.device.type == "cuda"
         ),
     }
-    parts["gradients"] = max(after_backward - parts["weights"] - parts["optimizer"], 0)
+    parts["gradients"] = max(after_backward - before, 0)
     parts["activations"] = max(after_forward - before, 0)
     parts["logits"] = watch.of_module
     parts["rest"] = max(watch.peak - sum(parts.values()), 0)

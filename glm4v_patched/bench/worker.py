@@ -179,6 +179,7 @@ class _Zero(_Trainer):
         from transformers.integrations import HfDeepSpeedConfig
 
         deepspeed.init_distributed(verbose=False)
+        before = allocated()
         self.config = _config(settings)
         self.kept = _kept(settings, self.config)
         ours = settings.against is None
@@ -206,7 +207,7 @@ class _Zero(_Trainer):
             gather_whole_layers(self.model, settings.gather_in_place)
         if ours and settings.zero_stage == 3 and settings.layers_ahead:
             limit_run_ahead(self.model, settings.layers_ahead)
-        self.weights = allocated()
+        self.weights = allocated() - before
         self.engine, *_ = deepspeed.initialize(
             model=self.model, config=options, optimizer=_optimizer(self.model, settings.optimizer)
         )
@@ -235,9 +236,10 @@ class _Plain(_Trainer):
     def __init__(self, settings: Settings, device: str):
         self.config = _config(settings)
         self.kept = _kept(settings, self.config)
+        before = allocated()
         with torch.device(device):
             self.model = _build(settings, device, self.config, self.kept)
-        self.weights = allocated()
+        self.weights = allocated() - before
         self.optimizer = _optimizer(self.model, settings.optimizer)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from tiny import tiny_config, tiny_model
 
 from glm4v_patched.bench.rows import read_rows
+from glm4v_patched.bench.settings import Settings
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.choices import ALL_WEIGHTS
@@ -35,6 +36,13 @@ def measured_rows():
             settings = row["settings"]
             if "error" in row or settings["against"] is not None or settings["reuse_features"]:
                 continue
+            if settings.get("attention", "sdpa") == "eager":
+                continue  # its scores are not estimated: nobody is to choose it for its memory
+            longest = 1602 + row["text_tokens"]
+            lengths = [longest] * row["micro_batch"]
+            if settings.get("packed"):
+                texts = Settings(**settings).text_lengths()
+                lengths = [sum(1602 + text for text in texts)]
             chosen = row.get("policies") or {
                 "tower": settings["tower"],
                 "language": settings["language"],
@@ -42,8 +50,9 @@ def measured_rows():
             }
             training = Training(
                 trained=row["workload"],
-                micro_batch=row["micro_batch"],
-                row_length=1602 + row["text_tokens"],
+                micro_batch=len(lengths),
+                row_length=lengths[0],
+                images_per_row=row["micro_batch"] / len(lengths),
                 zero_stage=row["zero_stage"],
                 processes=row["gpus"],
                 optimizer=settings.get("optimizer", "adamw"),
