@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shortest-text", type=int, metavar="N", help=shortest)
     add("--packed", action="store_true", help="samples in one row, instead of padded rows")
     add("--attention", default=defaults["attention"], help="implementation of transformers")
+    add("--liger", action="store_true", help="RMSNorm and SwiGLU of Liger-Kernel")
+    recorded = "run a frozen tower with autograd, as if its gradients were asked for"
+    add("--tower-autograd", action="store_true", help=recorded)
     add("--zero-stage", type=int, default=defaults["zero_stage"], help="0 (one process) to 3")
     add("--offload", action="store_true", help="keep the optimizer's states on the CPU")
     add("--memory-limit", type=float, metavar="GIB", help="cap what a process may allocate")

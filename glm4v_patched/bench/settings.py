@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
-from ..training.choices import check_optimizer, check_policy, check_trained
+from ..training.choices import check_optimizer, check_policy, check_trained, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 
@@ -14,7 +14,8 @@ class Settings:
 
     The samples of a step have from ``text_tokens`` down to ``shortest_text`` ids of text, evenly;
     they are padded to one length, or ``packed`` into one row. ``attention`` is an implementation
-    of transformers.
+    of transformers; with ``liger`` RMSNorm and SwiGLU are Liger-Kernel's. ``tower_autograd`` runs a
+    frozen tower as if its gradients were asked for.
 
     ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
     "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`); that is a
@@ -35,6 +36,8 @@ class Settings:
     shortest_text: int | None = None
     packed: bool = False
     attention: str = "sdpa"
+    liger: bool = False
+    tower_autograd: bool = False
     zero_stage: int = 3
     optimizer: str = "adamw"
     offload: bool = False
@@ -89,7 +92,16 @@ class Settings:
             raise ValueError(
                 "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
             )
-        if self.reuse_features and self.workload in ("full", "lora_all"):
+        if self.against is not None and (self.liger or self.tower_autograd):
+            raise ValueError(
+                "the original's code is measured as it is: leave out liger and tower_autograd"
+            )
+        if self.tower_autograd and (trains_tower(self.workload) or self.reuse_features):
+            raise ValueError(
+                f"tower_autograd with {self.workload}, reuse_features {self.reuse_features}: it is "
+                "for a tower that is frozen and run; use lm, lora_lm or qlora, and reuse nothing"
+            )
+        if self.reuse_features and trains_tower(self.workload):
             raise ValueError(
                 f"{self.workload} trains the vision tower: its features change with every step and "
                 "cannot be reused; use lm, lora_lm or qlora"

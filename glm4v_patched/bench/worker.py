@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..activation import apply
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -110,6 +111,8 @@ def _build(settings: Settings, device: str, config: ChatGLMConfig, kept: Kept) -
         model = select_weights(model, settings.workload).train()
         model.gradient_checkpointing_enable()
         return model
+    if settings.liger:
+        apply(rms_norm=True, swiglu=True)
     config.skip_logits = not settings.all_logits
     config.loss_chunk_size = settings.loss_chunk
     model = GLM4VForCausalLM._from_config(
@@ -298,7 +301,9 @@ def _batch(config: ChatGLMConfig, settings: Settings, device: str) -> dict[str, 
     shape = (settings.micro_batch, config.vision.in_channels, side, side)
     name = "pixel_values" if settings.against is None else "images"
     batch[name] = torch.randn(shape, generator=generator).bfloat16()
-    return {name: values.to(device) for name, values in batch.items()}
+    batch = {name: values.to(device) for name, values in batch.items()}
+    batch[name].requires_grad_(settings.tower_autograd)
+    return batch
 
 
 def _supervised(text_tokens: int) -> int:

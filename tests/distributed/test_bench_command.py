@@ -29,6 +29,7 @@ def bench(tmp_path):
     return bench
 
 
+@pytest.mark.slow
 def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
     (row,) = bench(
         *("--workload", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),

@@ -113,6 +113,7 @@ def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_packag
     assert_a_stranger_loads(mine, tmp_path)
 
 
+@pytest.mark.slow
 def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
     """ZeRO-3, with the optimizer's states offloaded from what is a GPU elsewhere."""
     sharded = replace(recipe, out=str(tmp_path / "sharded"), trained="lm", learning_rate=1e-3)
@@ -144,7 +145,7 @@ def test_qlora_trains_adapters_that_a_stranger_loads(recipe, tmp_path):
 
 
 CHOICES = [
-    pytest.param({"trained": "lora_all"}, id="lora_all, ZeRO-3"),
+    pytest.param({"trained": "lora_all"}, id="lora_all, ZeRO-3", marks=pytest.mark.slow),
     pytest.param(
         {"trained": "lora_lm", "zero_stage": 0}, id="lora_lm, no ZeRO", marks=pytest.mark.slow
     ),
