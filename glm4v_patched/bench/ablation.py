@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-from ..training.choices import trains_tower
 from .settings import Settings
 
 # Without any of the measures: layers as torch runs them, gathered linear by linear, recomputed.
 PLAIN = {
-    "tower_autograd": True,
     "attention": "eager",
     "optimizer": "adamw",
+    "liger": False,
     "all_logits": True,
     "compile": False,
     "tower": "full",
@@ -23,9 +22,9 @@ PLAIN = {
 OF_ZERO_3 = ("kept_gathered", "gather_in_place", "layers_ahead")
 # Each takes these settings over from what was asked for.
 MEASURES = {
-    "frozen tower run without autograd": ["tower_autograd"],
     "fused attention": ["attention"],
     "logits only where a token is learned, in chunks": ["all_logits"],
+    "RMSNorm and SwiGLU of Liger-Kernel": ["liger"],
     "layers compiled and, under ZeRO-3, gathered whole": ["compile", "layers_ahead"],
     "weights gathered without copies": ["gather_in_place"],
     "activations kept": ["tower", "language"],
@@ -44,8 +43,6 @@ def ablation(settings: Settings) -> dict[str, Settings]:
     plain = PLAIN if settings.zero_stage == 3 else _without(PLAIN, *OF_ZERO_3)
     if not settings.compile:  # nothing is gathered whole, or with some policies only
         plain = _without(plain, "gather_in_place")
-    if trains_tower(settings.workload):
-        plain = _without(plain, "tower_autograd")
     current = replace(settings, **plain)
     steps = {"(nothing)": current}
     for name, fields in MEASURES.items():

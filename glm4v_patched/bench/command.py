@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ..training.choices import OPTIMIZERS, POLICIES, TRAINED
+from ..training.choices import OPTIMIZERS, POLICIES, TRAINED, require_packages
 from ..training.zero import path_of_processes
 from .ablation import ablation
 from .pictures import check_drawable, draw_pictures
@@ -46,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--packed", action="store_true", help="samples in one row, instead of padded rows")
     add("--attention", default=defaults["attention"], help="implementation of transformers")
     add("--liger", action="store_true", help="RMSNorm and SwiGLU of Liger-Kernel")
-    recorded = "run a frozen tower with autograd, as if its gradients were asked for"
-    add("--tower-autograd", action="store_true", help=recorded)
     add("--zero-stage", type=int, default=defaults["zero_stage"], help="0 (one process) to 3")
     add("--offload", action="store_true", help="keep the optimizer's states on the CPU")
     add("--memory-limit", type=float, metavar="GIB", help="cap what a process may allocate")
@@ -96,6 +94,13 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     if options.out:
         check_addable(options.out)
+    if options.ablation and options.against:
+        raise ValueError(
+            "--ablation with --against: the measures are ours, the original has none of them; "
+            "measure one after the other"
+        )
+    for choice in (*options.workload, options.optimizer, *(["liger"] if options.liger else [])):
+        require_packages(choice)
     measurements = [
         Settings(
             **_common(options),

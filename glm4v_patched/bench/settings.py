@@ -14,8 +14,7 @@ class Settings:
 
     The samples of a step have from ``text_tokens`` down to ``shortest_text`` ids of text, evenly;
     they are padded to one length, or ``packed`` into one row. ``attention`` is an implementation
-    of transformers; with ``liger`` RMSNorm and SwiGLU are Liger-Kernel's. ``tower_autograd`` runs a
-    frozen tower as if its gradients were asked for.
+    of transformers; with ``liger`` RMSNorm and SwiGLU are Liger-Kernel's.
 
     ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
     "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`); that is a
@@ -37,7 +36,6 @@ class Settings:
     packed: bool = False
     attention: str = "sdpa"
     liger: bool = False
-    tower_autograd: bool = False
     zero_stage: int = 3
     optimizer: str = "adamw"
     offload: bool = False
@@ -92,14 +90,9 @@ class Settings:
             raise ValueError(
                 "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
             )
-        if self.against is not None and (self.liger or self.tower_autograd):
+        if self.offload and self.optimizer == "adamw_8bit":
             raise ValueError(
-                "the original's code is measured as it is: leave out liger and tower_autograd"
-            )
-        if self.tower_autograd and (trains_tower(self.workload) or self.reuse_features):
-            raise ValueError(
-                f"tower_autograd with {self.workload}, reuse_features {self.reuse_features}: it is "
-                "for a tower that is frozen and run; use lm, lora_lm or qlora, and reuse nothing"
+                "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
             )
         if self.reuse_features and trains_tower(self.workload):
             raise ValueError(

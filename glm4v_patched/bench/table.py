@@ -134,8 +134,6 @@ def method(row: dict) -> list[str]:
         parts.append(f"{settings['attention']} attention")
     if settings.get("liger"):
         parts.append("Liger's kernels")
-    if settings.get("tower_autograd"):
-        parts.append("tower with autograd")
     if settings.get("shortest_text"):
         parts.append(f"texts from {settings['shortest_text']:,}")
     if settings.get("packed"):

@@ -23,12 +23,12 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..training.activations import checkpoint_layers
-from ..training.choices import gathers_whole_layers
+from ..training.choices import gathers_whole_layers, require_packages
 from ..training.compilation import compile_layers
 from ..training.gathering import gather_whole_layers
 from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
 from ..training.pacing import limit_run_ahead
-from ..training.weights import quantise, require_packages, select_weights
+from ..training.weights import quantise, select_weights
 from ..training.zero import zero_config
 from .accounting import allocated, memory_parts
 from .profiling import profile_step
@@ -36,6 +36,8 @@ from .roofline import measured_ceiling, synchronize, useful_flop
 from .settings import Settings
 
 LEARNING_RATE = 1e-5
+VERSIONS = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
+VERSIONS += ("glm4v-patched",)
 
 
 def measure(settings: Settings) -> dict | None:
@@ -86,7 +88,7 @@ def measure(settings: Settings) -> dict | None:
         "step_s": {"median": median, "fastest": min(seconds), "slowest": max(seconds)},
         "useful_tflop_per_sample": work / 1e12,
         "ceiling_tflops": ceiling / 1e12,
-        "held_ceiling_tflops": held_ceiling / 1e12,  # products for two seconds, as hot as training
+        "held_ceiling_tflops": held_ceiling / 1e12,  # 1,500 products, a few steps long
         **peaks,
         "memory_gib": memory_parts(trainer, batch) if device == "cuda" else None,
         "policies": asdict(trainer.kept),
@@ -301,9 +303,7 @@ def _batch(config: ChatGLMConfig, settings: Settings, device: str) -> dict[str, 
     shape = (settings.micro_batch, config.vision.in_channels, side, side)
     name = "pixel_values" if settings.against is None else "images"
     batch[name] = torch.randn(shape, generator=generator).bfloat16()
-    batch = {name: values.to(device) for name, values in batch.items()}
-    batch[name].requires_grad_(settings.tower_autograd)
-    return batch
+    return {name: values.to(device) for name, values in batch.items()}
 
 
 def _supervised(text_tokens: int) -> int:
@@ -320,7 +320,7 @@ def _features(model: nn.Module, pixels: Tensor) -> Tensor:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "glm4v-patched"):
+    for name in VERSIONS:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -1,5 +1,7 @@
 """What a user may choose, by name; needs no torch, so that mistakes are answered at once."""
 
+import importlib.util
+
 # full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
 # model; lora_all: on both towers; qlora: as lora_lm, on weights of 4 bits.
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
@@ -14,6 +16,15 @@ ALL_WEIGHTS = 1e12
 
 # adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight.
 OPTIMIZERS = ("adamw", "adamw_8bit")
+
+# What choices import, beside what all training needs.
+PACKAGES = {
+    "lora_lm": ["peft"],
+    "lora_all": ["peft"],
+    "qlora": ["peft", "bitsandbytes"],
+    "adamw_8bit": ["bitsandbytes"],
+    "liger": ["liger_kernel"],
+}
 
 
 def check_trained(trained: str) -> None:
@@ -31,6 +42,15 @@ def check_optimizer(optimizer: str) -> None:
     """Raises ``ValueError`` if there is no such optimizer."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"the optimizer is {optimizer!r}; expected {' or '.join(OPTIMIZERS)}")
+
+
+def require_packages(choice: str) -> None:
+    """Raise ``RuntimeError`` naming what a choice needs and does not find."""
+    missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"{choice} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
 
 
 def check_policy(name: str, policy: str, or_auto: bool = False) -> None:

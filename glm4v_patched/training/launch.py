@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
+from .choices import require_packages
 from .recipe import Recipe
-from .weights import require_packages
 from .zero import path_of_processes, require_deepspeed
 
 # Processes that are told to end do so at once, unless they hang in a driver.

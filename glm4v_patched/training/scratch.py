@@ -35,7 +35,10 @@ def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int)
 def build_processor(
     texts: list[str], image_side: int = IMAGE_SIDE, max_length: int = 1024
 ) -> ChatGLMProcessor:
-    """A byte-level BPE over ``texts`` with the split pattern and special tokens of glm-4v."""
+    """For images of ``image_side`` pixels, and a byte-level BPE over ``texts``.
+
+    It has the split pattern and special tokens of glm-4v; rows have at most ``max_length`` ids.
+    """
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,13 +1,11 @@
 """Which weights are trained: everything, the language model, or LoRA adapters."""
 
-import importlib.util
-
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .choices import check_trained
+from .choices import check_trained, require_packages
 
 # LoRA goes to the fused projection of queries, keys and values, as published adapters have it.
 LORA_TARGETS = {
@@ -15,21 +13,6 @@ LORA_TARGETS = {
     "lora_all": r".*query_key_value",
     "qlora": r".*encoder\..*query_key_value",
 }
-PACKAGES = {
-    "lora_lm": ["peft"],
-    "lora_all": ["peft"],
-    "qlora": ["peft", "bitsandbytes"],
-    "adamw_8bit": ["bitsandbytes"],
-}
-
-
-def require_packages(choice: str) -> None:
-    """Raise ``RuntimeError`` naming what weights or an optimizer need and do not find."""
-    missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"{choice} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
 
 
 def select_weights(model: GLM4VForCausalLM, trained: str, lora_rank: int = 8) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A recipe at the real size, with random weights and every choice left open; two large GPUs.
+"""Recipes at the real size, random weights, all that goes by memory left open; two large GPUs.
 
 ``pytest -s -m two_gpu tests/distributed/test_real_size.py`` also prints the recipe's choice and the
 Trainer's figures. Needs 60 GB of disk under pytest's ``--basetemp`` and as much CPU memory.

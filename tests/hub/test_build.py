@@ -497,6 +497,8 @@ def cells_of(result: dict) -> list[str]:
     tower = chosen["tower"] if result["workload"] in ("full", "lora_all") else "-"
     cap = result["memory_limit_gib"]
     trained = result["workload"]
+    optimizer = result["settings"].get("optimizer", "adamw")
+    trained += "" if optimizer == "adamw" else f', "optimizer": "{optimizer}"'
     trained += ', "offload": true' if result["offload"] else ""
     trained += ', "zero_stage": 0' if result["zero_stage"] == 0 else ""
     return [

@@ -14,6 +14,7 @@ from glm4v_patched.bench.pictures import PARTS, draw_pictures, memory_figure, sp
 from glm4v_patched.bench.rows import add_row, format_rows, read_rows
 from glm4v_patched.bench.table import BEGIN, COLUMNS, END, insert, markdown_table
 from glm4v_patched.cli import main
+from glm4v_patched.training.choices import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests" / "results").glob("bench_*.json"))
@@ -342,13 +343,28 @@ def test_rows_of_several_files_make_one_table(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--into", "README.md"], "name them with --rows"),
+        (["--ablation", "--against", "original"], "--ablation with --against"),
         (["--rows", str(FILES[0]), "--out", "new.json"], "--rows measures nothing"),
         (["--rows", "none.json"], "none.json"),
     ],
 )
-def test_options_of_rows_that_cannot_work_are_refused(arguments, message, capsys):
+def test_options_that_cannot_work_are_refused(arguments, message, capsys):
     assert main([*NOTHING_RUNS, *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("choice", "arguments"),
+    [
+        ("liger", ["--liger"]),
+        ("adamw_8bit", ["--optimizer", "adamw_8bit"]),
+        ("qlora", ["--workload", "lm", "qlora"]),
+    ],
+)
+def test_what_a_choice_lacks_is_said_before_anything_runs(choice, arguments, capsys, monkeypatch):
+    monkeypatch.setitem(PACKAGES, choice, ["not_there"])
+    assert main([*NOTHING_RUNS, *arguments]) == 1
+    assert f"{choice} needs not_there: pip install not_there" in capsys.readouterr().err
 
 
 # The pictures.

@@ -34,7 +34,7 @@ def measured_rows():
     for path in sorted(RESULTS.glob("bench_*.json")):
         for number, row in enumerate(read_rows(path), 1):
             settings = row["settings"]
-            if "error" in row or settings["against"] is not None or settings["reuse_features"]:
+            if "error" in row or settings["against"] is not None:
                 continue
             if settings.get("attention", "sdpa") == "eager":
                 continue  # its scores are not estimated: nobody is to choose it for its memory

@@ -13,9 +13,9 @@ from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.training.activations import checkpointed_layers
 from glm4v_patched.training.checkpoints import write_manifest
+from glm4v_patched.training.choices import PACKAGES
 from glm4v_patched.training.launch import launch
 from glm4v_patched.training.recipe import FREE_WHEN_RESUMING, Recipe, RecipeTrainer, build_model
-from glm4v_patched.training.weights import PACKAGES
 
 NAME = "our-org/glm-4v-tiny"
 # What recipes had before weights could be chosen.
