@@ -130,10 +130,10 @@ def method(row: dict) -> list[str]:
         whole = gathers_whole_layers(stage, settings.get("compile"), *_policies(row))
         if whole and not settings.get("gather_in_place", True):
             parts.append("gathers copied")
-    if settings.get("attention", "sdpa") != "sdpa":
-        parts.append(f"{settings['attention']} attention")
-    if settings.get("liger"):
-        parts.append("Liger's kernels")
+        if settings.get("attention", "sdpa") != "sdpa":
+            parts.append(f"{settings['attention']} attention")
+        if settings.get("liger"):
+            parts.append("Liger's kernels")
     if settings.get("shortest_text"):
         parts.append(f"texts from {settings['shortest_text']:,}")
     if settings.get("packed"):

@@ -36,8 +36,10 @@ from .roofline import measured_ceiling, synchronize, useful_flop
 from .settings import Settings
 
 LEARNING_RATE = 1e-5
-VERSIONS = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
-VERSIONS += ("glm4v-patched",)
+VERSIONS = (
+    *("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel"),
+    "glm4v-patched",
+)
 
 
 def measure(settings: Settings) -> dict | None:

@@ -39,6 +39,7 @@ def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
     assert "error" not in row, row["error"]
     assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
     assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
+    assert row["held_ceiling_tflops"] > 0
     assert row["tokens_per_s_per_gpu"] == pytest.approx(21 * row["samples_per_s_per_gpu"])
     config = ChatGLMConfig(**golden_json("config.json"))
     work = [useful_flop(config, "lm", length, length // 2, False) for length in (20, 10)]

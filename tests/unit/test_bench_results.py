@@ -225,6 +225,16 @@ def test_every_measured_row_stands_in_the_table_beside_its_command():
             "ZeRO-3, AdamW, compiled, eager attention, texts from 1,024, packed",
         ),
         (make_row(implementation="original"), "method", "the original's code, ZeRO-3, AdamW"),
+        (
+            make_row(implementation="original", settings={"attention": "eager", "liger": True}),
+            "method",
+            "the original's code, ZeRO-3, AdamW",
+        ),
+        (
+            make_row(settings={"attention": "eager", "liger": True}),
+            "method",
+            "ZeRO-3, AdamW, compiled, eager attention, Liger's kernels",
+        ),
         (make_row(samples_per_s_per_gpu=0.01234), "samples/s/GPU", "0.0123"),
         (make_row(samples_per_s_per_gpu=12345.6), "samples/s/GPU", "12,346"),
         (make_row(peak_reserved_gib=None), "reserved", "-"),

@@ -1,5 +1,6 @@
 """Estimates of memory against real models and measured peaks, and what is chosen by them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,13 @@ def test_every_nth_lies_between_none_and_full():
         for name in ("none", "every 4", "every 2", "full")
     ]
     assert work == sorted(work) and work[2] == pytest.approx(work[3] / 2)
+
+
+def test_a_row_of_four_samples_keeps_what_four_rows_do():
+    four = Training(trained="lora_all", micro_batch=4, row_length=2114)
+    packed = replace(four, micro_batch=1, row_length=4 * 2114, images_per_row=4)
+    for kept in (Kept("none", "none"), Kept("full", "none"), Kept("attention", "full")):
+        assert estimate(REAL, packed, kept) == estimate(REAL, four, kept)
 
 
 @pytest.mark.skipif(
