@@ -26,6 +26,7 @@ from ..training.activations import checkpoint_layers
 from ..training.choices import gathers_whole_layers, require_packages
 from ..training.compilation import compile_layers
 from ..training.gathering import gather_whole_layers
+from ..training.gradient_norm import take_norms_in_place
 from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
 from ..training.pacing import limit_run_ahead
 from ..training.weights import quantise, select_weights
@@ -214,6 +215,8 @@ class _Zero(_Trainer):
             gather_whole_layers(self.model, settings.gather_in_place)
         if ours and settings.zero_stage == 3 and settings.layers_ahead:
             limit_run_ahead(self.model, settings.layers_ahead)
+        if ours and settings.zero_stage == 3:
+            take_norms_in_place(self.model)
         self.weights = allocated() - before
         self.engine, *_ = deepspeed.initialize(
             model=self.model, config=options, optimizer=_optimizer(self.model, settings.optimizer)

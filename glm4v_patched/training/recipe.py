@@ -36,6 +36,7 @@ from .compilation import compile_layers
 from .data import ConversationCollator, read_conversations
 from .features import TowerFeatures
 from .gathering import gather_whole_layers
+from .gradient_norm import take_norms_in_place
 from .memory import Kept, Training, choose_kept, choose_offload, free_memory
 from .pacing import limit_run_ahead
 from .packing import PackingCollator, pack_conversations
@@ -439,6 +440,7 @@ def build_model(recipe: Recipe) -> nn.Module:
         gather_whole_layers(model)
     if recipe.zero_stage == 3:
         limit_run_ahead(model)
+        take_norms_in_place(model)
     return model
 
 

@@ -39,7 +39,7 @@ def zero_config(
             "stage3_max_reuse_distance": kept_gathered,
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
-            "sub_group_size": 2e8,  # weights whose gradients are held in fp32 during an update
+            "sub_group_size": 5e8,  # weights whose gradients are held in fp32 during an update
         }
     config = {
         "bf16": {"enabled": bf16},

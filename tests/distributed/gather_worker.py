@@ -2,7 +2,8 @@
 
 Started by test_gathering.py with a folder. Rank 0 writes ``gathers.pt`` there: for each of what is
 trained, and each way to gather, the losses of both ranks, the trained weights, and how many gathers
-were made in place and how many by DeepSpeed, and whether what gathers was replaced once only.
+were made in place and how many by DeepSpeed, whether what gathers was replaced once only, and the
+norms of the gradients, which are taken in place where the gathers are.
 """
 
 import sys
@@ -20,6 +21,7 @@ from tiny import golden_json, grown_image, pictures, text, tiny_config
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training import gathering
 from glm4v_patched.training.activations import checkpoint_layers
+from glm4v_patched.training.gradient_norm import take_norms_in_place
 from glm4v_patched.training.zero import zero_config
 
 STEPS = 4
@@ -54,10 +56,12 @@ def train(trained: str, in_place: bool) -> dict:
     model = select_weights(model_with_odd_weights(), trained)
     checkpoint_layers(model, "attention", "full")
     gathering.gather_whole_layers(model, in_place)
+    if in_place:
+        take_norms_in_place(model)
     optimizer = torch.optim.SGD(trainable(model), lr=0.001)
     engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
     kinds = gathering._Gather, *HANDLES_OF_DEEPSPEED
-    losses, gathers_of = [], []
+    losses, norms, gathers_of = [], [], []
     with ExitStack() as stack:
         ours, *theirs = [stack.enter_context(counted(kind)) for kind in kinds]
         for step in range(STEPS):
@@ -65,6 +69,7 @@ def train(trained: str, in_place: bool) -> dict:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
+            norms.append(float(engine.get_global_grad_norm()))
             gathers_of.append([p.all_gather_coalesced for p in engine.module.parameters()])
     weights = {}
     for name, parameter in engine.module.named_parameters():
@@ -75,6 +80,7 @@ def train(trained: str, in_place: bool) -> dict:
     engine.destroy()
     return {
         "losses": everyone,
+        "norms": norms,
         "weights": weights,
         "in place": ours.call_count,
         "by DeepSpeed": sum(count.call_count for count in theirs),
