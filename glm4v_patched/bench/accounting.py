@@ -16,16 +16,17 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
 
     - ``weights``: what the model takes, this process's shard of it;
     - ``optimizer``: its states and fp32 weights, as far as they are on the GPU;
-    - ``gradients``: what the backward pass leaves for the update (older rows: all that is then
-      there beside weights and optimizer);
+    - ``gradients``: what the backward pass leaves for the update, and the buffers that hold
+      gradients from one step to the next (older rows: all that is then there beside weights and
+      optimizer; or without those buffers, which are then in the rest);
     - ``activations``: what the forward pass leaves for the backward pass;
     - ``logits``: the most that the output layer and the loss take, forward or backward;
     - ``rest``: the peak less all of these: gathered weights, the inside of a layer, buckets. 0
       where they are never all there at once.
 
     Args:
-        trainer: Has ``model``, ``weights`` (bytes), ``forward``, ``backward``, ``update`` and
-            ``optimizer_tensors``.
+        trainer: Has ``model``, ``weights`` (bytes), ``forward``, ``backward``, ``update``,
+            ``optimizer_tensors`` and ``gradient_buffers``.
     """
     watch = _PeakWatch()
     handles = watch.watch(_output_layer(trainer.model))
@@ -39,17 +40,16 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
     watch.restart()
     for handle in handles:
         handle.remove()
-    parts = {
-        "weights": trainer.weights,
-        "optimizer": sum(
-            tensor.nbytes for tensor in trainer.optimizer_tensors() if tensor.device.type == "cuda"
-        ),
-    }
-    parts["gradients"] = max(after_backward - before, 0)
+    parts = {"weights": trainer.weights, "optimizer": _on_gpu(trainer.optimizer_tensors())}
+    parts["gradients"] = max(after_backward - before, 0) + _on_gpu(trainer.gradient_buffers())
     parts["activations"] = max(after_forward - before, 0)
     parts["logits"] = watch.of_module
     parts["rest"] = max(watch.peak - sum(parts.values()), 0)
     return {name: size / GIB for name, size in (parts | {"peak": watch.peak}).items()}
+
+
+def _on_gpu(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cuda")
 
 
 class _PeakWatch:

@@ -239,6 +239,11 @@ class _Zero(_Trainer):
             name = "single_partition_of_fp32_groups"
         return [*getattr(zero, name), *_state_tensors(zero.optimizer)]
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """Of stage 3: one, for this process's shares of all gradients."""
+        buffer = getattr(self.engine.optimizer, "grad_partitions_flat_buffer", None)
+        return [] if buffer is None else [buffer]
+
 
 class _Plain(_Trainer):
     """One process, nothing sharded."""
@@ -264,6 +269,9 @@ class _Plain(_Trainer):
 
     def optimizer_tensors(self) -> list[Tensor]:
         return _state_tensors(self.optimizer)
+
+    def gradient_buffers(self) -> list[Tensor]:
+        return []
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

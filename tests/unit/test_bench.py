@@ -1,13 +1,15 @@
 """What a measurement is asked for, and the useful work that its figures are shares of."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import pictures, tiny_model
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from glm4v_patched.bench import worker
+from glm4v_patched.bench import accounting, worker
 from glm4v_patched.bench.ablation import MEASURES, ablation
 from glm4v_patched.bench.command import describe
 from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
@@ -17,7 +19,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.training.choices import TRAINED
-from glm4v_patched.training.memory import Kept
+from glm4v_patched.training.memory import GIB, Kept
 
 
 def test_the_towers_work_is_what_torch_counts():
@@ -242,3 +244,43 @@ def test_what_was_not_asked_for_is_no_step():
     assert list(ablation(asked)) == names
     assert "weights gathered without copies" in ablation(replace(asked, compile=True))
     assert list(ablation(replace(asked, zero_stage=0))) == names[:-1]
+
+
+class Step:
+    """A trainer whose model keeps one buffer for gradients, and makes 3 GiB more of them."""
+
+    weights = 2 * GIB
+
+    def __init__(self, now: dict):
+        self.now = now
+        self.model = nn.ModuleDict({"output_layer": nn.Linear(2, 2)})
+        self.now["allocated"] = 11 * GIB  # weights, optimizer and the buffer are there already
+
+    def forward(self, _batch):
+        self.now["allocated"] += 5 * GIB
+        return torch.zeros(())
+
+    def backward(self, _loss):
+        self.now["allocated"] -= 2 * GIB
+
+    def update(self):
+        self.now["allocated"] = 11 * GIB
+
+    def optimizer_tensors(self):
+        on_gpu, on_cpu = torch.device("cuda"), torch.device("cpu")
+        sizes = [(on_gpu, 4), (on_cpu, 100)]
+        return [SimpleNamespace(device=device, nbytes=size * GIB) for device, size in sizes]
+
+    def gradient_buffers(self):
+        return [SimpleNamespace(device=torch.device("cuda"), nbytes=5 * GIB)]
+
+
+def test_gradients_count_whether_they_are_made_in_a_step_or_stay(monkeypatch):
+    now = {}
+    monkeypatch.setattr(accounting, "allocated", lambda: now["allocated"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 17 * GIB)
+    parts = accounting.memory_parts(Step(now), {})
+    assert parts["gradients"] == 3 + 5
+    assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
+    assert parts["peak"] == 17 and parts["rest"] == 0
