@@ -17,8 +17,9 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
     - ``weights``: what the model takes, this process's shard of it;
     - ``optimizer``: its states and fp32 weights, as far as they are on the GPU;
     - ``gradients``: what the backward pass leaves for the update, and the buffers that hold
-      gradients from one step to the next (older rows: all that is then there beside weights and
-      optimizer; or without those buffers, which are then in the rest);
+      gradients from one step to the next. Rows that have ``held_ceiling_tflops`` and none of
+      gradients under ZeRO-3 count those buffers as rest; rows without it count as gradients all
+      that is there beside weights and optimizer;
     - ``activations``: what the forward pass leaves for the backward pass;
     - ``logits``: the most that the output layer and the loss take, forward or backward;
     - ``rest``: the peak less all of these: gathered weights, the inside of a layer, buckets. 0

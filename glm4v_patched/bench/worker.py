@@ -240,9 +240,10 @@ class _Zero(_Trainer):
         return [*getattr(zero, name), *_state_tensors(zero.optimizer)]
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Of stage 3: one, for this process's shares of all gradients."""
-        buffer = getattr(self.engine.optimizer, "grad_partitions_flat_buffer", None)
-        return [] if buffer is None else [buffer]
+        """Stage 3 has one, for this process's shares of all gradients."""
+        if self.engine.zero_optimization_stage() != 3:
+            return []
+        return [self.engine.optimizer.grad_partitions_flat_buffer]
 
 
 class _Plain(_Trainer):

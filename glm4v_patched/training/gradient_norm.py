@@ -1,8 +1,8 @@
 """The norm of all gradients under ZeRO-3, without copying them.
 
 DeepSpeed copies every gradient to fp64 before it takes the norm, in every step, clipped or not: for
-all weights of the real model 56 GB written and read again on each of two GPUs. Here a gradient is
-read once, where it is, and summed in fp32.
+all weights of the real model 56 GB written and read again on each of two GPUs. Here a GPU reads
+each gradient once, where it is.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 
 def take_norms_in_place(model: nn.Module) -> None:
-    """Have ZeRO-3 take norms of gradients without copies, before ``deepspeed.initialize``.
+    """Have ZeRO-3 take norms of gradients without copies. Call it before the first forward pass.
 
-    The norm differs by less than 1e-6 of itself. Gradients that are offloaded to the CPU are
-    DeepSpeed's, as is every norm but the Euclidean.
+    On a GPU sums are in fp32: the norm differs by less than 1e-6 of itself, and is infinite from
+    1.8e19 on. A CPU, which adds one number after the other, sums in fp64. Gradients that are
+    offloaded to the CPU are DeepSpeed's, as is every norm but the Euclidean.
     """
 
     def once(*_) -> None:
@@ -30,14 +31,16 @@ def take_norms_in_place(model: nn.Module) -> None:
 def _in_place(norm: Callable) -> Callable:
     """``norm``, ZeRO-3's ``get_grad_norm_direct``, given one number in the place of gradients.
 
-    A norm is its own norm, so what DeepSpeed does beside (the sum over processes, what an infinite
-    norm means) stays as it is. One for all, as each costs the CPU some launches more. All
-    gradients count on every process alike: this model is not split by tensor parallelism.
+    A norm is its own norm, so all else that DeepSpeed computes (the sum over processes, what an
+    infinite norm means) stays as it is. One number for all, because each one costs the CPU several
+    launches. All gradients count on every process alike: this model is not split by tensor
+    parallelism.
     """
 
     def norm_in_place(gradients: list[Tensor], parameters: list[nn.Parameter], norm_type=2):
         if norm_type == 2:
-            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            dtype = torch.float32 if gradients[0].is_cuda else torch.float64
+            norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             gradients, parameters = [torch.linalg.vector_norm(torch.stack(norms))], parameters[:1]
         return norm(gradients, parameters, norm_type)
 

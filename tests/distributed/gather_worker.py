@@ -2,8 +2,8 @@
 
 Started by test_gathering.py with a folder. Rank 0 writes ``gathers.pt`` there: for each of what is
 trained, and each way to gather, the losses of both ranks, the trained weights, and how many gathers
-were made in place and how many by DeepSpeed, whether what gathers was replaced once only, and the
-norms of the gradients, which are taken in place where the gathers are.
+were made in place and how many by DeepSpeed, whether what gathers was replaced once only, the norms
+of the gradients, which are taken in place where the gathers are, and who took them.
 """
 
 import sys
@@ -81,6 +81,7 @@ def train(trained: str, in_place: bool) -> dict:
     return {
         "losses": everyone,
         "norms": norms,
+        "norms by": engine.optimizer.get_grad_norm_direct.__module__,
         "weights": weights,
         "in place": ours.call_count,
         "by DeepSpeed": sum(count.call_count for count in theirs),

@@ -12,6 +12,7 @@ from glm4v_patched.bench.worker import measure
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.activations import checkpoint_layers
+from glm4v_patched.training.gradient_norm import _in_place
 from glm4v_patched.training.memory import count_parameters
 from glm4v_patched.training.pacing import limit_run_ahead
 
@@ -109,6 +110,17 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
 
     alone, waiting = gradients(0), gradients(1)
     assert all(torch.equal(alone[name], waiting[name]) for name in alone)
+
+
+def test_norms_of_many_gradients_are_exact_without_a_copy():
+    norm = _in_place(lambda gradients, _parameters, _norm_type: gradients[0])
+    gradients = [torch.randn(2**27, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    taken = norm(gradients, [None, None]).item()
+    assert torch.cuda.max_memory_allocated() - before < gradients[0].nbytes / 8
+    exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+    assert taken == pytest.approx(exact.item(), rel=1e-6)
 
 
 def test_a_training_steps_memory_is_told_apart(tmp_path, monkeypatch):

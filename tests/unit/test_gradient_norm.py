@@ -37,15 +37,15 @@ def zero() -> Zero:
 
 def gradients() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(size, generator=generator).bfloat16() for size in (7, 100_000, 1)]
+    return [torch.randn(size, generator=generator).bfloat16() for size in (7, 1_000_000, 1)]
 
 
 def test_the_norm_of_all_gradients_is_one_number_for_deepspeed(zero):
     norm = zero.get_grad_norm_direct(gradients(), PARAMETERS)
     exact = torch.cat(gradients()).double().norm()
-    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-12)
     (((number,), parameters, norm_type),) = zero.asked
-    assert number.numel() == 1 and number.dtype == torch.float32
+    assert number.numel() == 1
     assert parameters == ["a"] and norm_type == 2
 
 

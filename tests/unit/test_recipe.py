@@ -250,3 +250,17 @@ def test_a_model_comes_from_the_hub_at_its_revision(folder, tmp_path, monkeypatc
             assert torch.equal(inner[name], weight), name
     adapter = model.peft_config["default"]
     assert (adapter.base_model_name_or_path, adapter.revision) == (NAME, "v1")
+
+
+@pytest.mark.parametrize(("zero_stage", "in_place"), [(3, True), (2, False)])
+def test_norms_are_taken_in_place_under_zero_3(folder, zero_stage, in_place):
+    class Zero:
+        def get_grad_norm_direct(self, gradients, parameters, norm_type=2):
+            return gradients
+
+    model = build_model(recipe(model=str(folder), zero_stage=zero_stage))
+    zero = model.get_input_embeddings().weight._z3_optimizer = Zero()
+    model(torch.tensor([[1, 2, 3]]))
+    gradients = [torch.ones(3), torch.ones(1)]
+    given = zero.get_grad_norm_direct(gradients, [None, None])
+    assert len(given) == (1 if in_place else 2)
