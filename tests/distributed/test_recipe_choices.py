@@ -193,12 +193,12 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["selective", "attention"])
-def test_selective_policies_survive_zero_3_without_compilation(policy, recipe, tmp_path):
+def test_selective_policies_survive_zero_3_without_compilation(recipe, tmp_path):
     """Each layer is gathered whole; else torch misses collectives in the recomputation, which tiny
     weights take after a resumption (otherwise they stay gathered)."""
     plain = replace(recipe, out=str(tmp_path / "plain"), trained="lora_all", save_steps=2)
-    selective = replace(plain, out=str(tmp_path / policy), tower=policy, language=policy)
+    policies = {"tower": "attention", "language": "selective"}
+    selective = replace(plain, out=str(tmp_path / "selective"), **policies)
     want = train(plain)
     assert train(selective) == pytest.approx(want, abs=ATOL)
     resumed = replace(selective, out=str(tmp_path / "resumed"))
