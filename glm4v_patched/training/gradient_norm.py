@@ -14,9 +14,9 @@ from torch import Tensor, nn
 def take_norms_in_place(model: nn.Module) -> None:
     """Have ZeRO-3 take norms of gradients without copies. Call it before the first forward pass.
 
-    On a GPU sums are in fp32: the norm differs by less than 1e-6 of itself, and is infinite from
-    1.8e19 on. A CPU, which adds one number after the other, sums in fp64. Gradients that are
-    offloaded to the CPU are DeepSpeed's, as is every norm but the Euclidean.
+    A GPU sums in fp32, in blocks; the norm is infinite from 1.8e19 on. A CPU, which adds one number
+    after the other, sums in fp64. Gradients that are offloaded to the CPU are DeepSpeed's, as is
+    every norm but the Euclidean.
     """
 
     def once(*_) -> None:

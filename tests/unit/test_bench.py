@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
 from tiny import pictures, tiny_model
@@ -284,3 +285,15 @@ def test_gradients_count_whether_they_are_made_in_a_step_or_stay(monkeypatch):
     assert parts["gradients"] == 3 + 5
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
     assert parts["peak"] == 24 and parts["rest"] == 24 - 2 - 4 - 8 - 5
+
+
+@pytest.mark.parametrize(("zero_stage", "in_place"), [(3, True), (2, False)])
+def test_norms_are_taken_in_place_under_zero_3(zero_stage, in_place, monkeypatch):
+    model, asked = tiny_model(), []
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
+    monkeypatch.setattr(deepspeed, "initialize", lambda **options: ("engine",))
+    monkeypatch.setattr(worker, "_build", lambda *asked: model)
+    monkeypatch.setattr(worker, "take_norms_in_place", asked.append)
+    policies = {"tower": "full", "language": "full", "compile": False}
+    worker._Zero(Settings(workload="full", zero_stage=zero_stage, **policies), "cpu")
+    assert asked == ([model] if in_place else [])
