@@ -46,6 +46,7 @@ from glm4v_patched.training.choices import gathers_whole_layers
 from glm4v_patched.training.compilation import compile_layers
 from glm4v_patched.training.data import ConversationCollator
 from glm4v_patched.training.gathering import gather_whole_layers
+from glm4v_patched.training.gradient_norm import take_norms_in_place
 from glm4v_patched.training.launch import runs_on_cpu
 from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.scratch import IMAGE_SIDE, PATCH_SIDE, build_processor, tiny_config
@@ -239,6 +240,8 @@ def start_engine(path: Training, size: Size, weights: Path):
         compile_layers(model)
     if whole:
         gather_whole_layers(model)
+    if path.zero_stage == 3:
+        take_norms_in_place(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
     engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
     return engine
