@@ -72,8 +72,8 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 
 def _train(options: argparse.Namespace) -> None:
-    from .training.launch import launch
-    from .training.recipe import Recipe
+    from .finetune.launch import launch
+    from .finetune.trainer import Recipe
 
     recipe = Recipe.read(options.recipe)
     launch(recipe, options.processes, options.resume_from or options.resume)

@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from . import __version__
-from .training.data import read_conversations, write_conversations
-from .training.launch import launch, runs_on_cpu
+from .data.formats import read_conversations, write_conversations
+from .finetune.launch import launch, runs_on_cpu
+from .finetune.trainer import Recipe
 from .training.pictures import draw_data_set
 from .training.plots import draw_contact_sheet, plot_loss
-from .training.recipe import Recipe
 from .training.scratch import IMAGE_SIDE, build_from_scratch
 from .training.zero import require_deepspeed
 

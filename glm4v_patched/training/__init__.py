@@ -1,1 +1,1 @@
-"""What acts on a model: data and collation, the training recipe, its launch, plots."""
+"""What makes a model trainable, fast and small; the demo's props."""

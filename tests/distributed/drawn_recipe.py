@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from glm4v_patched.training.data import write_conversations
+from glm4v_patched.data.formats import write_conversations
+from glm4v_patched.finetune.trainer import Recipe
 from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.recipe import Recipe
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from glm4v_patched.finetune import trainer
 from glm4v_patched.remote.modeling_chatglm import Embedding
-from glm4v_patched.training import recipe
 
 options = argparse.ArgumentParser()
 options.add_argument("settings", type=Path)
@@ -23,7 +23,7 @@ options.add_argument("--resume-from", type=Path)
 options.add_argument("--die-writing")
 
 
-def build_with_dropout(settings: recipe.Recipe) -> torch.nn.Module:
+def build_with_dropout(settings: trainer.Recipe) -> torch.nn.Module:
     model = build_model(settings)
     (embedding,) = [module for module in model.modules() if isinstance(module, Embedding)]
     embedding.register_forward_hook(
@@ -48,9 +48,9 @@ def die_half_way(name: str) -> None:
 
 if __name__ == "__main__":
     arguments = options.parse_args()
-    build_model = recipe.build_model
-    recipe.build_model = build_with_dropout
+    build_model = trainer.build_model
+    trainer.build_model = build_with_dropout
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
-    recipe.train(recipe.Recipe.read(arguments.settings), arguments.resume_from)
-    recipe.leave()
+    trainer.train(trainer.Recipe.read(arguments.settings), arguments.resume_from)
+    trainer.leave()

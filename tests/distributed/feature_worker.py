@@ -19,8 +19,8 @@ from tiny import grown_image, pictures, text
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from glm4v_patched.data.feature_cache import TowerFeatures, digest_weights
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.features import TowerFeatures, digest_weights
 
 # The picture of rank 0 and that of rank 1, step by step; "-" is a batch without one.
 PICTURES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
+from glm4v_patched.finetune import trainer
 from glm4v_patched.remote.visual import EVA2CLIPModel
-from glm4v_patched.training import recipe
 
-build_model = recipe.build_model
+build_model = trainer.build_model
 runs = []
 
 
-def build_and_count(settings: recipe.Recipe) -> torch.nn.Module:
+def build_and_count(settings: trainer.Recipe) -> torch.nn.Module:
     model = build_model(settings)
     (tower,) = [module for module in model.modules() if isinstance(module, EVA2CLIPModel)]
     tower.register_forward_hook(lambda *call: runs.append(1))
@@ -24,8 +24,8 @@ def build_and_count(settings: recipe.Recipe) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    recipe.build_model = build_and_count
-    recipe.train(recipe.Recipe.read(Path(sys.argv[1])))
+    trainer.build_model = build_and_count
+    trainer.train(trainer.Recipe.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")
-    recipe.leave()
+    trainer.leave()

@@ -37,6 +37,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from glm4v_patched import __version__
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.finetune.launch import runs_on_cpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
@@ -44,10 +46,8 @@ from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.activations import checkpoint_layers
 from glm4v_patched.training.choices import gathers_whole_layers
 from glm4v_patched.training.compilation import compile_layers
-from glm4v_patched.training.data import ConversationCollator
 from glm4v_patched.training.gathering import gather_whole_layers
 from glm4v_patched.training.gradient_norm import take_norms_in_place
-from glm4v_patched.training.launch import runs_on_cpu
 from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.scratch import IMAGE_SIDE, PATCH_SIDE, build_processor, tiny_config
 from glm4v_patched.training.zero import zero_config

@@ -18,14 +18,14 @@ from drawn_recipe import drawn_recipe
 from processes import HERE, cpu_environment, run_with_limit, two_processes
 from safetensors.torch import load_file
 
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.checkpoints import (
+from glm4v_patched.finetune.checkpoints import (
     find_faults,
     last_complete_checkpoint,
     set_incomplete_aside,
     step_of,
 )
-from glm4v_patched.training.recipe import Recipe
+from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300

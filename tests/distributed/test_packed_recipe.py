@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 from processes import run_with_limit
 
+from glm4v_patched.data.formats import read_conversations, write_conversations
+from glm4v_patched.data.packing import pack_conversations
+from glm4v_patched.finetune.trainer import Recipe, longest_row
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from glm4v_patched.training.data import (
-    read_conversations,
-    write_conversations,
-)
-from glm4v_patched.training.packing import pack_conversations
 from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.recipe import Recipe, longest_row
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
 # Idle, a run takes some 8 seconds.
@@ -26,7 +23,7 @@ def losses(recipe: Recipe) -> list[float]:
     Path(recipe.out).mkdir()
     recipe.write(Path(recipe.out, "recipe.json"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    command += ["1", "-m", "glm4v_patched.training.recipe", str(Path(recipe.out, "recipe.json"))]
+    command += ["1", "-m", "glm4v_patched.finetune.trainer", str(Path(recipe.out, "recipe.json"))]
     ended = run_with_limit(command, SECONDS_TO_RUN)
     assert ended.status == 0, ended.output[-8000:]
     history = json.loads(Path(recipe.out, "training.json").read_text())["history"]

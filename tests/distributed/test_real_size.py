@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from glm4v_patched.data.formats import write_conversations
+from glm4v_patched.finetune.trainer import Recipe
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.data import write_conversations
 from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.recipe import Recipe
 from glm4v_patched.training.scratch import build_processor
 
 pytestmark = pytest.mark.two_gpu

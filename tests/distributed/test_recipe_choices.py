@@ -15,9 +15,9 @@ from processes import HERE, cpu_environment, run_with_limit, two_processes
 from safetensors.torch import load_file, save_file
 from strangers import run_as_stranger
 
+from glm4v_patched.finetune.checkpoints import MANIFEST
+from glm4v_patched.finetune.trainer import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.checkpoints import MANIFEST
-from glm4v_patched.training.recipe import Recipe
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300

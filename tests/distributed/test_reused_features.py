@@ -15,7 +15,7 @@ from processes import run_two_processes
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from glm4v_patched.training.features import digest_weights
+from glm4v_patched.data.feature_cache import digest_weights
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
 # runs for the blank one.

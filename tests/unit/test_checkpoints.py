@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from glm4v_patched.training.checkpoints import (
+from glm4v_patched.finetune.checkpoints import (
     MANIFEST,
     CompletionMarker,
     choose_checkpoint,
@@ -20,7 +20,7 @@ from glm4v_patched.training.checkpoints import (
     set_incomplete_aside,
     write_manifest,
 )
-from glm4v_patched.training.recipe import Recipe
+from glm4v_patched.finetune.trainer import Recipe
 
 FILES = {
     "config.json": b"{}",

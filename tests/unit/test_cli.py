@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from glm4v_patched.cli import main
-from glm4v_patched.training import launch
-from glm4v_patched.training.checkpoints import write_manifest
-from glm4v_patched.training.recipe import Recipe
+from glm4v_patched.finetune import launch
+from glm4v_patched.finetune.checkpoints import write_manifest
+from glm4v_patched.finetune.trainer import Recipe
 from glm4v_patched.training.zero import path_of_processes, require_deepspeed
 
 

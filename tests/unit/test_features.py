@@ -18,10 +18,10 @@ from safetensors.torch import load, save_file
 from tiny import grown_image, padded, pictures, text, three_id_image, tiny_config, tiny_model
 from transformers import TrainingArguments
 
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
+from glm4v_patched.finetune.trainer import Recipe, RecipeTrainer
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.data import ConversationCollator
-from glm4v_patched.training.features import TowerFeatures, digest_pictures, digest_weights
-from glm4v_patched.training.recipe import Recipe, RecipeTrainer
 
 SHAPE = (6, 64)  # four positions, begin and end, at the width of the tiny language model
 BYTES_OF_ONE = 6 * 64 * 4

@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.packing import PackingCollator, pack_conversations
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.data import ConversationCollator
-from glm4v_patched.training.packing import PackingCollator, pack_conversations
 from glm4v_patched.training.scratch import build_processor, tiny_config
 
 WORDS = ["Which", "colour", "is", "it", "a", "red", "circle", "green", "square"]

@@ -10,12 +10,12 @@ from local_hub import LocalHub
 from tiny import golden_weights, tiny_model
 
 from glm4v_patched.cli import main
+from glm4v_patched.finetune.checkpoints import write_manifest
+from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.trainer import FREE_WHEN_RESUMING, Recipe, RecipeTrainer, build_model
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.training.activations import checkpointed_layers
-from glm4v_patched.training.checkpoints import write_manifest
 from glm4v_patched.training.choices import PACKAGES
-from glm4v_patched.training.launch import launch
-from glm4v_patched.training.recipe import FREE_WHEN_RESUMING, Recipe, RecipeTrainer, build_model
 
 NAME = "our-org/glm-4v-tiny"
 # What recipes had before weights could be chosen.

@@ -6,11 +6,8 @@ import random
 import pytest
 from PIL import Image
 
-from glm4v_patched.training.data import (
-    ConversationCollator,
-    read_conversations,
-    write_conversations,
-)
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.formats import read_conversations, write_conversations
 from glm4v_patched.training.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
 from glm4v_patched.training.plots import draw_contact_sheet, plot_loss
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_processor

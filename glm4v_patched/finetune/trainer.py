@@ -1,6 +1,6 @@
 """Fine-tune a glm-4v folder on a file of conversations: what every training process runs.
 
-``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.training.recipe SETTINGS``,
+``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.finetune.trainer SETTINGS``,
 where ``SETTINGS`` is a JSON file of :class:`Recipe`; ``--resume-from CHECKPOINT`` continues a run.
 :mod:`launch` does that.
 """
@@ -20,28 +20,29 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..data.collate import ConversationCollator
+from ..data.feature_cache import TowerFeatures
+from ..data.formats import read_conversations
+from ..data.packing import PackingCollator, pack_conversations
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
-from .activations import checkpoint_layers
-from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
-from .choices import (
+from ..training.activations import checkpoint_layers
+from ..training.choices import (
     check_optimizer,
     check_policy,
     check_trained,
     gathers_whole_layers,
     trains_tower,
 )
-from .compilation import compile_layers
-from .data import ConversationCollator, read_conversations
-from .features import TowerFeatures
-from .gathering import gather_whole_layers
-from .gradient_norm import take_norms_in_place
-from .memory import Kept, Training, choose_kept, choose_offload, free_memory
-from .pacing import limit_run_ahead
-from .packing import PackingCollator, pack_conversations
-from .weights import hold_in_fp32, loaded_in_4_bits, select_weights
-from .zero import zero_config
+from ..training.compilation import compile_layers
+from ..training.gathering import gather_whole_layers
+from ..training.gradient_norm import take_norms_in_place
+from ..training.memory import Kept, Training, choose_kept, choose_offload, free_memory
+from ..training.pacing import limit_run_ahead
+from ..training.weights import hold_in_fp32, loaded_in_4_bits, select_weights
+from ..training.zero import zero_config
+from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What a continued run may change: where things are kept, how often they are saved, and what is

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .data import ConversationCollator
+from .collate import ConversationCollator
 
 
 def pack_conversations(

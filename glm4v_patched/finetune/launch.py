@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from ..training.choices import require_packages
+from ..training.zero import path_of_processes, require_deepspeed
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
-from .choices import require_packages
-from .recipe import Recipe
-from .zero import path_of_processes, require_deepspeed
+from .trainer import Recipe
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -84,7 +84,7 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
         command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
         # Port 0: the launcher picks a free one, so that two trainings can run side by side.
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += ["-m", "glm4v_patched.training.recipe", str(settings), "--end-with-stdin"]
+    command += ["-m", "glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
     if checkpoint is not None:
         command += ["--resume-from", str(checkpoint)]
     try:

@@ -1,0 +1,1 @@
+"""From files of conversations about pictures to batches."""

@@ -1,0 +1,67 @@
+"""Makes training batches of conversations about pictures."""
+
+import torch
+from torch import Tensor
+
+from ..remote.loss import IGNORE_INDEX
+
+
+class ConversationCollator:
+    """Turns conversations into a batch in which only the assistant's words are learned.
+
+    A turn of the assistant is supervised from the newline after its role token to the token that
+    ends it: the next role token, or ``<|endoftext|>`` after the last turn.
+    """
+
+    def __init__(self, processor):
+        self.processor = processor
+        tokenizer = processor.tokenizer
+        self.end_id = tokenizer.eos_token_id
+        self.image_id = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
+        self.assistant_id = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        self.role_ids = tokenizer.convert_tokens_to_ids(
+            ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+        )
+
+    def __call__(self, conversations: list[list[dict]]) -> dict[str, Tensor]:
+        """Returns ``input_ids``, ``attention_mask``, ``labels`` ``(B, L)`` padded on the right,
+        and ``pixel_values`` if there is an image."""
+        rows, images = self.encode(conversations)
+        length = max(map(len, rows))
+        batch = {
+            "input_ids": [row + [self.end_id] * (length - len(row)) for row in rows],
+            "attention_mask": [[1] * len(row) + [0] * (length - len(row)) for row in rows],
+            "labels": [self.labels(row) + [IGNORE_INDEX] * (length - len(row)) for row in rows],
+        }
+        return {name: torch.tensor(values) for name, values in batch.items()} | images
+
+    def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Grown ids of each conversation with the token that ends it, and ``pixel_values`` of all,
+        if there is an image."""
+        encoded = self.processor.apply_chat_template(
+            conversations, tokenize=True, return_dict=True, return_tensors=None
+        )
+        images = {}
+        if "pixel_values" in encoded:
+            images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
+        return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
+
+    def count(self, conversation: list[dict]) -> tuple[int, int]:
+        """How many ids :meth:`encode` makes of a conversation, and how many images it has, which
+        are not opened."""
+        ids = self.processor.tokenizer.apply_chat_template(
+            conversation, chat_template=self.processor.chat_template, return_dict=False
+        )
+        images = ids.count(self.image_id)
+        # In what the tokenizer writes, an image has one id for all its inner positions.
+        return len(ids) + 1 + images * (self.processor.num_image_tokens - 1), images
+
+    def labels(self, ids: list[int]) -> list[int]:
+        """The ids of the assistant's turns, -100 elsewhere."""
+        labels, speaking = [], False
+        for at, token in enumerate(ids):
+            ends_turn = token in self.role_ids or at == len(ids) - 1
+            labels.append(token if speaking else IGNORE_INDEX)
+            if ends_turn:
+                speaking = token == self.assistant_id
+        return labels

@@ -1,0 +1,1 @@
+"""The recipe: what to train and how, its launch, its checkpoints."""
