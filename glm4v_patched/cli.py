@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="run a recipe, or continue one that was stopped")
     train.set_defaults(run=_train)
-    train.add_argument("recipe", type=Path, metavar="RECIPE.json", help="the fields of Recipe")
+    train.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML or JSON file")
     train.add_argument("--processes", type=_at_least_one, default=1, help="training processes")
     start = train.add_mutually_exclusive_group()
     start.add_argument(
@@ -72,8 +72,8 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 
 def _train(options: argparse.Namespace) -> None:
+    from .finetune.config import Recipe
     from .finetune.launch import launch
-    from .finetune.trainer import Recipe
 
     recipe = Recipe.read(options.recipe)
     launch(recipe, options.processes, options.resume_from or options.resume)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from . import __version__
 from .data.formats import read_conversations, write_conversations
+from .finetune.config import Data, Engine, Recipe, TrainerFields
 from .finetune.launch import launch, runs_on_cpu
-from .finetune.trainer import Recipe
 from .training.pictures import draw_data_set
 from .training.plots import draw_contact_sheet, plot_loss
 from .training.scratch import IMAGE_SIDE, build_from_scratch
@@ -51,17 +51,16 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
 
     recipe = Recipe(
         model=str(out / "initial"),
-        data=str(train_file),
         out=str(out / "trained"),
-        steps=steps,
-        micro_batch=MICRO_BATCH,
-        learning_rate=LEARNING_RATE,
-        zero_stage=ZERO_STAGE,
-        seed=SEED,
+        data=Data(train=str(train_file)),
         # Not by memory, which would suffice for no checkpoint at all.
-        tower="full",
-        language="full",
-        offload=False,
+        engine=Engine(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
+        trainer=TrainerFields(
+            max_steps=steps,
+            per_device_train_batch_size=MICRO_BATCH,
+            learning_rate=LEARNING_RATE,
+            seed=SEED,
+        ),
     )
     print(
         f"training {steps} steps on {processes} processes, ZeRO-{ZERO_STAGE}, bf16, activation "

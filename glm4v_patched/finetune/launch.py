@@ -16,7 +16,8 @@ import torch
 from ..training.choices import require_packages
 from ..training.zero import path_of_processes, require_deepspeed
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
-from .trainer import Recipe
+from .config import Recipe
+from .trainer import starting_point
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -37,7 +38,7 @@ def runs_on_cpu(processes: int) -> bool:
 
 def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
     """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU; with
-    ``zero_stage`` 0 a single process trains without either, and without DeepSpeed.
+    ``engine.zero_stage`` 0 a single process trains without either, and without DeepSpeed.
 
     No training process outlives this call, nor this process, however it ends.
 
@@ -50,18 +51,19 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
         RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
             behind, what its choices need is missing, or the training failed.
         ValueError: ``recipe.out`` holds checkpoints and ``resume`` is False, the checkpoint is
-            incomplete, or of a run with other settings; ``zero_stage`` 0 on several processes.
+            incomplete, or of a run with other settings; several processes are to train without
+            ZeRO.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
     on_cpu = runs_on_cpu(processes)
-    if recipe.zero_stage:
+    if recipe.engine.zero_stage:
         require_deepspeed(on_cpu)
         if on_cpu:
             require_no_abandoned_lock()
     require_packages(recipe.trained)
-    require_packages(recipe.optimizer)
+    require_packages(recipe.engine.optimizer)
     folder = Path(recipe.out)
-    checkpoint = recipe.starting_point(processes, resume)
+    checkpoint = starting_point(recipe, processes, resume)
     if resume:
         print(_describe_start(recipe, checkpoint), flush=True)
         set_incomplete_aside(folder, after_step=0 if checkpoint is None else step_of(checkpoint))
@@ -75,12 +77,12 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    elif not recipe.zero_stage:
+    elif not recipe.engine.zero_stage:
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment |= {"CUDA_VISIBLE_DEVICES": first}
     command = [sys.executable]
-    if recipe.zero_stage:
+    if recipe.engine.zero_stage:
         command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
         # Port 0: the launcher picks a free one, so that two trainings can run side by side.
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
@@ -147,7 +149,7 @@ def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:
 
 
 def _how_to_resume(recipe: Recipe, settings: Path, processes: int) -> str:
-    if recipe.save_steps is None:
+    if recipe.trainer.save_steps is None:
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"

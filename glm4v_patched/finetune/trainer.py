@@ -1,8 +1,8 @@
 """Fine-tune a glm-4v folder on a file of conversations: what every training process runs.
 
 ``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.finetune.trainer SETTINGS``,
-where ``SETTINGS`` is a JSON file of :class:`Recipe`; ``--resume-from CHECKPOINT`` continues a run.
-:mod:`launch` does that.
+where ``SETTINGS`` is a file of :class:`config.Recipe`; ``--resume-from CHECKPOINT`` continues a
+run. :mod:`launch` does that.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,13 +28,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..training.activations import checkpoint_layers
-from ..training.choices import (
-    check_optimizer,
-    check_policy,
-    check_trained,
-    gathers_whole_layers,
-    trains_tower,
-)
+from ..training.choices import gathers_whole_layers
 from ..training.compilation import compile_layers
 from ..training.gathering import gather_whole_layers
 from ..training.gradient_norm import take_norms_in_place
@@ -43,221 +37,108 @@ from ..training.pacing import limit_run_ahead
 from ..training.weights import hold_in_fp32, loaded_in_4_bits, select_weights
 from ..training.zero import zero_config
 from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
+from .config import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What a continued run may change: where things are kept, how often they are saved, and what is
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
-FREE_WHEN_RESUMING = {"model", "revision", "data", "out", "save_steps", "keep_checkpoints"}
-FREE_WHEN_RESUMING |= {"reuse_features", "tower", "language"}
+FREE_WHEN_RESUMING = {"model", "revision", "data.train", "out"}
+FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit"}
+FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What to train and how. Paths are folders but for ``data``, a JSONL file.
+def starting_point(recipe: Recipe, processes: int, resume: bool | Path) -> Path | None:
+    """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
 
-    ``model`` may also be an id of the Hub, at ``revision``.
-
-    ``trained`` is one of :data:`choices.TRAINED`. Of LoRA, with adapters of rank ``lora_rank``,
-    ``out`` gets the adapters alone. ``tower`` and ``language`` are policies of
-    :func:`activations.checkpoint_layers`; "auto" is the fastest for which the GPUs' free memory
-    suffices (:mod:`memory`; "full" on a CPU). ``compile`` compiles layers (:mod:`compilation`).
-    ``optimizer`` is one of :data:`choices.OPTIMIZERS`; ``offload`` keeps its states and the fp32
-    weights on the CPU, "auto" does so where nothing else fits.
-
-    ``zero_stage`` 0 is a single process without DeepSpeed, which qlora asks for. What is trained is
-    then held in fp32, and computed with under autocast where ``precision`` is "bf16".
-
-    With ``save_steps``, a checkpoint to continue from is saved to ``out`` every so many steps (not
-    at the last one, where the model itself is saved); the newest ``keep_checkpoints`` are kept, or
-    all of them. ``precision`` is "bf16" or "fp32", of the computation and of what is saved.
-
-    With ``pack_to``, conversations are packed into rows of at most so many positions, no one longer
-    than that, and ``micro_batch`` counts such rows.
-
-    ``reuse_features``: a picture goes through the vision tower, which must be frozen, only the
-    first time. What came out is kept in the folder that is named; or, if true, in the memory of
-    each process, up to 16 GiB, which is of use to a single process: others draw other pictures in
-    each epoch.
+    Raises:
+        ValueError: none can be chosen, it is of a run with other settings, or several processes
+            are to train without ZeRO.
     """
-
-    model: str
-    data: str
-    out: str
-    steps: int
-    micro_batch: int
-    learning_rate: float
-    zero_stage: int = 3
-    seed: int = 0
-    precision: str = "bf16"
-    save_steps: int | None = None
-    keep_checkpoints: int | None = None
-    pack_to: int | None = None
-    reuse_features: bool | str = False
-    trained: str = "full"
-    lora_rank: int = 8
-    tower: str = "auto"
-    language: str = "auto"
-    compile: bool = False
-    optimizer: str = "adamw"
-    offload: bool | str = "auto"
-    revision: str | None = None
-
-    def __post_init__(self):
-        if self.precision not in DTYPES:
-            raise ValueError(
-                f"precision is {self.precision!r}; expected one of {', '.join(DTYPES)}"
-            )
-        check_trained(self.trained)
-        check_policy("tower", self.tower, or_auto=True)
-        check_policy("language", self.language, or_auto=True)
-        check_optimizer(self.optimizer)
-        if self.offload not in (True, False, "auto"):
-            raise ValueError(f"offload is {self.offload!r}; expected true, false or 'auto'")
-        if self.offload is True and self.zero_stage == 0:
-            raise ValueError(
-                "offload with zero_stage 0: ZeRO offloads the optimizer; expected zero_stage 1, 2 "
-                "or 3, or offload to be false"
-            )
-        if self.offload is True and self.optimizer == "adamw_8bit":
-            raise ValueError(
-                "offload with adamw_8bit, which runs on a GPU: expected optimizer to be adamw, or "
-                "offload to be false"
-            )
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile is {self.compile!r}; expected true or false")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage is {self.zero_stage!r}; expected 0, 1, 2 or 3")
-        if self.trained == "qlora" and self.zero_stage != 0:
-            raise ValueError(
-                f"qlora with zero_stage {self.zero_stage}: weights of 4 bits cannot be sharded; "
-                "expected zero_stage 0, and one process"
-            )
-        if self.revision is not None and (not self.revision or Path(self.model).is_dir()):
-            raise ValueError(
-                f"revision is {self.revision!r} of {self.model}; expected null for a folder, and "
-                "a branch, tag or commit for an id of the Hub"
-            )
-        if not isinstance(self.reuse_features, bool | str) or self.reuse_features == "":
-            raise ValueError(
-                f"reuse_features is {self.reuse_features!r}; expected true, false or a folder"
-            )
-        if self.reuse_features and trains_tower(self.trained):
-            raise ValueError(
-                f"{self.trained} trains the vision tower, whose features change with every step "
-                "and cannot be reused; expected trained to be lm, lora_lm or qlora, or "
-                "reuse_features to be false"
-            )
-        if self.lora_rank < 1:
-            raise ValueError(f"lora_rank is {self.lora_rank}; expected at least 1")
-        for name in ("save_steps", "keep_checkpoints", "pack_to"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1, or null for none")
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2))
-
-    @classmethod
-    def read(cls, path: Path) -> "Recipe":
-        """Raises ``ValueError`` naming the fields that are unknown or missing."""
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        known = {field.name for field in fields(cls)}
-        required = {field.name for field in fields(cls) if field.default is MISSING}
-        wrong = [f"unknown: {name}" for name in values if name not in known]
-        wrong += [f"missing: {name}" for name in sorted(required - set(values))]
-        if wrong:
-            raise ValueError(f"{path} is no recipe; {', '.join(wrong)}")
-        return cls(**values)
-
-    def starting_point(self, processes: int, resume: bool | Path) -> Path | None:
-        """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
-
-        Raises:
-            ValueError: none can be chosen, it is of a run with other settings, or several processes
-                are to train without ZeRO.
-        """
-        if self.zero_stage == 0 and processes != 1:
-            raise ValueError(
-                f"zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
-                "expected --processes 1, or zero_stage 1, 2 or 3"
-            )
-        checkpoint = choose_checkpoint(Path(self.out), resume)
-        if checkpoint is not None:
-            defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-            defaults = {k: v for k, v in defaults.items() if k not in FREE_WHEN_RESUMING}
-            require_same_settings(checkpoint, self.settings(processes), defaults)
-        return checkpoint
-
-    def settings(self, processes: int) -> dict:
-        """What decides the course of training, and the same for a run and its continuation."""
-        decisive = {k: v for k, v in asdict(self).items() if k not in FREE_WHEN_RESUMING}
-        digest = hashlib.sha256(Path(self.data).read_bytes()).hexdigest()
-        return decisive | {"processes": processes, "sha256 of data": digest}
-
-    def chosen_by_memory(
-        self, config: ChatGLMConfig, row_length: int, images: int, processes: int, free: float
-    ) -> tuple["Recipe", float]:
-        """This recipe with a choice for what is "auto", and how many weights may stay gathered
-        (:func:`zero_config`).
-
-        Args:
-            row_length: Positions of the longest row, images included.
-            images: The most images in a row.
-            free: Bytes on each GPU, 0 for none.
-        """
-        training = Training(
-            trained=self.trained,
-            micro_batch=self.micro_batch,
-            row_length=row_length,
-            images_per_row=images,
-            zero_stage=self.zero_stage,
-            processes=processes,
-            optimizer=self.optimizer,
-            compiled=self.compile,
+    if recipe.engine.zero_stage == 0 and processes != 1:
+        raise ValueError(
+            f"engine.zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
+            "expected --processes 1, or engine.zero_stage 1, 2 or 3"
         )
-        offload = self.offload
-        if offload == "auto":
-            may = free > 0 and self.zero_stage > 0 and self.optimizer != "adamw_8bit"
-            offload = may and choose_offload(config, training, free)
-        training = replace(training, offload=offload)
-        kept = choose_kept(config, training, free, Kept(self.tower, self.language, None))
-        chosen = replace(self, tower=kept.tower, language=kept.language, offload=offload)
-        return chosen, kept.gathered
+    checkpoint = choose_checkpoint(Path(recipe.out), resume)
+    if checkpoint is not None:
+        require_same_settings(checkpoint, settings_of(recipe, processes))
+    return checkpoint
 
-    def deepspeed_config(self, kept_gathered: float = 1e9) -> dict | None:
-        """What DeepSpeed is given; None where it takes no part."""
-        if self.zero_stage == 0:
-            return None
-        return zero_config(
-            self.zero_stage,
-            self.precision == "bf16",
-            whole_layers=self.gathers_whole_layers,
-            kept_gathered=kept_gathered,
-            offload_optimizer=self.offload is True,
-        )
 
-    @property
-    def gathers_whole_layers(self) -> bool:
-        return gathers_whole_layers(self.zero_stage, self.compile, self.tower, self.language)
+def settings_of(recipe: Recipe, processes: int) -> dict:
+    """What decides the course of training, and the same for a run and its continuation."""
+    decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
+    digest = hashlib.sha256(Path(recipe.data.train).read_bytes()).hexdigest()
+    return decisive | {"processes": processes, "sha256 of data": digest}
 
-    def features_of(self, model: nn.Module) -> TowerFeatures | None:
-        """What keeps the tower's features, if they are to be kept."""
-        if self.reuse_features is False:
-            return None
-        return TowerFeatures(model, None if self.reuse_features is True else self.reuse_features)
 
-    def logging_steps(self) -> int:
-        """For about 50 entries a run, none across a checkpoint, where a resumption would cut it."""
-        wanted = max(self.steps // 50, 1)
-        if self.save_steps is None:
-            return wanted
-        return max(n for n in range(1, wanted + 1) if self.save_steps % n == 0)
+def choose_by_memory(
+    recipe: Recipe, config: ChatGLMConfig, row_length: int, images: int, processes: int, free: float
+) -> tuple[Recipe, float]:
+    """The recipe with a choice for what is "auto", and how many weights may stay gathered
+    (:func:`zero_config`).
+
+    Args:
+        row_length: Positions of the longest row, images included.
+        images: The most images in a row.
+        free: Bytes on each GPU, 0 for none.
+    """
+    engine = recipe.engine
+    training = Training(
+        trained=recipe.trained,
+        micro_batch=recipe.trainer.per_device_train_batch_size,
+        row_length=row_length,
+        images_per_row=images,
+        zero_stage=engine.zero_stage,
+        processes=processes,
+        optimizer=engine.optimizer,
+        compiled=engine.compile,
+    )
+    offload = engine.offload
+    if offload == "auto":
+        may = free > 0 and engine.zero_stage > 0 and engine.optimizer != "adamw_8bit"
+        offload = may and choose_offload(config, training, free)
+    training = replace(training, offload=offload)
+    kept = choose_kept(config, training, free, Kept(engine.tower, engine.language, None))
+    chosen = {"tower": kept.tower, "language": kept.language, "offload": offload}
+    return recipe.override({f"engine.{k}": v for k, v in chosen.items()}), kept.gathered
+
+
+def deepspeed_config(recipe: Recipe, kept_gathered: float = 1e9) -> dict | None:
+    """What DeepSpeed is given; None where it takes no part."""
+    engine = recipe.engine
+    if engine.zero_stage == 0:
+        return None
+    return zero_config(
+        engine.zero_stage,
+        engine.precision == "bf16",
+        whole_layers=_whole_layers(recipe),
+        kept_gathered=kept_gathered,
+        offload_optimizer=engine.offload is True,
+    )
+
+
+def _whole_layers(recipe: Recipe) -> bool:
+    engine = recipe.engine
+    return gathers_whole_layers(engine.zero_stage, engine.compile, engine.tower, engine.language)
+
+
+def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
+    """What keeps the tower's features, if they are to be kept."""
+    reuse = recipe.data.reuse_features
+    return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
+
+
+def logging_steps(recipe: Recipe) -> int:
+    """For about 50 entries a run, none across a checkpoint, where a resumption would cut it."""
+    steps, save_steps = recipe.trainer.max_steps, recipe.trainer.save_steps
+    wanted = max(steps // 50, 1)
+    if save_steps is None:
+        return wanted
+    return max(n for n in range(1, wanted + 1) if save_steps % n == 0)
 
 
 class RecipeTrainer(Trainer):
@@ -324,51 +205,53 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
             losses and weights are those of a run that was never stopped, to the bit.
 
     Raises:
-        ValueError: :meth:`Recipe.starting_point` says when.
+        ValueError: :meth:`starting_point` says when.
     """
     processor = ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
-    conversations, collator = read_conversations(recipe.data), ConversationCollator(processor)
-    if recipe.pack_to is not None:
-        conversations = pack_conversations(conversations, processor, recipe.pack_to)
+    conversations, collator = read_conversations(recipe.data.train), ConversationCollator(processor)
+    if recipe.data.pack_to is not None:
+        conversations = pack_conversations(conversations, processor, recipe.data.pack_to)
         collator = PackingCollator(processor)
     chosen, kept_gathered = _for_this_machine(recipe, conversations, processor)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
         output_dir=recipe.out,
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.micro_batch,
-        learning_rate=recipe.learning_rate,
+        max_steps=recipe.trainer.max_steps,
+        per_device_train_batch_size=recipe.trainer.per_device_train_batch_size,
+        learning_rate=recipe.trainer.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=max(recipe.steps // 20, 1),
+        warmup_steps=max(recipe.trainer.max_steps // 20, 1),
         max_grad_norm=1.0,
-        optim=OPTIMIZERS[recipe.optimizer],
-        bf16=recipe.precision == "bf16",
+        optim=OPTIMIZERS[recipe.engine.optimizer],
+        bf16=recipe.engine.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
-        deepspeed=chosen.deepspeed_config(kept_gathered),
+        deepspeed=deepspeed_config(chosen, kept_gathered),
         remove_unused_columns=False,
-        save_strategy="no" if recipe.save_steps is None else "steps",
-        save_steps=recipe.save_steps or 0,
+        save_strategy="no" if recipe.trainer.save_steps is None else "steps",
+        save_steps=recipe.trainer.save_steps or 0,
         report_to="none",
-        logging_steps=recipe.logging_steps(),
-        seed=recipe.seed,
+        logging_steps=logging_steps(recipe),
+        seed=recipe.trainer.seed,
     )
-    recipe.starting_point(arguments.world_size, checkpoint or False)
-    set_seed(recipe.seed)  # adapters are random
+    starting_point(recipe, arguments.world_size, checkpoint or False)
+    set_seed(recipe.trainer.seed)  # adapters are random
     model = build_model(chosen)
     trainer = RecipeTrainer(
         model,
-        features=recipe.features_of(model),
+        features=features_of(recipe, model),
         args=arguments,
         train_dataset=conversations,
         data_collator=collator,
         processing_class=processor,
         callbacks=[
-            CompletionMarker(recipe.settings(arguments.world_size), recipe.keep_checkpoints)
+            CompletionMarker(
+                settings_of(recipe, arguments.world_size), recipe.trainer.save_total_limit
+            )
         ],
     )
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if recipe.zero_stage == 0:
-        _round_trained(model, DTYPES[recipe.precision])
+    if recipe.engine.zero_stage == 0:
+        _round_trained(model, DTYPES[recipe.engine.precision])
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = [
@@ -383,22 +266,23 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
 def _for_this_machine(
     recipe: Recipe, rows: list, processor: ChatGLMProcessor
 ) -> tuple[Recipe, float]:
-    """:meth:`Recipe.chosen_by_memory` for these rows; all processes come to the same."""
-    if "auto" not in (recipe.tower, recipe.language, recipe.offload):
+    """:meth:`choose_by_memory` for these rows; all processes come to the same."""
+    if "auto" not in (recipe.engine.tower, recipe.engine.language, recipe.engine.offload):
         return recipe, 1e9
     config = ChatGLMConfig.from_pretrained(recipe.model, revision=recipe.revision or "main")
     if not torch.cuda.is_available():
-        return recipe.chosen_by_memory(config, 1, 1, 1, free_memory())
-    if recipe.zero_stage:
+        return choose_by_memory(recipe, config, 1, 1, 1, free_memory())
+    if recipe.engine.zero_stage:
         import deepspeed
 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         deepspeed.init_distributed()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     longest = longest_row(rows, processor)
-    chosen, gathered = recipe.chosen_by_memory(config, *longest, processes, free_memory())
+    chosen, gathered = choose_by_memory(recipe, config, *longest, processes, free_memory())
     if int(os.environ.get("RANK", 0)) == 0:
-        choice = f"tower {chosen.tower}, language {chosen.language}, offload {chosen.offload}"
+        made = chosen.engine
+        choice = f"tower {made.tower}, language {made.language}, offload {made.offload}"
         print(f"by memory, for rows of {longest[0]} positions: {choice}", flush=True)
     return chosen, gathered
 
@@ -420,26 +304,26 @@ def longest_row(rows: list, processor: ChatGLMProcessor) -> tuple[int, int]:
 def build_model(recipe: Recipe) -> nn.Module:
     """The model, ready for the Trainer: loaded, what is not trained frozen, policies set, compiled.
 
-    "auto" must have been decided (:meth:`Recipe.chosen_by_memory`).
+    "auto" must have been decided (:meth:`choose_by_memory`).
     Under ZeRO-3 the weights are loaded straight into shards if ``TrainingArguments`` with the
-    recipe's ``deepspeed_config`` were made before.
+    recipe's :func:`deepspeed_config` were made before.
     """
-    dtype = DTYPES[recipe.precision]
+    dtype = DTYPES[recipe.engine.precision]
     options = {"dtype": dtype, "revision": recipe.revision or "main"}
     if recipe.trained == "qlora":
         options |= loaded_in_4_bits(dtype, "cuda:0" if torch.cuda.is_available() else "cpu")
     model = GLM4VForCausalLM.from_pretrained(recipe.model, **options)
-    model = select_weights(model, recipe.trained, recipe.lora_rank)
+    model = select_weights(model, recipe.trained, recipe.lora.rank)
     if recipe.revision is not None and hasattr(model, "peft_config"):
         model.peft_config["default"].revision = recipe.revision  # of the base
-    if recipe.zero_stage == 0:
+    if recipe.engine.zero_stage == 0:
         hold_in_fp32(model)
-    checkpoint_layers(model, recipe.tower, recipe.language)
-    if recipe.compile:
+    checkpoint_layers(model, recipe.engine.tower, recipe.engine.language)
+    if recipe.engine.compile:
         compile_layers(model)
-    if recipe.gathers_whole_layers:
+    if _whole_layers(recipe):
         gather_whole_layers(model)
-    if recipe.zero_stage == 3:
+    if recipe.engine.zero_stage == 3:
         limit_run_ahead(model)
         take_norms_in_place(model)
     return model

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from glm4v_patched.finetune import trainer
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
 options = argparse.ArgumentParser()
@@ -23,7 +24,7 @@ options.add_argument("--resume-from", type=Path)
 options.add_argument("--die-writing")
 
 
-def build_with_dropout(settings: trainer.Recipe) -> torch.nn.Module:
+def build_with_dropout(settings: Recipe) -> torch.nn.Module:
     model = build_model(settings)
     (embedding,) = [module for module in model.modules() if isinstance(module, Embedding)]
     embedding.register_forward_hook(
@@ -52,5 +53,5 @@ if __name__ == "__main__":
     trainer.build_model = build_with_dropout
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
-    trainer.train(trainer.Recipe.read(arguments.settings), arguments.resume_from)
+    trainer.train(Recipe.read(arguments.settings), arguments.resume_from)
     trainer.leave()

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from glm4v_patched.finetune import trainer
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.visual import EVA2CLIPModel
 
 build_model = trainer.build_model
 runs = []
 
 
-def build_and_count(settings: trainer.Recipe) -> torch.nn.Module:
+def build_and_count(settings: Recipe) -> torch.nn.Module:
     model = build_model(settings)
     (tower,) = [module for module in model.modules() if isinstance(module, EVA2CLIPModel)]
     tower.register_forward_hook(lambda *call: runs.append(1))
@@ -25,7 +26,7 @@ def build_and_count(settings: trainer.Recipe) -> torch.nn.Module:
 
 if __name__ == "__main__":
     trainer.build_model = build_and_count
-    trainer.train(trainer.Recipe.read(Path(sys.argv[1])))
+    trainer.train(Recipe.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")
     trainer.leave()

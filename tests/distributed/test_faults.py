@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from drawn_recipe import drawn_recipe
 from processes import HERE, cpu_environment, run_with_limit, two_processes
+from recipes import drawn_recipe
 from safetensors.torch import load_file
 
 from glm4v_patched.finetune.checkpoints import (
@@ -24,7 +23,7 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     step_of,
 )
-from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
@@ -36,7 +35,7 @@ SECONDS_TO_END = 45
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Recipe:
     """Five steps an epoch, so that a checkpoint at step 8 lies inside the second one."""
-    return drawn_recipe(tmp_path_factory.mktemp("faults"), steps=12)
+    return drawn_recipe(tmp_path_factory.mktemp("faults"), {"trainer.max_steps": 12})
 
 
 def train(recipe: Recipe, *arguments: str):
@@ -55,11 +54,11 @@ def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:
 def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
     recipe, tmp_path, caplog
 ):
-    never_stopped = replace(recipe, out=str(tmp_path / "never_stopped"))
+    never_stopped = recipe.override({"out": str(tmp_path / "never_stopped")})
     ended = train(never_stopped)
     assert ended.status == 0, ended.output[-8000:]
 
-    stopped = replace(recipe, out=str(tmp_path / "stopped"), save_steps=4)
+    stopped = recipe.override({"out": str(tmp_path / "stopped"), "trainer.save_steps": 4})
     ended = train(stopped, "--die-writing", "checkpoint-8/global_step8/" + shard_of_rank(1))
     assert ended.status, ended.output[-8000:]
     folder = Path(stopped.out)
@@ -180,7 +179,14 @@ def start() -> Iterator[Callable[..., CommandLine]]:
 
 @pytest.fixture
 def endless(recipe, tmp_path) -> Recipe:
-    return replace(recipe, out=str(tmp_path / "out"), steps=10**6, save_steps=2, keep_checkpoints=2)
+    return recipe.override(
+        {
+            "out": str(tmp_path / "out"),
+            "trainer.max_steps": 10**6,
+            "trainer.save_steps": 2,
+            "trainer.save_total_limit": 2,
+        }
+    )
 
 
 @pytest.fixture

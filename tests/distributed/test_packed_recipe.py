@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ from processes import run_with_limit
 
 from glm4v_patched.data.formats import read_conversations, write_conversations
 from glm4v_patched.data.packing import pack_conversations
-from glm4v_patched.finetune.trainer import Recipe, longest_row
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.trainer import longest_row
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
@@ -36,23 +36,33 @@ def test_a_packed_run_has_the_losses_of_a_padded_one(tmp_path):
     write_conversations(tmp_path / "train.jsonl", conversations)
     build_from_scratch(tmp_path / "model", conversations, seed=0)
     # Four conversations a step in either, which are all there are.
-    padded = Recipe(
-        model=str(tmp_path / "model"),
-        data=str(tmp_path / "train.jsonl"),
-        out=str(tmp_path / "padded"),
-        steps=4,
-        micro_batch=4,
-        learning_rate=1e-3,
-        precision="fp32",
+    padded = Recipe.of(
+        {
+            "model": str(tmp_path / "model"),
+            "out": str(tmp_path / "padded"),
+            "data": {"train": str(tmp_path / "train.jsonl")},
+            "engine": {"precision": "fp32"},
+            "trainer": {
+                "max_steps": 4,
+                "per_device_train_batch_size": 4,
+                "learning_rate": 1e-3,
+            },
+        }
     )
     processor = ChatGLMProcessor.from_pretrained(padded.model)
     longest, images = longest_row(conversations, processor)
     assert images == 1
-    rows = pack_conversations(read_conversations(padded.data), processor, 2 * longest)
+    rows = pack_conversations(read_conversations(padded.data.train), processor, 2 * longest)
     assert [len(row) for row in rows] == [2, 2]
     positions, images = longest_row(rows, processor)
     assert longest < positions <= 2 * longest and images == 2
-    packed = replace(padded, out=str(tmp_path / "packed"), micro_batch=2, pack_to=2 * longest)
+    packed = padded.override(
+        {
+            "out": str(tmp_path / "packed"),
+            "trainer.per_device_train_batch_size": 2,
+            "data.pack_to": 2 * longest,
+        }
+    )
     want = losses(padded)
     assert len(want) == 4 and want[-1] < want[0] - 0.1
     assert losses(packed) == pytest.approx(want, abs=1e-4)

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from glm4v_patched.data.formats import write_conversations
-from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.pictures import draw_data_set
@@ -56,15 +56,19 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("trained", "micro_batch"), [("lora_lm", 4), ("full", 1)])
 def test_recipe_chooses_by_memory_and_trains(folder, trained, micro_batch):
     out = folder / trained
-    recipe = Recipe(
-        model=str(folder / "model"),
-        data=str(folder / "train.jsonl"),
-        out=str(out),
-        steps=STEPS,
-        micro_batch=micro_batch,
-        learning_rate=1e-3 if trained == "lora_lm" else 1e-5,
-        trained=trained,
-        compile=True,
+    recipe = Recipe.of(
+        {
+            "model": str(folder / "model"),
+            "out": str(out),
+            "trained": trained,
+            "data": {"train": str(folder / "train.jsonl")},
+            "engine": {"compile": True},
+            "trainer": {
+                "max_steps": STEPS,
+                "per_device_train_batch_size": micro_batch,
+                "learning_rate": 1e-3 if trained == "lora_lm" else 1e-5,
+            },
+        }
     )
     recipe.write(folder / "recipe.json")
     command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(folder / "recipe.json")]

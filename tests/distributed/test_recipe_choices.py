@@ -4,19 +4,18 @@ after a stop."""
 import json
 import shutil
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from drawn_recipe import drawn_recipe
 from processes import HERE, cpu_environment, run_with_limit, two_processes
+from recipes import drawn_recipe
 from safetensors.torch import load_file, save_file
 from strangers import run_as_stranger
 
 from glm4v_patched.finetune.checkpoints import MANIFEST
-from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
@@ -53,7 +52,9 @@ save_file({name: output.logits.contiguous() for name, output in found.items()}, 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Recipe:
-    return drawn_recipe(tmp_path_factory.mktemp("choices"), steps=4, learning_rate=1e-2)
+    return drawn_recipe(
+        tmp_path_factory.mktemp("choices"), {"trainer.max_steps": 4, "trainer.learning_rate": 1e-2}
+    )
 
 
 def train(recipe: Recipe, *options: str) -> list[float]:
@@ -62,7 +63,7 @@ def train(recipe: Recipe, *options: str) -> list[float]:
     settings = Path(recipe.out, "mine.json")
     recipe.write(settings)
     command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(settings)]
-    command += ["--processes", "2" if recipe.zero_stage else "1", *options]
+    command += ["--processes", "2" if recipe.engine.zero_stage else "1", *options]
     ended = run_with_limit(command, SECONDS_TO_RUN, cpu_environment())
     assert ended.status == 0, ended.output[-8000:]
     return losses_of(recipe)
@@ -103,7 +104,7 @@ def assert_a_stranger_loads(recipe: Recipe, folder: Path) -> None:
 
 
 def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(recipe, tmp_path):
-    mine = replace(recipe, out=str(tmp_path / "out"), trained="lora_all", lora_rank=4)
+    mine = recipe.override({"out": str(tmp_path / "out"), "trained": "lora_all", "lora.rank": 4})
     losses = train(mine)
     assert losses[-1] < losses[0] - 0.1
     adapters = adapters_of(mine)
@@ -116,11 +117,15 @@ def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_packag
 @pytest.mark.slow
 def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
     """ZeRO-3, with the optimizer's states offloaded from what is a GPU elsewhere."""
-    sharded = replace(recipe, out=str(tmp_path / "sharded"), trained="lm", learning_rate=1e-3)
-    sharded = replace(sharded, offload=True)
+    sharded = recipe.override(
+        {"out": str(tmp_path / "sharded"), "trained": "lm", "trainer.learning_rate": 1e-3}
+    )
+    sharded = sharded.override({"engine.offload": True})
     want = train(sharded)
-    alone = replace(sharded, out=str(tmp_path / "alone"), zero_stage=0, offload=False)
-    alone = replace(alone, micro_batch=4)
+    alone = sharded.override(
+        {"out": str(tmp_path / "alone"), "engine.zero_stage": 0, "engine.offload": False}
+    )
+    alone = alone.override({"trainer.per_device_train_batch_size": 4})
     # The same four conversations a step; losses fall by a third.
     assert train(alone) == pytest.approx(want, abs=ATOL)
     assert want[-1] < want[0] - 0.5
@@ -128,8 +133,15 @@ def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_in_bf16_without_zero_what_is_saved_is_bf16(recipe, tmp_path):
-    mine = replace(recipe, out=str(tmp_path / "out"), trained="lm", zero_stage=0, precision="bf16")
-    mine = replace(mine, learning_rate=1e-3)
+    mine = recipe.override(
+        {
+            "out": str(tmp_path / "out"),
+            "trained": "lm",
+            "engine.zero_stage": 0,
+            "engine.precision": "bf16",
+        }
+    )
+    mine = mine.override({"trainer.learning_rate": 1e-3})
     losses = train(mine)
     assert losses[-1] < losses[0] - 0.5
     saved = load_file(tmp_path / "out" / "model.safetensors")
@@ -138,7 +150,9 @@ def test_in_bf16_without_zero_what_is_saved_is_bf16(recipe, tmp_path):
 
 @needs_bitsandbytes
 def test_qlora_trains_adapters_that_a_stranger_loads(recipe, tmp_path):
-    mine = replace(recipe, out=str(tmp_path / "out"), trained="qlora", zero_stage=0)
+    mine = recipe.override(
+        {"out": str(tmp_path / "out"), "trained": "qlora", "engine.zero_stage": 0}
+    )
     losses = train(mine)
     assert losses[-1] < losses[0] - 0.1
     assert_a_stranger_loads(mine, tmp_path)
@@ -147,15 +161,21 @@ def test_qlora_trains_adapters_that_a_stranger_loads(recipe, tmp_path):
 CHOICES = [
     pytest.param({"trained": "lora_all"}, id="lora_all, ZeRO-3", marks=pytest.mark.slow),
     pytest.param(
-        {"trained": "lora_lm", "zero_stage": 0}, id="lora_lm, no ZeRO", marks=pytest.mark.slow
+        {"trained": "lora_lm", "engine.zero_stage": 0},
+        id="lora_lm, no ZeRO",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
-        {"zero_stage": 0, "learning_rate": 1e-3}, id="full, no ZeRO", marks=pytest.mark.slow
+        {"engine.zero_stage": 0, "trainer.learning_rate": 1e-3},
+        id="full, no ZeRO",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
-        {"trained": "qlora", "zero_stage": 0}, id="qlora, no ZeRO", marks=needs_bitsandbytes
+        {"trained": "qlora", "engine.zero_stage": 0}, id="qlora, no ZeRO", marks=needs_bitsandbytes
     ),
-    pytest.param({"optimizer": "adamw_8bit"}, id="8-bit AdamW, ZeRO-3", marks=needs_bitsandbytes),
+    pytest.param(
+        {"engine.optimizer": "adamw_8bit"}, id="8-bit AdamW, ZeRO-3", marks=needs_bitsandbytes
+    ),
 ]
 
 
@@ -175,11 +195,13 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
         return load_file(file)
 
     (tmp_path / "whole").mkdir()
-    whole = replace(recipe, out=str(tmp_path / "whole"), save_steps=2, **choice)
+    whole = recipe.override({"out": str(tmp_path / "whole"), "trainer.save_steps": 2, **choice})
     want = run(whole)
     (tmp_path / "resumed").mkdir()
-    resumed = replace(whole, out=str(tmp_path / "resumed"), tower="none")
-    resumed = replace(resumed, language="every 2" if whole.zero_stage else "selective")
+    resumed = whole.override({"out": str(tmp_path / "resumed"), "engine.tower": "none"})
+    resumed = resumed.override(
+        {"engine.language": "every 2" if whole.engine.zero_stage else "selective"}
+    )
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     manifest = tmp_path / "resumed" / "checkpoint-2" / MANIFEST
     content = json.loads(manifest.read_text())
@@ -196,19 +218,23 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
 def test_selective_policies_survive_zero_3_without_compilation(recipe, tmp_path):
     """Each layer is gathered whole; else torch misses collectives in the recomputation, which tiny
     weights take after a resumption (otherwise they stay gathered)."""
-    plain = replace(recipe, out=str(tmp_path / "plain"), trained="lora_all", save_steps=2)
-    policies = {"tower": "attention", "language": "selective"}
-    selective = replace(plain, out=str(tmp_path / "selective"), **policies)
+    plain = recipe.override(
+        {"out": str(tmp_path / "plain"), "trained": "lora_all", "trainer.save_steps": 2}
+    )
+    policies = {"engine.tower": "attention", "engine.language": "selective"}
+    selective = plain.override({"out": str(tmp_path / "selective"), **policies})
     want = train(plain)
     assert train(selective) == pytest.approx(want, abs=ATOL)
-    resumed = replace(selective, out=str(tmp_path / "resumed"))
+    resumed = selective.override({"out": str(tmp_path / "resumed")})
     shutil.copytree(Path(selective.out, "checkpoint-2"), Path(resumed.out, "checkpoint-2"))
     assert train(resumed, "--resume") == pytest.approx(want, abs=ATOL)
 
 
 @pytest.mark.slow
 def test_compiled_layers_lose_what_plain_ones_do(recipe, tmp_path):
-    plain = replace(recipe, out=str(tmp_path / "plain"), trained="lora_all", language="attention")
-    compiled = replace(plain, out=str(tmp_path / "compiled"), compile=True)
+    plain = recipe.override(
+        {"out": str(tmp_path / "plain"), "trained": "lora_all", "engine.language": "attention"}
+    )
+    compiled = plain.override({"out": str(tmp_path / "compiled"), "engine.compile": True})
     # fp32: the layers round differently; the losses fall by some 0.5.
     assert train(compiled) == pytest.approx(train(plain), abs=ATOL)

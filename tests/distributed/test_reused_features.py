@@ -5,13 +5,12 @@ those of their pictures. FSDP2 has to agree as well, DDP has not.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from drawn_recipe import drawn_recipe
 from processes import run_two_processes
+from recipes import drawn_recipe
 from safetensors.torch import load_file
 from tiny import tiny_model
 
@@ -114,10 +113,10 @@ def test_processes_are_told_that_memory_is_each_ones_own(results):
 @pytest.mark.parametrize("trained", ["lm", "lora_lm"])
 def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, tmp_path):
     """Five steps an epoch, in another order each, so that pictures change processes."""
-    plain = drawn_recipe(tmp_path, steps=12, trained=trained)
+    plain = drawn_recipe(tmp_path, {"trainer.max_steps": 12, "trained": trained})
     weights, outputs = [], []
     for name, reuse in {"plain": False, "reusing": str(tmp_path / "features")}.items():
-        recipe = replace(plain, out=str(tmp_path / name), reuse_features=reuse)
+        recipe = plain.override({"out": str(tmp_path / name), "data.reuse_features": reuse})
         (tmp_path / name).mkdir()
         recipe.write(tmp_path / name / "recipe.json")
         settings = str(tmp_path / name / "recipe.json")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from recipes import recipe
 from transformers import TrainerControl, TrainerState
 
 from glm4v_patched.finetune.checkpoints import (
@@ -20,7 +21,8 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     write_manifest,
 )
-from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.trainer import logging_steps, settings_of
 
 FILES = {
     "config.json": b"{}",
@@ -30,7 +32,7 @@ FILES = {
     "global_step/rank_0_optim_states.pt": b"2" * 50,
     "global_step/rank_1_optim_states.pt": b"3" * 50,
 }
-SETTINGS = {"seed": 0, "processes": 2}
+SETTINGS = {"trainer.seed": 0, "processes": 2}
 
 
 def add_files(folder: Path, step: int) -> Path:
@@ -245,38 +247,33 @@ def test_the_last_step_saves_the_model_and_no_checkpoint():
         assert control.should_save == saves
 
 
-def recipe(**changes) -> Recipe:
-    values = {"model": "m", "data": "d", "out": "o", "steps": 10, "micro_batch": 1}
-    return Recipe(**(values | {"learning_rate": 1.0} | changes))
-
-
 @pytest.mark.parametrize(
     ("steps", "save_steps"), [(10, 4), (300, None), (300, 50), (300, 7), (5000, 250), (5000, 99)]
 )
 def test_no_entry_of_the_loss_history_spans_a_checkpoint(steps, save_steps):
-    logging_steps = recipe(steps=steps, save_steps=save_steps).logging_steps()
-    assert 1 <= logging_steps <= max(steps // 50, 1)
-    assert save_steps is None or save_steps % logging_steps == 0
+    chosen = logging_steps(recipe({"trainer.max_steps": steps, "trainer.save_steps": save_steps}))
+    assert 1 <= chosen <= max(steps // 50, 1)
+    assert save_steps is None or save_steps % chosen == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp16"}, "precision is 'fp16'; expected one of bf16, fp32"),
-        ({"save_steps": 0}, "save_steps is 0; expected at least 1"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints is 0; expected at least 1"),
-        ({"pack_to": 0}, "pack_to is 0; expected at least 1"),
+        ({"engine.precision": "fp16"}, "precision is 'fp16'; expected one of bf16, fp32"),
+        ({"trainer.save_steps": 0}, "save_steps is 0; expected at least 1"),
+        ({"trainer.save_total_limit": 0}, "keep_checkpoints is 0; expected at least 1"),
+        ({"data.pack_to": 0}, "pack_to is 0; expected at least 1"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        recipe(**changes)
+        recipe(changes)
 
 
 def test_a_recipe_reads_back_and_names_the_fields_it_does_not_know(tmp_path):
     path = tmp_path / "recipe.json"
-    recipe(save_steps=4).write(path)
-    assert Recipe.read(path) == recipe(save_steps=4)
+    recipe({"trainer.save_steps": 4}).write(path)
+    assert Recipe.read(path) == recipe({"trainer.save_steps": 4})
     path.write_text('{"model": "m", "learning_rat": 1}')
     with pytest.raises(ValueError, match="unknown: learning_rat, missing: data, missing: learning"):
         Recipe.read(path)
@@ -289,13 +286,18 @@ def test_folders_may_move_and_the_data_may_not_change_between_start_and_continua
     data, moved = tmp_path / "data.jsonl", tmp_path / "moved.jsonl"
     data.write_text("a line\n")
     shutil.copy(data, moved)
-    settings = recipe(data=str(data), save_steps=4).settings(2)
-    assert recipe(data=str(moved), model="n", out="p", save_steps=5).settings(2) == settings
+    settings = settings_of(recipe({"data.train": str(data), "trainer.save_steps": 4}), 2)
+    assert (
+        settings_of(
+            recipe({"data.train": str(moved), "model": "n", "out": "p", "trainer.save_steps": 5}), 2
+        )
+        == settings
+    )
     moved.write_text("another line\n")
     for other in (
-        recipe(data=str(moved)).settings(2),
-        recipe(data=str(data), learning_rate=2.0).settings(2),
-        recipe(data=str(data), pack_to=100).settings(2),
-        recipe(data=str(data)).settings(1),
+        settings_of(recipe({"data.train": str(moved)}), 2),
+        settings_of(recipe({"data.train": str(data), "trainer.learning_rate": 2.0}), 2),
+        settings_of(recipe({"data.train": str(data), "data.pack_to": 100}), 2),
+        settings_of(recipe({"data.train": str(data)}), 1),
     ):
         assert len(other.items() ^ settings.items()) == 2

@@ -14,13 +14,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from recipes import recipe
 from safetensors.torch import load, save_file
 from tiny import grown_image, padded, pictures, text, three_id_image, tiny_config, tiny_model
 from transformers import TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
-from glm4v_patched.finetune.trainer import Recipe, RecipeTrainer
+from glm4v_patched.finetune.trainer import RecipeTrainer, features_of, settings_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 SHAPE = (6, 64)  # four positions, begin and end, at the width of the tiny language model
@@ -700,29 +701,26 @@ def test_a_trainer_predicts_logits_and_no_features(conversations, processor, tmp
     assert predictions.shape[-1] == 512
 
 
-def recipe(**changes) -> Recipe:
-    values = dict.fromkeys(("model", "data", "out"), "folder")
-    values |= {"steps": 1, "micro_batch": 1, "learning_rate": 1.0, "trained": "lm"}
-    return Recipe(**(values | changes))
-
-
 def test_a_recipe_says_where_features_are_kept(tmp_path):
     model = frozen_model()
-    assert recipe().features_of(model) is None
-    assert recipe(reuse_features=True).features_of(model).folder is None
-    assert recipe(reuse_features=str(tmp_path)).features_of(model).folder == tmp_path
+    assert features_of(recipe(), model) is None
+    assert features_of(recipe({"data.reuse_features": True}), model).folder is None
+    assert features_of(recipe({"data.reuse_features": str(tmp_path)}), model).folder == tmp_path
 
 
 def test_a_continued_run_may_reuse_features_or_not(tmp_path):
     (tmp_path / "data").write_text("")
-    plain, reusing = (recipe(data=str(tmp_path / "data"), reuse_features=r) for r in (False, True))
-    assert plain.settings(processes=1) == reusing.settings(processes=1)
+    plain, reusing = (
+        recipe({"data.train": str(tmp_path / "data"), "data.reuse_features": r})
+        for r in (False, True)
+    )
+    assert settings_of(plain, processes=1) == settings_of(reusing, processes=1)
 
 
 @pytest.mark.parametrize("value", [None, "", 1, ["folder"]], ids=str)
 def test_a_recipe_refuses_what_is_no_folder(value):
     with pytest.raises(ValueError, match="reuse_features is .*; expected true, false or a folder"):
-        recipe(reuse_features=value)
+        recipe({"data.reuse_features": value})
 
 
 @pytest.mark.gpu

@@ -7,12 +7,22 @@ import pytest
 import torch
 from deepspeed.utils import z3_leaf_module
 from local_hub import LocalHub
+from recipes import recipe
 from tiny import golden_weights, tiny_model
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.checkpoints import write_manifest
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.trainer import FREE_WHEN_RESUMING, Recipe, RecipeTrainer, build_model
+from glm4v_patched.finetune.trainer import (
+    FREE_WHEN_RESUMING,
+    RecipeTrainer,
+    build_model,
+    choose_by_memory,
+    deepspeed_config,
+    settings_of,
+    starting_point,
+)
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.training.activations import checkpointed_layers
 from glm4v_patched.training.choices import PACKAGES
@@ -29,41 +39,43 @@ def folder(tmp_path_factory):
     return folder
 
 
-def recipe(**changes) -> Recipe:
-    values = {"model": "m", "data": "d", "out": "o", "steps": 10, "micro_batch": 1}
-    policies = {"tower": "full", "language": "full"}
-    return Recipe(**(values | {"learning_rate": 1.0} | policies | changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"trained": "lora"}, "trained is 'lora'; expected one of full, lm, lora_lm"),
-        ({"lora_rank": 0}, "lora_rank is 0; expected at least 1"),
-        ({"tower": "most"}, "the tower's policy is 'most'; expected auto, none, linear"),
-        ({"language": None}, "the language's policy is None; expected auto, none, linear"),
-        ({"optimizer": "sgd"}, "the optimizer is 'sgd'; expected adamw or adamw_8bit"),
-        ({"offload": "yes"}, "offload is 'yes'; expected true, false or 'auto'"),
-        ({"offload": True, "zero_stage": 0}, "offload with zero_stage 0: .* zero_stage 1, 2 or 3"),
-        ({"offload": True, "optimizer": "adamw_8bit"}, "offload with adamw_8bit, .* be adamw"),
-        ({"compile": "yes"}, "compile is 'yes'; expected true or false"),
-        ({"zero_stage": 4}, "zero_stage is 4; expected 0, 1, 2 or 3"),
+        ({"lora.rank": 0}, "lora_rank is 0; expected at least 1"),
+        ({"engine.tower": "most"}, "the tower's policy is 'most'; expected auto, none, linear"),
+        ({"engine.language": None}, "the language's policy is None; expected auto, none, linear"),
+        ({"engine.optimizer": "sgd"}, "the optimizer is 'sgd'; expected adamw or adamw_8bit"),
+        ({"engine.offload": "yes"}, "offload is 'yes'; expected true, false or 'auto'"),
+        (
+            {"engine.offload": True, "engine.zero_stage": 0},
+            "offload with zero_stage 0: .* zero_stage 1, 2 or 3",
+        ),
+        (
+            {"engine.offload": True, "engine.optimizer": "adamw_8bit"},
+            "offload with adamw_8bit, .* be adamw",
+        ),
+        ({"engine.compile": "yes"}, "compile is 'yes'; expected true or false"),
+        ({"engine.zero_stage": 4}, "zero_stage is 4; expected 0, 1, 2 or 3"),
         ({"trained": "qlora"}, "qlora with zero_stage 3: .*; expected zero_stage 0"),
-        ({"reuse_features": True}, "full trains the vision tower.*expected trained to be lm"),
-        ({"trained": "lora_all", "reuse_features": "f"}, "lora_all trains the vision tower"),
+        ({"data.reuse_features": True}, "full trains the vision tower.*expected trained to be lm"),
+        ({"trained": "lora_all", "data.reuse_features": "f"}, "lora_all trains the vision tower"),
         ({"revision": ""}, "revision is '' of m; expected null for a folder"),
         ({"model": ".", "revision": "v1"}, "revision is 'v1' of .; expected null for a folder"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        recipe(**changes)
+        recipe(changes)
 
 
 def test_several_processes_without_zero_are_refused_before_anything_is_written(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("")
     out = tmp_path / "out"
-    recipe(data=str(tmp_path / "train.jsonl"), out=str(out), zero_stage=0).write(tmp_path / "r")
+    recipe(
+        {"data.train": str(tmp_path / "train.jsonl"), "out": str(out), "engine.zero_stage": 0}
+    ).write(tmp_path / "r")
     assert main(["train", str(tmp_path / "r"), "--processes", "2"]) == 1
     assert "zero_stage 0 on 2 processes" in capsys.readouterr().err
     assert not out.exists()
@@ -74,7 +86,10 @@ def test_several_processes_without_zero_are_refused_before_anything_is_written(t
 )
 def test_a_missing_package_is_named_before_anything_starts(tmp_path):
     with pytest.raises(RuntimeError, match="qlora needs bitsandbytes: pip install bitsandbytes"):
-        launch(recipe(trained="qlora", zero_stage=0, out=str(tmp_path / "out")), processes=1)
+        launch(
+            recipe({"trained": "qlora", "engine.zero_stage": 0, "out": str(tmp_path / "out")}),
+            processes=1,
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -89,7 +104,7 @@ def test_packages_are_known_for_every_choice_with_adapters():
 def older_checkpoint(tmp_path, **settings):
     """Of a run from before weights could be chosen."""
     (tmp_path / "data").write_text("a line\n")
-    written = recipe(data=str(tmp_path / "data"), **settings).settings(2)
+    written = settings_of(recipe({"data.train": str(tmp_path / "data"), **settings}), 2)
     written = {k: v for k, v in written.items() if k in OLD_FIELDS or " " in k or k == "processes"}
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
@@ -99,33 +114,57 @@ def older_checkpoint(tmp_path, **settings):
 
 def test_a_run_from_before_a_setting_was_there_continues_with_its_default(tmp_path):
     checkpoint = older_checkpoint(tmp_path)
-    same = {"data": str(tmp_path / "data"), "out": str(tmp_path / "out")}
-    assert recipe(**same).starting_point(2, resume=True) == checkpoint
+    same = {"data.train": str(tmp_path / "data"), "out": str(tmp_path / "out")}
+    assert starting_point(recipe(same), 2, resume=True) == checkpoint
     for change, told in [
         ({"trained": "lm"}, "trained: full there, lm now"),
-        ({"compile": True}, "compile: False there, True now"),
-        ({"lora_rank": 4}, "lora_rank: 8 there, 4 now"),
-        ({"seed": 1}, "seed: 0 there, 1 now"),
+        ({"engine.compile": True}, "compile: False there, True now"),
+        ({"lora.rank": 4}, "lora_rank: 8 there, 4 now"),
+        ({"trainer.seed": 1}, "seed: 0 there, 1 now"),
     ]:
         with pytest.raises(ValueError, match=told):
-            recipe(**same, **change).starting_point(2, resume=True)
+            starting_point(recipe({**same, **change}), 2, resume=True)
 
 
 def test_what_is_kept_of_activations_and_where_the_model_lies_may_change(tmp_path):
     (tmp_path / "data").write_text("a line\n")
-    same = {"data": str(tmp_path / "data")}
-    changed = recipe(**same, tower="none", language="every 2", model="o/m", revision="v1")
-    assert changed.settings(2) == recipe(**same).settings(2)
-    assert {"model", "revision", "tower", "language"} <= FREE_WHEN_RESUMING
+    same = {"data.train": str(tmp_path / "data")}
+    changed = recipe(
+        {
+            **same,
+            "engine.tower": "none",
+            "engine.language": "every 2",
+            "model": "o/m",
+            "revision": "v1",
+        }
+    )
+    assert settings_of(changed, 2) == settings_of(recipe(same), 2)
+    assert {"model", "revision", "engine.tower", "engine.language"} <= FREE_WHEN_RESUMING
 
 
 def test_a_recipe_file_from_before_is_read_and_a_new_one_survives(tmp_path):
-    old = {"model": "m", "data": "d", "out": "o", "steps": 1, "micro_batch": 1}
-    (tmp_path / "old.json").write_text(json.dumps(old | {"learning_rate": 0.1, "zero_stage": 2}))
+    old = {
+        "model": "m",
+        "data.train": "d",
+        "out": "o",
+        "trainer.max_steps": 1,
+        "trainer.per_device_train_batch_size": 1,
+    }
+    (tmp_path / "old.json").write_text(
+        json.dumps(old | {"trainer.learning_rate": 0.1, "engine.zero_stage": 2})
+    )
     read = Recipe.read(tmp_path / "old.json")
     chosen = read.trained, read.tower, read.language, read.compile, read.optimizer, read.offload
     assert chosen == ("full", "auto", "auto", False, "adamw", "auto")
-    new = recipe(trained="lora_all", lora_rank=4, tower="none", compile=True, revision="v1")
+    new = recipe(
+        {
+            "trained": "lora_all",
+            "lora.rank": 4,
+            "engine.tower": "none",
+            "engine.compile": True,
+            "revision": "v1",
+        }
+    )
     new.write(tmp_path / "new.json")
     assert Recipe.read(tmp_path / "new.json") == new
 
@@ -134,31 +173,48 @@ def test_a_recipe_file_from_before_is_read_and_a_new_one_survives(tmp_path):
     ("free_gib", "trained", "chosen"),
     [
         # Two GPUs of 141 GB, 80 GB and 24 GB; what is kept is under test in test_memory.py.
-        (139, "full", {"offload": False}),
-        (79, "full", {"offload": True}),
-        (79, "lm", {"offload": True}),
-        (79, "lora_all", {"offload": False, "language": "none"}),
-        (23.5, "lora_lm", {"offload": False, "tower": "full"}),
-        (8, "lora_lm", {"offload": False, "language": "full"}),  # too little; nothing to offload
-        (0, "full", {"offload": False, "tower": "full", "language": "full"}),  # a CPU
+        (139, "full", {"engine.offload": False}),
+        (79, "full", {"engine.offload": True}),
+        (79, "lm", {"engine.offload": True}),
+        (79, "lora_all", {"engine.offload": False, "engine.language": "none"}),
+        (23.5, "lora_lm", {"engine.offload": False, "engine.tower": "full"}),
+        (
+            8,
+            "lora_lm",
+            {"engine.offload": False, "engine.language": "full"},
+        ),  # too little; nothing to offload
+        (
+            0,
+            "full",
+            {"engine.offload": False, "engine.tower": "full", "engine.language": "full"},
+        ),  # a CPU
     ],
 )
 def test_what_is_auto_is_chosen_by_memory(free_gib, trained, chosen):
-    asked = recipe(trained=trained, tower="auto", language="auto", compile=True)
-    found, gathered = asked.chosen_by_memory(ChatGLMConfig(), 2114, 1, 2, free_gib * 2**30)
+    asked = recipe(
+        {
+            "trained": trained,
+            "engine.tower": "auto",
+            "engine.language": "auto",
+            "engine.compile": True,
+        }
+    )
+    found, gathered = choose_by_memory(asked, ChatGLMConfig(), 2114, 1, 2, free_gib * 2**30)
     assert {name: getattr(found, name) for name in chosen} == chosen
-    zero = found.deepspeed_config(gathered)["zero_optimization"]
+    zero = deepspeed_config(found, gathered)["zero_optimization"]
     assert ("offload_optimizer" in zero) == chosen["offload"]
     assert zero["stage3_max_live_parameters"] == gathered
     assert "auto" not in (found.tower, found.language)
 
 
 def test_what_is_asked_for_is_not_chosen():
-    asked = recipe(tower="every 2", language="selective", offload=False)
+    asked = recipe(
+        {"engine.tower": "every 2", "engine.language": "selective", "engine.offload": False}
+    )
     for free in (0, 80 * 2**30, 1000 * 2**30):
-        assert asked.chosen_by_memory(ChatGLMConfig(), 2114, 1, 2, free)[0] == asked
-    eight_bits = recipe(optimizer="adamw_8bit")
-    assert not eight_bits.chosen_by_memory(ChatGLMConfig(), 2114, 1, 2, 2**30)[0].offload
+        assert choose_by_memory(asked, ChatGLMConfig(), 2114, 1, 2, free)[0] == asked
+    eight_bits = recipe({"engine.optimizer": "adamw_8bit"})
+    assert not choose_by_memory(eight_bits, ChatGLMConfig(), 2114, 1, 2, 2**30)[0].offload
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -175,23 +231,32 @@ def test_what_is_asked_for_is_not_chosen():
 def test_layers_without_hooks_inside_are_gathered_whole_under_zero_3(
     compiled, policy, whole, stage, folder
 ):
-    asked = recipe(model=str(folder), compile=compiled, tower=policy, zero_stage=stage)
+    asked = recipe(
+        {
+            "model": str(folder),
+            "engine.compile": compiled,
+            "engine.tower": policy,
+            "engine.zero_stage": stage,
+        }
+    )
     layers = [*checkpointed_layers(build_model(asked))]
     assert len(layers) == 4
     for layer in layers:
         assert hasattr(layer.forward, "_torchdynamo_orig_callable") == compiled
         assert z3_leaf_module(layer) == (whole and stage == 3)
-    zero = asked.deepspeed_config()["zero_optimization"]
+    zero = deepspeed_config(asked)["zero_optimization"]
     assert ("memory_efficient_linear" in zero) == (whole and stage == 3)
 
 
 def test_without_zero_deepspeed_takes_no_part():
-    assert recipe(zero_stage=0).deepspeed_config() is None
-    assert recipe(zero_stage=1).deepspeed_config()["zero_optimization"]["stage"] == 1
+    assert deepspeed_config(recipe({"engine.zero_stage": 0})) is None
+    assert deepspeed_config(recipe({"engine.zero_stage": 1}))["zero_optimization"]["stage"] == 1
 
 
 def test_policies_are_set_behind_adapters(folder):
-    model = build_model(recipe(model=str(folder), trained="lora_all", tower="none"))
+    model = build_model(
+        recipe({"model": str(folder), "trained": "lora_all", "engine.tower": "none"})
+    )
     names = {type(layer).__name__: layer for layer in checkpointed_layers(model)}
     assert not names["TransformerLayer"].gradient_checkpointing
     assert names["GLMBlock"].gradient_checkpointing
@@ -202,7 +267,9 @@ def test_policies_are_set_behind_adapters(folder):
 def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(
     trained, stage, held, folder
 ):
-    model = build_model(recipe(model=str(folder), trained=trained, zero_stage=stage))
+    model = build_model(
+        recipe({"model": str(folder), "trained": trained, "engine.zero_stage": stage})
+    )
     dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
     assert dtypes == {(True, held), (False, torch.bfloat16)}
 
@@ -210,7 +277,9 @@ def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(
 def test_no_group_of_the_optimizer_is_empty(folder, tmp_path):
     from transformers import TrainingArguments
 
-    model = build_model(recipe(model=str(folder), trained="lora_lm", zero_stage=0))
+    model = build_model(
+        recipe({"model": str(folder), "trained": "lora_lm", "engine.zero_stage": 0})
+    )
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = RecipeTrainer(model, args=arguments, data_collator=list)
     groups = trainer.create_optimizer().param_groups
@@ -220,7 +289,9 @@ def test_no_group_of_the_optimizer_is_empty(folder, tmp_path):
 def test_the_config_of_the_model_behind_adapters_is_switched(folder, tmp_path):
     from transformers import TrainingArguments
 
-    model = build_model(recipe(model=str(folder), trained="lora_lm", zero_stage=0))
+    model = build_model(
+        recipe({"model": str(folder), "trained": "lora_lm", "engine.zero_stage": 0})
+    )
     inner = model.get_base_model()
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = RecipeTrainer(model, args=arguments, data_collator=list)
@@ -240,11 +311,15 @@ def test_a_model_comes_from_the_hub_at_its_revision(folder, tmp_path, monkeypatc
         newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
         changes = {"config.json": json.dumps(newer).encode()}
         repository.add_commit("refs/heads/main", changes, "another rotation")
-        asked = recipe(model=NAME, revision="v1", trained="lora_lm", precision="fp32")
+        asked = recipe(
+            {"model": NAME, "revision": "v1", "trained": "lora_lm", "engine.precision": "fp32"}
+        )
         model = build_model(asked)
         inner = model.get_base_model().state_dict()
         assert model.config.rope_ratio == 1
-        assert build_model(recipe(model=NAME, precision="fp32")).config.rope_ratio == 7
+        assert (
+            build_model(recipe({"model": NAME, "engine.precision": "fp32"})).config.rope_ratio == 7
+        )
     for name, weight in golden_weights().items():
         if "query_key_value" not in name and "inv_freq" not in name:
             assert torch.equal(inner[name], weight), name
@@ -258,7 +333,7 @@ def test_norms_are_taken_in_place_under_zero_3(folder, zero_stage, in_place):
         def get_grad_norm_direct(self, gradients, parameters, norm_type=2):
             return gradients
 
-    model = build_model(recipe(model=str(folder), zero_stage=zero_stage))
+    model = build_model(recipe({"model": str(folder), "engine.zero_stage": zero_stage}))
     zero = model.get_input_embeddings().weight._z3_optimizer = Zero()
     model(torch.tensor([[1, 2, 3]]))
     gradients = [torch.ones(3), torch.ones(1)]
