@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from tiny import (
     BOI,
     EOI,
@@ -16,7 +17,13 @@ from tiny import (
     three_id_image,
     tiny_model,
 )
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+)
 
 # fp32, cached against one pass. Measured 8.5e-6; positions that continue from the cache's length,
 # not from the image's three, must fail.
@@ -549,3 +556,44 @@ def test_assisted_generation_of_a_later_round(model, drawn):
     want = new_tokens(model, batch)
     for options in ({"prompt_lookup_num_tokens": 3} | ASSISTED, {"assistant_model": model}):
         assert torch.equal(new_tokens(model, batch, **options), want)
+
+
+# Continuous batching
+
+
+def generate_batch(model, rows: list[list[int]]) -> list:
+    from transformers import ContinuousBatchingConfig
+
+    sizes = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
+    config = GenerationConfig(**GREEDY)
+    config.eos_token_id = -1  # transformers puts it there itself, with a warning
+    answers = model.generate_batch(
+        rows, generation_config=config, continuous_batching_config=sizes, progress_bar=False
+    )
+    return list(answers.values())
+
+
+continuous_batching = pytest.mark.skipif(
+    not hasattr(transformers, "ContinuousBatchingConfig"),
+    reason="continuous batching of transformers 4.57 runs on GPUs only",
+)
+
+
+@continuous_batching
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_continuous_batching_gives_the_tokens_of_generate(implementation):
+    model = tiny_model(attn_implementation=implementation)
+    rows = [text(9, seed=1), text(5, seed=2)]
+    want = [new_tokens(model, {"input_ids": torch.tensor([row])})[0].tolist() for row in rows]
+    answers = generate_batch(model, rows)
+    assert [answer.generated_tokens for answer in answers] == want
+    assert model.config._attn_implementation == implementation
+
+
+@continuous_batching
+@FORMS
+def test_continuous_batching_refuses_rows_with_images(image):
+    """It hands on no pictures."""
+    (answer,) = generate_batch(tiny_model(), [[*text(3, seed=1), *image, 5]])
+    assert "0 images were given for 1 begin-of-image ids" in str(answer.error)
+    assert not answer.generated_tokens
