@@ -15,14 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
+import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
 
-from .conversion import own_config
 from .kernels import kernel_swaps
 from .patching import PatchSet, Swap
-from .remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from .remote.configuration_chatglm import (
+    AUTO_MAP,
+    FIRST_UNTESTED_TRANSFORMERS,
+    TESTED_TRANSFORMERS,
+    ChatGLMConfig,
+)
 from .remote.image_processing_chatglm import ChatGLMImageProcessor
 from .remote.modeling_chatglm import GLM4VForCausalLM
 from .remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
@@ -78,6 +84,7 @@ class _Activation:
                     f"{options.said()} contradicts: revert() first"
                 )
             return
+        require_tested_transformers(transformers.__version__)
         patches = PatchSet(_swaps(options))
         patches.apply()
         self.patches, self.options = patches, options
@@ -92,6 +99,18 @@ class _Activation:
 
 
 _activation = _Activation()
+
+
+def require_tested_transformers(version: str) -> None:
+    """Raise ``ImportError`` for a newer one than those that are tested.
+
+    The model's code only warns of one: it replaces nothing of transformers'.
+    """
+    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+        raise ImportError(
+            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
+            f"install a tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )
 
 
 def apply(**options) -> None:
@@ -111,7 +130,8 @@ def apply(**options) -> None:
 
     Raises:
         ValueError: an unknown option; options that contradict those in force; kernels without GPU.
-        ImportError: kernels were asked for and Liger-Kernel is not there.
+        ImportError: kernels were asked for and Liger-Kernel is not there; transformers is newer
+            than those that are tested.
         AttributeError: transformers has moved something; nothing was patched.
     """
     with _activation.lock:
@@ -208,7 +228,7 @@ def _load_config(name_or_path, **kwargs):
 
 def _load_model(options: Options, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
-        config = own_config(config)
+        config = ChatGLMConfig.of(config)
     if options.attn_implementation is not None:
         kwargs.setdefault("attn_implementation", options.attn_implementation)
     loaded = GLM4VForCausalLM.from_pretrained(name_or_path, *args, config=config, **kwargs)
@@ -220,7 +240,7 @@ def _load_model(options: Options, name_or_path, *args, config=None, **kwargs):
 def _make_model(options: Options, config: PretrainedConfig, **kwargs):
     if options.attn_implementation is not None:
         kwargs.setdefault("attn_implementation", options.attn_implementation)
-    model = GLM4VForCausalLM._from_config(own_config(config), **kwargs)
+    model = GLM4VForCausalLM._from_config(ChatGLMConfig.of(config), **kwargs)
     _set_loss(model, options)
     return model
 

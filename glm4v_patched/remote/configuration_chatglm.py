@@ -10,22 +10,37 @@ from dataclasses import asdict, dataclass, fields
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig
+from transformers.utils import logging
 
 OLDEST_TRANSFORMERS = "4.57.6"
 FIRST_UNTESTED_TRANSFORMERS = "5.24"
 
 
-def require_supported_transformers(version: str) -> None:
-    """Raise ``ImportError`` unless ``version`` lies in the range this code is tested on."""
-    if not Version(OLDEST_TRANSFORMERS) <= Version(version) < Version(FIRST_UNTESTED_TRANSFORMERS):
+TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}"
+
+
+def check_transformers(version: str) -> None:
+    """Warn of a ``version`` newer than those this code is tested on.
+
+    Raises:
+        ImportError: it is older than them.
+    """
+    found = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {version}"
+    if Version(version) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
-            f"this glm-4v code is tested on transformers >={OLDEST_TRANSFORMERS},"
-            f"<{FIRST_UNTESTED_TRANSFORMERS} and found {version}; install a tested one: "
-            f"pip install 'transformers>={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}'"
+            f"{found}, which lacks what it needs; install a tested one: "
+            f"pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )
+    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+        # Of transformers' own logger: each Auto class may load a copy of this file, and one warning
+        # is enough.
+        logging.get_logger().warning_once(
+            f"{found}; if it fails, or its numbers do, install a tested one: "
+            f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
 
 
-require_supported_transformers(transformers.__version__)
+check_transformers(transformers.__version__)
 
 # What a saved model tells transformers to load, whatever was in the config it came from.
 AUTO_MAP = {
@@ -218,6 +233,36 @@ class ChatGLMConfig(PretrainedConfig):
         self.pad_token_id = pad_token_id
         self.eos_token_id = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
         self.tie_word_embeddings = tie_word_embeddings
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ChatGLMConfig":
+        """``config`` as an object of this class; the same object if it is one.
+
+        Others have classes of their own for the fields of the published file: its code, and vLLM,
+        which registers one for the whole process.
+
+        Raises:
+            ValueError: it is not that of a glm-4v, or a field has a value that is not computed.
+        """
+        if isinstance(config, cls):
+            return config
+        values = config.to_dict()
+        if values.get("model_type") != cls.model_type or not values.get("vision_config"):
+            raise ValueError(
+                f"{type(config).__module__}.{type(config).__qualname__} has model_type "
+                f"{values.get('model_type')!r} and vision_config {values.get('vision_config')!r}: "
+                "give the config of a glm-4v, of model_type 'chatglm' and with a vision_config"
+            )
+        # Theirs may hold a number under both names.
+        twice = [name for name, ours in cls.attribute_map.items() if ours in values]
+        own = cls.from_dict({name: values[name] for name in values if name not in twice})
+        for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
+            if name in vars(config):  # to_dict flattens the first, and drops the others
+                setattr(own, name, getattr(config, name))
+        # transformers enters "eager" for classes that declare nothing else.
+        if config._attn_implementation not in (None, "eager"):
+            own._attn_implementation = config._attn_implementation
+        return own
 
     def to_dict(self) -> dict:
         """As usual; what is saved has the code beside it, wherever this one's came from."""

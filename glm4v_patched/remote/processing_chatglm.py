@@ -11,6 +11,8 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
+# What these import themselves has to be imported here, too: transformers 4.57 looks no further.
+from .configuration_chatglm import ChatGLMConfig  # noqa: F401
 from .image_processing_chatglm import ChatGLMImageProcessor
 from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer, find_images
 

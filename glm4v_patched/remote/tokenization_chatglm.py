@@ -17,6 +17,10 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+# First: it raises for versions of transformers that lack what is imported below.
+from .configuration_chatglm import ChatGLMConfig  # noqa: F401
+
+# isort: split
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE

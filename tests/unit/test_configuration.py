@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import golden_json, tiny_config
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from glm4v_patched.remote.configuration_chatglm import (
     AUTO_MAP,
     FIRST_UNTESTED_TRANSFORMERS,
     OLDEST_TRANSFORMERS,
     ChatGLMConfig,
-    require_supported_transformers,
+    check_transformers,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,20 +125,54 @@ def test_generation_config_follows():
     assert generation.pad_token_id == 500
 
 
-@pytest.mark.parametrize("version", ["4.40.0", "4.57.5", "5.24.0", "5.24", "6.0.1"])
-def test_refuses_transformers_outside_of_the_tested_range(version):
-    with pytest.raises(ImportError, match=rf">=4.57.6,<5.24 and found {version}; install"):
-        require_supported_transformers(version)
+@pytest.mark.parametrize("version", ["4.40.0", "4.57.5"])
+def test_refuses_transformers_older_than_tested(version):
+    with pytest.raises(ImportError, match=rf">=4.57.6,<5.24 and found {version}, .*; install"):
+        check_transformers(version)
+
+
+@pytest.mark.parametrize("version", ["5.24.0", "5.24", "6.0.1"])
+def test_warns_once_of_transformers_newer_than_tested(version, warned):
+    for _ in range(2):
+        check_transformers(version)
+    (record,) = warned.records
+    assert record.levelname == "WARNING"
+    assert f">=4.57.6,<5.24 and found {version}; if it fails" in record.message
 
 
 @pytest.mark.parametrize("version", [OLDEST_TRANSFORMERS, "4.57.7", "5.0.0", "5.23.0"])
-def test_takes_transformers_inside_of_the_tested_range(version):
-    require_supported_transformers(version)
+def test_takes_transformers_inside_of_the_tested_range(version, warned):
+    check_transformers(version)
+    assert not warned.records
 
 
 def test_the_range_is_that_of_the_package():
     dependency = f'"transformers>={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}"'
     assert dependency in (ROOT / "pyproject.toml").read_text()
+
+
+def test_configs_of_other_classes_with_the_same_fields_become_ours():
+    ours = tiny_config()
+    assert ChatGLMConfig.of(ours) is ours
+    theirs = foreign_config_class()(**golden_json("config.json"))
+    theirs.dtype = torch.float16
+    theirs._attn_implementation = "flex_attention"
+    config = ChatGLMConfig.of(theirs)
+    assert type(config) is ChatGLMConfig
+    for name in golden_json("config.json"):
+        if name not in ("auto_map", "torch_dtype", "dtype", "transformers_version"):
+            assert getattr(config, name) == getattr(ours, name), name
+    assert config.dtype == torch.float16 and config._attn_implementation == "flex_attention"
+    assert config.auto_map == AUTO_MAP
+    assert not set(ChatGLMConfig.attribute_map) & vars(config).keys()
+
+
+@pytest.mark.parametrize("change", [{"vision_config": None}, {"model_type": "other"}])
+def test_configs_of_other_models_are_refused(change):
+    cls = foreign_config_class(change.pop("model_type", "chatglm"))
+    theirs = cls(**golden_json("config.json") | change)
+    with pytest.raises(ValueError, match="Foreign has model_type .*: give the config of a glm-4v"):
+        ChatGLMConfig.of(theirs)
 
 
 def test_importing_under_an_old_transformers_says_so():
@@ -151,3 +186,18 @@ def test_importing_under_an_old_transformers_says_so():
     assert process.returncode != 0
     assert "ImportError" in process.stderr
     assert ">=4.57.6,<5.24 and found 4.40.0" in process.stderr
+
+
+def foreign_config_class(type_of_model: str = "chatglm") -> type:
+    """A config class as vLLM has one: the fields under names of their own, and no checks."""
+
+    class Foreign(PretrainedConfig):
+        model_type = type_of_model
+
+        def __init__(self, padded_vocab_size=65024, seq_length=2048, **fields):
+            self.padded_vocab_size = self.vocab_size = padded_vocab_size
+            self.seq_length = self.max_position_embeddings = seq_length
+            self.interleaved_qkv = False
+            super().__init__(**fields)
+
+    return Foreign
