@@ -191,7 +191,10 @@ class ChatGLMProcessor(ProcessorMixin):
 
         Images are taken from the messages: under ``"image"`` in upstream's form, under
         ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
-        list. Each is a PIL image, an array, a tensor, or a string that says where it is.
+        list. Each is what the image processor takes: a PIL image, an array, a tensor, a path, an
+        URL, base64, or the bytes of a file. Keys that nothing reads are refused. The words
+        ``<image>`` in a text are text, for people may write about them; a warning says so once if
+        the conversation has no picture.
 
         Args:
             processor_kwargs: Options of `__call__`, as transformers 5 passes them.
@@ -203,7 +206,8 @@ class ChatGLMProcessor(ProcessorMixin):
             from transformers' own processors.
 
         Raises:
-            ValueError: an image part names no image; otherwise as `__call__` and the tokenizer.
+            ValueError: an image part names no image, or two; otherwise as `__call__` and the
+                tokenizer.
         """
         options = {
             "add_special_tokens": False,

@@ -246,7 +246,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         ``"image"`` (upstream's form; anything but None stands for one image), or has a list of
         ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}`` as content. The images of
         a message come first, where the model was trained to find them, wherever they stand in
-        that list. Messages with neither image nor text are left out.
+        that list. Messages with neither image nor text are left out. Other keys are refused unless
+        they are None, because nothing would read them; a template of one's own may read more. The
+        words ``<image>`` in a text are text.
 
         With ``tokenize=True`` no string of ``conversation``, ``tools``, ``documents`` or
         ``kwargs`` becomes a special token, whatever the template: only what the template itself
@@ -269,9 +271,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
         Raises:
             ValueError: arguments that exclude each other, an empty conversation, a message that
-                is not a dict, an unknown entry of ``tokenizer_kwargs``, pictures without an
-                ``image_size``, or another number of pictures than of images in the ids.
+                is not a dict or holds what nothing reads, an unknown entry of
+                ``tokenizer_kwargs``, pictures without an ``image_size``, or another number of
+                pictures than of images in the ids.
         """
+        conversations, _ = _as_batch(conversation)
         padding_options = tokenizer_kwargs or {}
         if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
@@ -289,13 +293,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "return_assistant_tokens_mask=True needs tokenize=True and return_dict=True"
             )
         if not tokenize:
+            self._check_conversations(conversations, chat_template, tools, kwargs)
             kwargs.pop("sanitize_control_tokens", None)
             text = super().apply_chat_template(
                 conversation, tokenize=False, return_dict=False, **rendering, **kwargs
             )
             return text if add_special_tokens else _without_prefix(text)
 
-        conversations, _ = _as_batch(conversation)
         rows = self.encode_chats(
             conversations,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
@@ -352,6 +356,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         Raises:
             ValueError: as `apply_chat_template`.
         """
+        self._check_conversations(conversations, chat_template, tools, kwargs)
         kwargs.pop("sanitize_control_tokens", None)  # transformers 5.23: always the case here
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
             raise ValueError(
@@ -380,6 +385,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         if not return_assistant_tokens_mask:
             del rows["assistant_masks"]
         return rows
+
+    def _check_conversations(self, conversations, chat_template, tools, variables) -> None:
+        own_template = self.get_chat_template(chat_template, tools) == CHAT_TEMPLATE
+        for messages in conversations:
+            _check_conversation(messages, variables, own_template)
 
     def _pictures(self, conversations: list[list[dict]], rows: list[list[int]]) -> list:
         """The pictures of all messages in the order of their begin ids, not opened yet."""
@@ -684,8 +694,7 @@ def find_images(messages: list[dict], may_miss: bool = False) -> list:
         for part in content if isinstance(content, (list, tuple)) else ():
             if part.get("type") not in ("image", "image_url"):
                 continue
-            keys = ("image", "url", "path", "base64", "image_url")
-            image = next((part[key] for key in keys if part.get(key) is not None), None)
+            image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
             if isinstance(image, dict):
                 image = image.get("url")
             if image is None and not may_miss:
@@ -701,6 +710,80 @@ def _without_prefix(text: str | list[str]) -> str | list[str]:
     if isinstance(text, list):
         return [_without_prefix(one) for one in text]
     return text.removeprefix("".join(PROMPT_PREFIX))
+
+
+MESSAGE_KEYS = ("role", "content", "metadata", "tools", "image")
+IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURCES}
+
+
+def _check_conversation(messages: list, variables: Mapping, own_template: bool) -> None:
+    """Raise ``ValueError`` for what the template would drop, or write as the name of its type."""
+    for name in ("images", "image", "pixel_values", "videos", "audio"):
+        if variables.get(name) is not None:
+            raise ValueError(
+                f"apply_chat_template was given {name}, which nothing reads: put pictures into the "
+                "messages, under 'image'"
+            )
+    texts, has_image = [], False
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"a message must be a dict, got {type(message).__name__}")
+        place = f"message {number}"
+        content = message.get("content")
+        if not isinstance(content, (str, list, tuple)) and content is not None:
+            raise ValueError(
+                f"{place} has content of type {type(content).__name__}: give a string, or a list "
+                "of parts"
+            )
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        if own_template:
+            _refuse_other_keys(place, message, MESSAGE_KEYS)
+            metadata = message.get("metadata")
+            if metadata is not None and not isinstance(metadata, str):
+                raise ValueError(
+                    f"{place} has metadata of type {type(metadata).__name__}: give a string"
+                )
+            has_image |= message.get("image") is not None
+        for at, part in enumerate(parts):
+            if own_template:
+                _check_part(f"{place}, part {at},", part)
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                text = part.get("text")
+                if not isinstance(text, str):
+                    raise ValueError(
+                        f"{place}, part {at}, has text of type {type(text).__name__}: give a string"
+                    )
+                texts.append(text)
+            else:
+                has_image = True
+    if own_template and not has_image and any("<image>" in text for text in texts):
+        logger.warning_once(
+            "a conversation without a picture holds the words <image>, which are text here: "
+            "pictures stand under 'image' of a message"
+        )
+
+
+def _check_part(place: str, part: Any) -> None:
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{place} is a {type(part).__name__}: give a dict with a type")
+    if part.get("type") not in PART_KEYS:
+        return  # the template says so
+    _refuse_other_keys(place, part, ("type", *PART_KEYS[part["type"]]))
+    sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
+
+
+def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
+    # None is what a table has where a row has no such key.
+    for key, value in given.items():
+        if key not in known and value is not None:
+            raise ValueError(
+                f"{place} has the key {key!r}, which nothing reads: it may have "
+                f"{', '.join(known)}; one picture goes under 'image' of a message, several as "
+                "parts {'type': 'image', 'image': ...} of a list under 'content'"
+            )
 
 
 class _Escaper:
@@ -720,9 +803,7 @@ class _Escaper:
                 found.add(rf"{re.escape(token[0])}(?={re.escape(token[1:end])}\Z)")
         self._pattern = re.compile("|".join(sorted(found)))
 
-    def message(self, message: Any) -> dict:
-        if not isinstance(message, Mapping):
-            raise ValueError(f"a message must be a dict, got {type(message).__name__}")
+    def message(self, message: Mapping) -> dict:
         # transformers 5 drops None values as well; templates would print "None".
         return {key: value for key, value in self(message).items() if value is not None}
 
