@@ -40,6 +40,18 @@ logger = logging.getLogger(__name__)
 
 MODEL_CLASSES = [name for name in AUTO_MAP if name.startswith("AutoModel")]
 
+# Where the Auto classes get the code of repositories from, each under a name of its own.
+CODE_LOADERS = [
+    f"transformers.models.auto.{module}"
+    for module in (
+        "auto_factory",
+        "configuration_auto",
+        "image_processing_auto",
+        "processing_auto",
+        "tokenization_auto",
+    )
+]
+
 # What the Auto classes take for themselves and our classes have no use for.
 AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
 
@@ -133,7 +145,8 @@ def apply(**options) -> None:
     ``AutoModelForImageTextToText``, ``AutoTokenizer``, ``AutoProcessor``, ``AutoImageProcessor``,
     with and without ``trust_remote_code=True``, for folders and for repositories of the Hub; other
     models are loaded as before. Adapters that peft saves get our code beside them. Applying again
-    changes nothing.
+    changes nothing. A method that was taken from an Auto class before (``load =
+    AutoModel.from_pretrained``) raises ``RuntimeError`` for a glm-4v with code of its own.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
@@ -201,6 +214,9 @@ def _swaps(options: Options) -> list[Swap]:
         Swap(f"transformers:{name}", "from_config", functools.partial(_dispatch_config, make_model))
         for name in MODEL_CLASSES
     ]
+    swaps += [
+        Swap(module, "get_class_from_dynamic_module", _refuse_code) for module in CODE_LOADERS
+    ]
     if is_peft_available():
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
     return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
@@ -235,6 +251,26 @@ def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
         return make(config, **kwargs)
 
     return classmethod(from_config)
+
+
+def _refuse_code(original: Callable) -> Callable:
+    """No code of a glm-4v's repository gets in by a way around the patched methods.
+
+    Half of it would: the config that it then meets is ours.
+    """
+
+    @functools.wraps(original)
+    def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
+        if Repository(repository, kwargs).holds_glm4v():
+            raise RuntimeError(
+                f"{class_reference} of {repository} would be loaded beside this package's code "
+                "for glm-4v: either a from_pretrained or from_config was taken from its Auto class "
+                "before apply(), which then has to be called earlier; or it is that of an Auto "
+                f"class without one of ours, which there are for {', '.join(MODEL_CLASSES)}"
+            )
+        return original(class_reference, repository, *args, **kwargs)
+
+    return get_class_from_dynamic_module
 
 
 def _load_config(name_or_path, **kwargs):
