@@ -24,6 +24,7 @@ from glm4v_patched.finetune.checkpoints import (
     step_of,
 )
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.trainer import starting_point
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
@@ -64,7 +65,7 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     folder = Path(stopped.out)
     assert (folder / "checkpoint-8" / "global_step8" / shard_of_rank(1)).stat().st_size > 0
     assert find_faults(folder / "checkpoint-8")
-    checkpoint = stopped.starting_point(2, resume=True)
+    checkpoint = starting_point(stopped, 2, resume=True)
     assert checkpoint == folder / "checkpoint-4"
     assert str(folder / "checkpoint-8") in caplog.text
 

@@ -21,7 +21,6 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     write_manifest,
 )
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import logging_steps, settings_of
 
 FILES = {
@@ -254,32 +253,6 @@ def test_no_entry_of_the_loss_history_spans_a_checkpoint(steps, save_steps):
     chosen = logging_steps(recipe({"trainer.max_steps": steps, "trainer.save_steps": save_steps}))
     assert 1 <= chosen <= max(steps // 50, 1)
     assert save_steps is None or save_steps % chosen == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"engine.precision": "fp16"}, "precision is 'fp16'; expected one of bf16, fp32"),
-        ({"trainer.save_steps": 0}, "save_steps is 0; expected at least 1"),
-        ({"trainer.save_total_limit": 0}, "keep_checkpoints is 0; expected at least 1"),
-        ({"data.pack_to": 0}, "pack_to is 0; expected at least 1"),
-    ],
-)
-def test_a_recipe_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(changes)
-
-
-def test_a_recipe_reads_back_and_names_the_fields_it_does_not_know(tmp_path):
-    path = tmp_path / "recipe.json"
-    recipe({"trainer.save_steps": 4}).write(path)
-    assert Recipe.read(path) == recipe({"trainer.save_steps": 4})
-    path.write_text('{"model": "m", "learning_rat": 1}')
-    with pytest.raises(ValueError, match="unknown: learning_rat, missing: data, missing: learning"):
-        Recipe.read(path)
-    path.write_text('{"model": ')
-    with pytest.raises(ValueError, match="recipe.json is not JSON"):
-        Recipe.read(path)
 
 
 def test_folders_may_move_and_the_data_may_not_change_between_start_and_continuation(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,8 @@ import torch
 from glm4v_patched.cli import main
 from glm4v_patched.finetune import launch
 from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.trainer import settings_of
 from glm4v_patched.training.zero import path_of_processes, require_deepspeed
 
 
@@ -75,12 +77,14 @@ def recipe(tmp_path, monkeypatch) -> dict:
     """A recipe in ``recipe.json``, and no processes that it could be run on."""
     values = {
         "model": "model",
-        "data": str(tmp_path / "data.jsonl"),
         "out": str(tmp_path / "out"),
-        "steps": 10,
-        "micro_batch": 1,
-        "learning_rate": 1e-3,
-        "save_steps": 2,
+        "data": {"train": str(tmp_path / "data.jsonl")},
+        "trainer": {
+            "max_steps": 10,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+        },
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
     (tmp_path / "data.jsonl").write_text("a conversation\n")
@@ -95,7 +99,7 @@ def add_checkpoint(tmp_path, step: int, processes: int = 2) -> None:
     folder = tmp_path / "out" / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "latest").write_text("x")
-    settings = Recipe.read(tmp_path / "recipe.json").settings(processes)
+    settings = settings_of(Recipe.read(tmp_path / "recipe.json"), processes)
     write_manifest(folder, settings)
 
 
@@ -108,7 +112,7 @@ def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, caps
     assert "none.json" in capsys.readouterr().err
     (tmp_path / "recipe.json").write_text('{"stepps": 3}')
     assert main(["train", str(tmp_path / "recipe.json")]) == 1
-    assert "recipe.json is no recipe; unknown: stepps, missing: data" in capsys.readouterr().err
+    assert re.search("(?s)recipe.json.*data is missing.*stepps is not", capsys.readouterr().err)
 
 
 def test_training_does_not_start_among_checkpoints_unless_told_to_continue(

@@ -28,8 +28,6 @@ from glm4v_patched.training.activations import checkpointed_layers
 from glm4v_patched.training.choices import PACKAGES
 
 NAME = "our-org/glm-4v-tiny"
-# What recipes had before weights could be chosen.
-OLD_FIELDS = {"steps", "micro_batch", "learning_rate", "zero_stage", "seed", "precision", "pack_to"}
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +40,27 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trained": "lora"}, "trained is 'lora'; expected one of full, lm, lora_lm"),
-        ({"lora.rank": 0}, "lora_rank is 0; expected at least 1"),
-        ({"engine.tower": "most"}, "the tower's policy is 'most'; expected auto, none, linear"),
-        ({"engine.language": None}, "the language's policy is None; expected auto, none, linear"),
-        ({"engine.optimizer": "sgd"}, "the optimizer is 'sgd'; expected adamw or adamw_8bit"),
-        ({"engine.offload": "yes"}, "offload is 'yes'; expected true, false or 'auto'"),
+        ({"trained": "lora"}, "trained is 'lora'.*lm"),
+        ({"lora.rank": 0}, "lora.rank is 0"),
+        ({"engine.tower": "most"}, "engine.tower is 'most'.*auto, none, linear"),
+        ({"engine.language": None}, "engine.language is None"),
+        ({"engine.optimizer": "sgd"}, "engine.optimizer is 'sgd'.*adamw_8bit"),
+        ({"engine.offload": "yes"}, "engine.offload.* is 'yes'.*"),
+        ({"engine.precision": "fp16"}, "engine.precision is 'fp16'.*bf16"),
+        ({"trainer.save_steps": 0}, "trainer.save_steps is 0"),
+        ({"trainer.save_total_limit": 0}, "trainer.save_total_limit is 0"),
+        ({"data.pack_to": 0}, "data.pack_to is 0"),
         (
             {"engine.offload": True, "engine.zero_stage": 0},
-            "offload with zero_stage 0: .* zero_stage 1, 2 or 3",
+            "engine.offload with .*zero_stage 0: .*zero_stage 1, 2 or 3",
         ),
         (
             {"engine.offload": True, "engine.optimizer": "adamw_8bit"},
             "offload with adamw_8bit, .* be adamw",
         ),
-        ({"engine.compile": "yes"}, "compile is 'yes'; expected true or false"),
-        ({"engine.zero_stage": 4}, "zero_stage is 4; expected 0, 1, 2 or 3"),
-        ({"trained": "qlora"}, "qlora with zero_stage 3: .*; expected zero_stage 0"),
+        ({"engine.compile": "yes"}, "engine.compile is 'yes'"),
+        ({"engine.zero_stage": 4}, "engine.zero_stage is 4.*0, 1, 2 or 3"),
+        ({"trained": "qlora"}, "qlora with engine.zero_stage 3: .*; expected engine.zero_stage 0"),
         ({"data.reuse_features": True}, "full trains the vision tower.*expected trained to be lm"),
         ({"trained": "lora_all", "data.reuse_features": "f"}, "lora_all trains the vision tower"),
         ({"revision": ""}, "revision is '' of m; expected null for a folder"),
@@ -101,26 +103,18 @@ def test_packages_are_known_for_every_choice_with_adapters():
     }
 
 
-def older_checkpoint(tmp_path, **settings):
-    """Of a run from before weights could be chosen."""
+def test_a_run_with_other_settings_is_not_continued(tmp_path):
     (tmp_path / "data").write_text("a line\n")
-    written = settings_of(recipe({"data.train": str(tmp_path / "data"), **settings}), 2)
-    written = {k: v for k, v in written.items() if k in OLD_FIELDS or " " in k or k == "processes"}
+    same = {"data.train": str(tmp_path / "data"), "out": str(tmp_path / "out")}
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, written)
-    return checkpoint
-
-
-def test_a_run_from_before_a_setting_was_there_continues_with_its_default(tmp_path):
-    checkpoint = older_checkpoint(tmp_path)
-    same = {"data.train": str(tmp_path / "data"), "out": str(tmp_path / "out")}
+    write_manifest(checkpoint, settings_of(recipe(same), 2))
     assert starting_point(recipe(same), 2, resume=True) == checkpoint
     for change, told in [
         ({"trained": "lm"}, "trained: full there, lm now"),
-        ({"engine.compile": True}, "compile: False there, True now"),
-        ({"lora.rank": 4}, "lora_rank: 8 there, 4 now"),
-        ({"trainer.seed": 1}, "seed: 0 there, 1 now"),
+        ({"engine.compile": True}, "engine.compile: False there, True now"),
+        ({"lora.rank": 4}, "lora.rank: 8 there, 4 now"),
+        ({"trainer.seed": 1}, "trainer.seed: 0 there, 1 now"),
     ]:
         with pytest.raises(ValueError, match=told):
             starting_point(recipe({**same, **change}), 2, resume=True)
@@ -142,20 +136,7 @@ def test_what_is_kept_of_activations_and_where_the_model_lies_may_change(tmp_pat
     assert {"model", "revision", "engine.tower", "engine.language"} <= FREE_WHEN_RESUMING
 
 
-def test_a_recipe_file_from_before_is_read_and_a_new_one_survives(tmp_path):
-    old = {
-        "model": "m",
-        "data.train": "d",
-        "out": "o",
-        "trainer.max_steps": 1,
-        "trainer.per_device_train_batch_size": 1,
-    }
-    (tmp_path / "old.json").write_text(
-        json.dumps(old | {"trainer.learning_rate": 0.1, "engine.zero_stage": 2})
-    )
-    read = Recipe.read(tmp_path / "old.json")
-    chosen = read.trained, read.tower, read.language, read.compile, read.optimizer, read.offload
-    assert chosen == ("full", "auto", "auto", False, "adamw", "auto")
+def test_a_recipe_reads_back(tmp_path):
     new = recipe(
         {
             "trained": "lora_all",
@@ -200,11 +181,11 @@ def test_what_is_auto_is_chosen_by_memory(free_gib, trained, chosen):
         }
     )
     found, gathered = choose_by_memory(asked, ChatGLMConfig(), 2114, 1, 2, free_gib * 2**30)
-    assert {name: getattr(found, name) for name in chosen} == chosen
+    assert {name: found.flat()[name] for name in chosen} == chosen
     zero = deepspeed_config(found, gathered)["zero_optimization"]
-    assert ("offload_optimizer" in zero) == chosen["offload"]
+    assert ("offload_optimizer" in zero) == chosen["engine.offload"]
     assert zero["stage3_max_live_parameters"] == gathered
-    assert "auto" not in (found.tower, found.language)
+    assert "auto" not in (found.engine.tower, found.engine.language)
 
 
 def test_what_is_asked_for_is_not_chosen():
@@ -214,7 +195,7 @@ def test_what_is_asked_for_is_not_chosen():
     for free in (0, 80 * 2**30, 1000 * 2**30):
         assert choose_by_memory(asked, ChatGLMConfig(), 2114, 1, 2, free)[0] == asked
     eight_bits = recipe({"engine.optimizer": "adamw_8bit"})
-    assert not choose_by_memory(eight_bits, ChatGLMConfig(), 2114, 1, 2, 2**30)[0].offload
+    assert not choose_by_memory(eight_bits, ChatGLMConfig(), 2114, 1, 2, 2**30)[0].engine.offload
 
 
 @pytest.mark.parametrize("stage", [2, 3])
