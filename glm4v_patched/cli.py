@@ -6,6 +6,8 @@ from pathlib import Path
 
 from .bench.command import add_arguments as add_bench_arguments
 
+DEVICES = ("cuda", "cpu")
+
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
@@ -27,14 +29,19 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
     demo.set_defaults(run=_demo)
     demo.add_argument("--out", type=Path, default=Path("demo_output"), help="folder to write to")
-    demo.add_argument("--processes", type=_at_least_one, default=2, help="training processes")
+    most = "training processes; default: two, or one where there is only one GPU"
+    demo.add_argument("--processes", type=_at_least_one, metavar="N", help=most)
+    demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
     demo.add_argument("--steps", type=_at_least_one, default=300, help="training steps")
     demo.add_argument("--data", type=Path, help="JSONL of messages to train on instead")
 
     train = commands.add_parser("train", help="run a recipe, or continue one that was stopped")
     train.set_defaults(run=_train)
     train.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML or JSON file")
-    train.add_argument("--processes", type=_at_least_one, default=1, help="training processes")
+    every = "training processes, each on a GPU of its own; default: all GPUs"
+    train.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
+    device = "cpu: train without GPUs (slow: for trials of small models)"
+    train.add_argument("--device", choices=DEVICES, default="cuda", help=device)
     start = train.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
@@ -55,9 +62,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import run_demo
+    from .demo import place_demo, run_demo
 
-    metrics = run_demo(options.out, options.processes, options.steps, options.data)
+    placement = place_demo(options.processes, options.device)
+    metrics = run_demo(options.out, placement, options.steps, options.data)
     print(
         f"""
 exact match on pictures it has not seen, answered by a fresh process without this package:
@@ -74,9 +82,11 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 def _train(options: argparse.Namespace) -> None:
     from .finetune.config import Recipe
     from .finetune.launch import launch
+    from .finetune.preflight import place
 
     recipe = Recipe.read(options.recipe)
-    launch(recipe, options.processes, options.resume_from or options.resume)
+    placement = place(options.processes, options.device, recipe.engine.zero_stage)
+    launch(recipe, placement, options.resume_from or options.resume)
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from . import __version__
 from .data.formats import read_conversations, write_conversations
 from .finetune.config import Data, Engine, Recipe, TrainerFields
-from .finetune.launch import launch, runs_on_cpu
+from .finetune.launch import launch
+from .finetune.preflight import Device, Placement, place
+from .training.gpus import find_gpus
 from .training.pictures import draw_data_set
 from .training.plots import draw_contact_sheet, plot_loss
 from .training.scratch import IMAGE_SIDE, build_from_scratch
@@ -31,7 +33,22 @@ VERSIONS = ("torch", "transformers", "deepspeed", "accelerate")
 STRANGER = Path(__file__).parent / "training" / "stranger.py"
 
 
-def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
+def place_demo(processes: int | None, device: Device | None) -> Placement:
+    """Two processes by default, or one where there is one GPU; on the CPU where there is none.
+
+    Raises:
+        RecipeError: there are GPUs, but fewer than the processes that are asked for.
+    """
+    gpus = find_gpus()
+    if device is None and not gpus.found:
+        print(f"the demo runs on the CPU, as there is no GPU: {gpus.reason}", flush=True)
+        device = "cpu"
+    if processes is None:
+        processes = 1 if device != "cpu" and len(gpus) == 1 else 2
+    return place(processes, device or "cuda")
+
+
+def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> dict:
     """Run it; returns the figures that also go to ``out/metrics.json``.
 
     Args:
@@ -41,7 +58,7 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
     Raises:
         ValueError: the data cannot be used; RuntimeError: training cannot run or failed.
     """
-    require_deepspeed(runs_on_cpu(processes))
+    require_deepspeed(placement.on_cpu)
     started = time.time()
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -63,11 +80,12 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
         ),
     )
     print(
-        f"training {steps} steps on {processes} processes, ZeRO-{ZERO_STAGE}, bf16, activation "
-        "checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, once)",
+        f"training {steps} steps on {placement.processes} processes, ZeRO-{ZERO_STAGE}, bf16, "
+        "activation checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, "
+        "once)",
         flush=True,
     )
-    launch(recipe, processes)
+    launch(recipe, placement)
     report = json.loads((out / "trained" / "training.json").read_text())
 
     prompts = [messages[:-1] for messages in held_out]

@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from ..training.choices import require_packages
 from ..training.zero import path_of_processes, require_deepspeed
-from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .config import Recipe
-from .trainer import starting_point
+from .preflight import Placement
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -31,18 +28,14 @@ class TrainingStopped(KeyboardInterrupt):
         self.number = number
 
 
-def runs_on_cpu(processes: int) -> bool:
-    """True unless there is a GPU for each process."""
-    return torch.cuda.device_count() < processes
-
-
-def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
-    """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU; with
-    ``engine.zero_stage`` 0 a single process trains without either, and without DeepSpeed.
+def launch(recipe: Recipe, placement: Placement, resume: bool | Path = False) -> None:
+    """Train with NCCL on GPUs, or with gloo on the CPU; with ``engine.zero_stage`` 0 a single
+    process trains without either, and without DeepSpeed.
 
     No training process outlives this call, nor this process, however it ends.
 
     Args:
+        placement: Of :func:`preflight.place`.
         resume: True, to continue from the last complete checkpoint in ``recipe.out``, or from the
             beginning if there is none; or the checkpoint there to continue from. Incomplete
             checkpoints in the way are renamed.
@@ -55,7 +48,10 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
             ZeRO.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
-    on_cpu = runs_on_cpu(processes)
+    from .checkpoints import set_incomplete_aside, step_of
+    from .trainer import starting_point
+
+    processes, on_cpu = placement.processes, placement.on_cpu
     if recipe.engine.zero_stage:
         require_deepspeed(on_cpu)
         if on_cpu:
@@ -87,6 +83,8 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
         # Port 0: the launcher picks a free one, so that two trainings can run side by side.
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += ["-m", "glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
+    if not on_cpu:
+        command += ["--require-gpu"]
     if checkpoint is not None:
         command += ["--resume-from", str(checkpoint)]
     try:
@@ -94,13 +92,13 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
         raise TrainingStopped(
-            f"training was stopped by {number.name}{_how_to_resume(recipe, settings, processes)}",
+            f"training was stopped by {number.name}{_how_to_resume(recipe, settings, placement)}",
             number,
         ) from None
     if status:
         raise RuntimeError(
             f"training on {processes} processes failed with exit status {status}; the first error "
-            f"above says why (settings: {settings}){_how_to_resume(recipe, settings, processes)}"
+            f"above says why (settings: {settings}){_how_to_resume(recipe, settings, placement)}"
         )
 
 
@@ -143,19 +141,24 @@ def _is_abandoned(lock: Path) -> bool:
 
 
 def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:
+    from .checkpoints import step_of
+
     if checkpoint is None:
         return f"no complete checkpoint in {recipe.out}: training starts from the beginning"
     return f"training continues from {checkpoint}, after step {step_of(checkpoint)}"
 
 
-def _how_to_resume(recipe: Recipe, settings: Path, processes: int) -> str:
+def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
+    from .checkpoints import last_complete_checkpoint
+
     if recipe.trainer.save_steps is None:
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"
     if checkpoint is not None:
         place = f"from {checkpoint}"
-    command = ["glm4v-patched", "train", str(settings), "--processes", str(processes), "--resume"]
+    command = ["glm4v-patched", "train", str(settings), "--processes", str(placement.processes)]
+    command += [*(["--device", "cpu"] if placement.on_cpu else []), "--resume"]
     return f"\nto continue {place}:\n  {shlex.join(command)}"
 
 

@@ -368,7 +368,10 @@ if __name__ == "__main__":
     parser.add_argument("settings", type=Path)
     parser.add_argument("--resume-from", type=Path)
     parser.add_argument("--end-with-stdin", action="store_true")
+    parser.add_argument("--require-gpu", action="store_true")
     options = parser.parse_args()
+    if options.require_gpu and not torch.cuda.is_available():
+        sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     if options.end_with_stdin:
         end_with_stdin()
     train(Recipe.read(options.settings), options.resume_from)

@@ -105,7 +105,7 @@ class CommandLine:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "glm4v_patched.cli"]
-                + ["train", str(settings), "--processes", "2", *options],
+                + ["train", str(settings), "--processes", "2", "--device", "cpu", *options],
                 env=cpu_environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -207,7 +207,8 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(en
     assert f"Signal 9 (SIGKILL) received by PID {worker.pid}" in run.output
     assert "rank      : 1" in run.output
     checkpoint = last_complete_checkpoint(run.folder)
-    resume = ["train", str(run.folder / "recipe.json"), "--processes", "2", "--resume"]
+    resume = ["train", str(run.folder / "recipe.json"), "--processes", "2"]
+    resume += ["--device", "cpu", "--resume"]
     assert run.output.endswith(
         f"to continue from {checkpoint}:\n  glm4v-patched {shlex.join(resume)}\n"
     )

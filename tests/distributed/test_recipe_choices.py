@@ -62,7 +62,13 @@ def train(recipe: Recipe, *options: str) -> list[float]:
     settings = Path(recipe.out, "mine.json")
     recipe.write(settings)
     command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(settings)]
-    command += ["--processes", "2" if recipe.engine.zero_stage else "1", *options]
+    command += [
+        "--processes",
+        "2" if recipe.engine.zero_stage else "1",
+        "--device",
+        "cpu",
+        *options,
+    ]
     ended = run_with_limit(command, SECONDS_TO_RUN, cpu_environment())
     assert ended.status == 0, ended.output[-8000:]
     return losses_of(recipe)

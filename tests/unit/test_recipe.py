@@ -14,6 +14,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.trainer import (
     FREE_WHEN_RESUMING,
     RecipeTrainer,
@@ -79,7 +80,7 @@ def test_several_processes_without_zero_are_refused_before_anything_is_written(t
         {"data.train": str(tmp_path / "train.jsonl"), "out": str(out), "engine.zero_stage": 0}
     ).write(tmp_path / "r")
     assert main(["train", str(tmp_path / "r"), "--processes", "2"]) == 1
-    assert "zero_stage 0 on 2 processes" in capsys.readouterr().err
+    assert "engine.zero_stage 0 on 2 processes" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -90,7 +91,7 @@ def test_a_missing_package_is_named_before_anything_starts(tmp_path):
     with pytest.raises(RuntimeError, match="qlora needs bitsandbytes: pip install bitsandbytes"):
         launch(
             recipe({"trained": "qlora", "engine.zero_stage": 0, "out": str(tmp_path / "out")}),
-            processes=1,
+            Placement(1, on_cpu=True),
         )
     assert not (tmp_path / "out").exists()
 
