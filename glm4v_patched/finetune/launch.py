@@ -43,13 +43,13 @@ def launch(recipe: Recipe, placement: Placement, resume: bool | Path = False) ->
     Raises:
         RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
             behind, what its choices need is missing, or the training failed.
-        ValueError: ``recipe.out`` holds checkpoints and ``resume`` is False, the checkpoint is
-            incomplete, or of a run with other settings; several processes are to train without
-            ZeRO.
+        ValueError: the data cannot be used, ``recipe.out`` holds checkpoints and ``resume`` is
+            False, the checkpoint is incomplete, or of a run with other settings; several processes
+            are to train without ZeRO.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
     from .checkpoints import set_incomplete_aside, step_of
-    from .trainer import starting_point
+    from .trainer import CHECKED_DATA, check_data, starting_point
 
     processes, on_cpu = placement.processes, placement.on_cpu
     if recipe.engine.zero_stage:
@@ -60,12 +60,14 @@ def launch(recipe: Recipe, placement: Placement, resume: bool | Path = False) ->
     require_packages(recipe.engine.optimizer)
     folder = Path(recipe.out)
     checkpoint = starting_point(recipe, processes, resume)
+    checked = check_data(recipe)
     if resume:
         print(_describe_start(recipe, checkpoint), flush=True)
         set_incomplete_aside(folder, after_step=0 if checkpoint is None else step_of(checkpoint))
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "recipe.json"
     recipe.write(settings)
+    checked.write(folder / CHECKED_DATA)
     environment = os.environ | {"PATH": path_of_processes(), "TOKENIZERS_PARALLELISM": "false"}
     # DeepSpeed calls collectives by names that torch 2.13 deprecates: a warning each would bury the
     # progress bar.
@@ -100,6 +102,9 @@ def launch(recipe: Recipe, placement: Placement, resume: bool | Path = False) ->
             f"training on {processes} processes failed with exit status {status}; the first error "
             f"above says why (settings: {settings}){_how_to_resume(recipe, settings, placement)}"
         )
+    if checked.skipped:
+        number = checked.skipped + checked.counts.rows
+        print(f"{checked.skipped:,} of {number:,} rows were left out", flush=True)
 
 
 def require_no_abandoned_lock() -> None:

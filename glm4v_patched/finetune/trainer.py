@@ -20,9 +20,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..data.check import CheckedData, check_file
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.formats import read_conversations
 from ..data.packing import PackingCollator, pack_conversations
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -45,6 +45,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FREE_WHEN_RESUMING = {"model", "revision", "data.train", "out"}
 FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+
+CHECKED_DATA = "data.json"
+"""In ``out``: what the check found of the data."""
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
@@ -195,6 +198,32 @@ class RecipeTrainer(Trainer):
             custom_object_save(self.inner, output_dir or self.args.output_dir)
 
 
+def check_data(recipe: Recipe) -> CheckedData:
+    """Check a recipe's data for its model; :func:`check_file` has more.
+
+    What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
+    """
+    revision = recipe.revision or "main"
+    return check_file(
+        recipe.data.train,
+        ChatGLMProcessor.from_pretrained(recipe.model, revision=revision),
+        ChatGLMConfig.from_pretrained(recipe.model, revision=revision).seq_length,
+        pack_to=recipe.data.pack_to,
+        on_bad=recipe.data.on_bad,
+    )
+
+
+def _checked_conversations(recipe: Recipe) -> list[list[dict]]:
+    checked = CheckedData.read(Path(recipe.out, CHECKED_DATA))
+    now = os.path.abspath(recipe.data.train), recipe.data.pack_to
+    if (checked.path, checked.pack_to) != now:
+        raise ValueError(
+            f"{checked.path} was checked, for pack_to {checked.pack_to}, and the recipe has "
+            f"{now[0]} and {now[1]}: start the training again, so that it is checked"
+        )
+    return checked.conversations()
+
+
 def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
     """Train what the recipe says; save the model, or the adapters, to ``recipe.out``.
 
@@ -205,10 +234,11 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
             losses and weights are those of a run that was never stopped, to the bit.
 
     Raises:
-        ValueError: :meth:`starting_point` says when.
+        ValueError: the data was not checked (:func:`check_data`) or has changed since, or
+            :func:`starting_point` says why.
     """
     processor = ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
-    conversations, collator = read_conversations(recipe.data.train), ConversationCollator(processor)
+    conversations, collator = _checked_conversations(recipe), ConversationCollator(processor)
     if recipe.data.pack_to is not None:
         conversations = pack_conversations(conversations, processor, recipe.data.pack_to)
         collator = PackingCollator(processor)
@@ -293,12 +323,10 @@ def longest_row(rows: list, processor: ChatGLMProcessor) -> tuple[int, int]:
     Args:
         rows: Conversations, or what :func:`pack_conversations` made of them.
     """
-    count = ConversationCollator(processor).count
-    packed = [row if isinstance(row[0], list) else [row] for row in rows]
-    counts = [[count(conversation) for conversation in row] for row in packed]
-    totals = [[sum(kind) for kind in zip(*row, strict=True)] for row in counts]
-    positions, images = zip(*totals, strict=True)
-    return max(positions), max(images)
+    measure = ConversationCollator(processor).measure
+    packed = [measure(row if isinstance(row[0], list) else [row]) for row in rows]
+    positions = max(sum(size.positions for size in row) for row in packed)
+    return positions, max(sum(size.images for size in row) for row in packed)
 
 
 def build_model(recipe: Recipe) -> nn.Module:
