@@ -20,7 +20,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 # Modes of 8 bits a channel or fewer; what else there is, nobody could say what is white in.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
@@ -74,6 +74,8 @@ def find_fault(content: bytes) -> str | None:
             with Image.open(io.BytesIO(content)) as image:
                 image.load()
                 ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
+        return "cannot be decoded: it is no picture of a kind that Pillow knows"
     except Exception as error:  # Pillow raises whatever a broken file makes its readers raise
         return f"cannot be decoded: {error or type(error).__name__}"
     return None
@@ -119,6 +121,8 @@ class _Decoder:
     that is killed.
     """
 
+    command = (sys.executable, "-m", __name__)
+
     def __init__(self):
         self.process: subprocess.Popen | None = None
         self.is_ready = False
@@ -126,7 +130,7 @@ class _Decoder:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
