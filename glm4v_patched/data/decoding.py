@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-# Modes of 8 bits a channel or fewer; what else there is, nobody could say what is white in.
-MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 READY = "ready"
 PATHS_AT_ONCE = 4096
 
@@ -57,22 +55,25 @@ def look_at(path: str) -> Facts:
 
 
 def find_fault(content: bytes) -> str | None:
-    """Why a picture of these bytes cannot be learned from; None if it can."""
+    """Why a picture of these bytes cannot be learned from; None if it can.
+
+    What is found here is what the image processor, which needs torch, would refuse later.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content)) as image:
                 if image.format == "EPS":
                     return "is PostScript (EPS), which a program would have to run: save it as PNG"
-                if image.mode not in MODES:
-                    return (
-                        f"has the mode {image.mode}, in which it is not told what is black and "
-                        "what is white; expected 8 bits a channel: convert it to RGB"
-                    )
                 # Checksums of parts, which loading does not look at. Leaves the image unusable.
                 image.verify()
             with Image.open(io.BytesIO(content)) as image:
                 image.load()
+                if image.mode.startswith("I") or image.mode == "F":
+                    return (
+                        f"has the mode {image.mode}, which does not say what number is white; "
+                        "expected 8 bits a channel: scale it to them"
+                    )
                 ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
         return "cannot be decoded: it is no picture of a kind that Pillow knows"

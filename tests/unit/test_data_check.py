@@ -194,7 +194,17 @@ def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, r
         run(path)
 
 
-def test_pictures_of_every_kind_are_taken(tmp_path, run):
+@pytest.mark.parametrize("name", BAD_PICTURES)
+def test_the_image_processor_refuses_what_the_check_refuses(tmp_path, processor, name):
+    # Checksums in a PNG are looked at by the check alone.
+    if name == "PNG with a flipped byte":
+        return
+    (tmp_path / "b.png").write_bytes(BAD_PICTURES[name][0])
+    with pytest.raises(ValueError):
+        processor.image_processor(str(tmp_path / "b.png"))
+
+
+def test_pictures_of_every_kind_are_taken(tmp_path, processor, run):
     kinds = ["JPEG", "BMP", "GIF", "PNG", "TIFF", "WEBP", "PPM"]
     modes = {"PNG": ["1", "L", "LA", "P", "RGB", "RGBA"], "JPEG": ["L", "RGB", "CMYK"]}
     names = []
@@ -203,6 +213,7 @@ def test_pictures_of_every_kind_are_taken(tmp_path, run):
             names.append(f"{kind}-{mode}")
             (tmp_path / names[-1]).write_bytes(encoded(kind, mode))
     assert run(write(tmp_path, *map(turns, names))).counts.pictures == len(names)
+    processor.image_processor([str(tmp_path / name) for name in names])
 
 
 def test_a_picture_too_large_to_decode_is_refused(tmp_path, run, monkeypatch):
