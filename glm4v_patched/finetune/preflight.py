@@ -160,9 +160,20 @@ def _fault_of_model_folder(folder: Path) -> str | None:
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
+    pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
+    if pointers:
+        return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
+
+
+def _begins(file: Path, start: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(start)) == start
+    except OSError:
+        return False  # told when it is loaded
 
 
 def _fault_of_file(file: str) -> str | None:
@@ -267,9 +278,10 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
     for name in _shards(folder):
         try:
             with (folder / name).open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            shapes |= {key: value["shape"] for key, value in header.items() if "shape" in value}
-        except (OSError, ValueError, TypeError, MemoryError, OverflowError, RecursionError):
+                header = dict(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+            header.pop("__metadata__", None)
+            shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
             return {}
     return shapes
 

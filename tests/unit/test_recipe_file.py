@@ -425,12 +425,14 @@ def test_an_override_is_what_the_file_could_have_said(profile, folder):
     document = read_document(path)
 
     @profile
-    @given(
-        st.sampled_from(names), scalars | st.sampled_from(["yes", "010", "1_0", "~", "2024-01-01"])
-    )
+    @given(st.sampled_from(names), scalars | st.sampled_from(["yes", "010", "~", "2024-01-01"]))
     def check(name, value):
         changed, _ = place_all(LEAST, {name: value})
-        given_value = document.override([f"{name}={json.dumps(value, ensure_ascii=False)}"])
+        try:
+            given_value = document.override([f"{name}={json.dumps(value, ensure_ascii=False)}"])
+        except RecipeError:
+            assert not value.isprintable()
+            return
         in_file, on_line = (check_values(values) for values in (changed, given_value.values))
         assert in_file.recipe == on_line.recipe
         assert [f.text for f in in_file.faults] == [f.text for f in on_line.faults]
