@@ -60,8 +60,8 @@ class Document:
         around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
         around = [name, *reversed(around)]
         line = next((self.lines[outer] for outer in around if outer in self.lines), None)
-        inside = line is None and any(given.startswith(f"{name}.") for given in self.overridden)
-        if name.startswith("-") or inside or not self.overridden.isdisjoint(around):
+        given = name.startswith("--") or any(o.startswith(f"{name}.") for o in self.overridden)
+        if (line is None and given) or not self.overridden.isdisjoint(around):
             return "command line: "
         return f"{shown_name(str(self.path))}:{'' if line is None else f'{line}:'} "
 

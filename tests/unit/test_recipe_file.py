@@ -175,6 +175,11 @@ def test_a_name_in_one_key_is_not_taken_for_a_section(tmp_path):
     assert told == "r.yaml:9: engine.tower is one key; expected tower under engine"
 
 
+def test_a_key_like_an_option_is_told_with_its_line(tmp_path):
+    [told] = faults(tmp_path, RIGHT + "--device: cpu\n")
+    assert told.startswith("r.yaml:9: --device is not a field of a recipe")
+
+
 def test_long_values_and_control_characters_stay_on_one_line(tmp_path):
     [told] = faults(tmp_path, RIGHT + f'trained: "{"x" * 500}"\n')
     assert len(told) < 200
