@@ -1,6 +1,7 @@
 """Recipes as files: what is wrong with one is told at once, with all of its faults and lines."""
 
 import json
+import math
 import string
 import subprocess
 import sys
@@ -422,6 +423,12 @@ def test_a_recipe_that_is_written_reads_back(profile, folder):
     check()
 
 
+def in_yaml(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+    return json.dumps(value, ensure_ascii=False)
+
+
 @pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
 def test_an_override_is_what_the_file_could_have_said(profile, folder):
     """A value means the same in both, and is refused with the same words."""
@@ -434,7 +441,7 @@ def test_an_override_is_what_the_file_could_have_said(profile, folder):
     def check(name, value):
         changed, _ = place_all(LEAST, {name: value})
         try:
-            given_value = document.override([f"{name}={json.dumps(value, ensure_ascii=False)}"])
+            given_value = document.override([f"{name}={in_yaml(value)}"])
         except RecipeError:
             assert not value.isprintable()
             return
