@@ -27,6 +27,14 @@ HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<
 LONGEST_HUB_ID = 96
 TARGET = "query_key_value.weight"  # of LoRA: weights.LORA_TARGETS
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
+# Whose sizes are known before it is downloaded.
+PUBLISHED = ("zai-org/glm-4v-9b", "THUDM/glm-4v-9b")
+PUBLISHED_SHAPES = {
+    **{f"transformer.encoder.layers.{n}.{TARGET}": [4608, 4096] for n in range(40)},
+    **{f"transformer.vision.transformer.layers.{n}.{TARGET}": [5376, 1792] for n in range(63)},
+    "all others of the language model": [8_644_976_640],
+    "all others of transformer.vision.": [3_899_440_640],
+}
 
 
 @dataclass(frozen=True)
@@ -210,11 +218,13 @@ def _fault_of_space(known: Mapping[str, Any]) -> str | None:
     names = ("model", "trained", "lora.rank", "engine.zero_stage", "engine.precision")
     names += ("engine.optimizer", "trainer.max_steps")
     names += ("trainer.save_steps", "trainer.save_total_limit")
-    if not known.keys() >= {*names} or not os.path.isdir(known["model"]):
+    if not known.keys() >= {*names}:
         return None
-    shapes = _shapes(Path(known["model"]))
+    shapes = PUBLISHED_SHAPES
+    if known["model"] not in PUBLISHED:
+        shapes = _shapes(Path(known["model"]))
     if not shapes:
-        return None  # adapters or pickled weights
+        return None  # of others on the Hub, of adapters and of pickled weights it is not known
     model, checkpoint = saved_bytes(known, shapes)
     number = checkpoints_at_once(
         *(known[f"trainer.{name}"] for name in ("max_steps", "save_steps", "save_total_limit"))

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 from recipes import LEAST
 from tiny import tiny_model
 
+from glm4v_patched import demo
 from glm4v_patched.cli import main
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.preflight import (
@@ -26,8 +28,11 @@ from glm4v_patched.finetune.preflight import (
 )
 from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.finetune.trainer import require_gpu
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training import gpus
 from glm4v_patched.training.gpus import Gpu, Gpus, find_gpus
+from glm4v_patched.training.memory import count_parameters
 from glm4v_patched.training.weights import LORA_TARGETS, select_weights
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000)
@@ -420,6 +425,22 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(asked, tmp_path, 
     assert told(asked, *saving) == []
 
 
+def test_the_published_models_sizes_are_known_before_it_is_there(asked, monkeypatch):
+    tower, language = count_parameters(ChatGLMConfig())
+    sizes = {name: math.prod(shape) for name, shape in preflight.PUBLISHED_SHAPES.items()}
+    assert sum(sizes.values()) == tower + language
+    assert sum(size for name, size in sizes.items() if ".vision." in name) == tower
+    with torch.device("meta"):
+        model = GLM4VForCausalLM(ChatGLMConfig())
+    targets = {n: [*w.shape] for n, w in model.named_parameters() if n.endswith(preflight.TARGET)}
+    known = [shape for name, shape in preflight.PUBLISHED_SHAPES.items() if "others" not in name]
+    assert sorted(targets.values()) == sorted(known)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * 10**9))
+    [line] = told(asked, "model=zai-org/glm-4v-9b")
+    assert "20.0 GB are free there, and the model (27.8 GB)" in line
+    assert told(asked, "model=zai-org/glm-4v-9b", "trained=lora_all") == []
+
+
 @pytest.mark.parametrize(
     ("max_steps", "save_steps", "limit", "most"),
     [(10, None, None, 0), (10, 3, None, 3), (10, 5, None, 1), (10, 5, 1, 1), (10, 20, None, 0)]
@@ -449,3 +470,34 @@ def test_the_saved_model_has_the_size_of_its_weights(model_folder, trained, prec
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     if trained != "lm":  # its tower is there twice
         assert checkpoint == pytest.approx(found + 12 * learned, rel=1e-3)
+
+
+# The demo
+
+
+@pytest.mark.parametrize(
+    ("number", "processes", "device", "expected"),
+    [
+        (0, None, None, Placement(2, on_cpu=True)),
+        (0, 3, None, Placement(3, on_cpu=True)),
+        (1, None, None, Placement(1)),
+        (8, None, None, Placement(2)),
+        (8, 4, None, Placement(4)),
+        (8, None, "cpu", Placement(2, on_cpu=True)),
+    ],
+)
+def test_the_demo_runs_without_options_wherever_it_can(
+    has_gpus, monkeypatch, capsys, number, processes, device, expected
+):
+    has_gpus(number, "none here")
+    monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
+    assert demo.place_demo(processes, device) == expected
+    said = capsys.readouterr().out
+    assert ("the demo runs on the CPU, as there is no GPU: none here" in said) == (number == 0)
+
+
+def test_the_demo_leaves_gpus_for_the_cpu_only_where_that_is_asked_for(has_gpus, monkeypatch):
+    has_gpus(2)
+    monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
+    with pytest.raises(RecipeError, match="4 processes on 2 GPUs"):
+        demo.place_demo(4, None)
