@@ -48,9 +48,6 @@ def launch(recipe: Recipe, placement: Placement, resume: bool | Path = False) ->
             are to train without ZeRO.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
-    from .checkpoints import set_incomplete_aside, step_of
-    from .trainer import CHECKED_DATA, check_data, starting_point
-
     processes, on_cpu = placement.processes, placement.on_cpu
     if recipe.engine.zero_stage:
         require_deepspeed(on_cpu)
@@ -58,6 +55,10 @@ def launch(recipe: Recipe, placement: Placement, resume: bool | Path = False) ->
             require_no_abandoned_lock()
     require_packages(recipe.trained)
     require_packages(recipe.engine.optimizer)
+    # Late, for they import torch: what is above is answered at once.
+    from .checkpoints import set_incomplete_aside, step_of
+    from .trainer import CHECKED_DATA, check_data, starting_point
+
     folder = Path(recipe.out)
     checkpoint = starting_point(recipe, processes, resume)
     checked = check_data(recipe)
