@@ -479,6 +479,15 @@ def test_the_memory_is_in_the_users_cache_folder(monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", other)
         assert default_path().parent == tmp_path / "home" / ".cache" / "glm4v-patched"
 
+    def nobody(*of):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert default_path() is None
+    memory = Memory(None)
+    memory.put({"a": 1})
+    assert memory.get(["a"]) == {}
+
 
 # What training processes read
 
