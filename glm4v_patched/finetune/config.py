@@ -111,6 +111,10 @@ class Recipe(_Section):
     engine: Engine = Engine()
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
+    max_nonfinite_steps: AtLeastOne = 3
+    """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
+    may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
+    NaN, every later step is such a one."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "Recipe":
@@ -178,6 +182,11 @@ class Recipe(_Section):
                 values[name] = value
         return values
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Of the fields that a recipe may leave out, by dotted names."""
+        return _defaults(cls)
+
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(), indent=2))
 
@@ -192,6 +201,16 @@ class Recipe(_Section):
             return cls.of(values)
         except RecipeError as error:
             raise RecipeError(f"{path} is no recipe:\n{error}") from None
+
+
+def _defaults(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    values = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+            values |= _defaults(field.annotation, f"{prefix}{name}.")
+        elif not field.is_required():
+            values[prefix + name] = field.default
+    return values
 
 
 def _fault(error: Mapping[str, Any]) -> str:
