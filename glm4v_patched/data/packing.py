@@ -25,8 +25,7 @@ def pack_conversations(
     Raises:
         ValueError: conversations are longer than a row.
     """
-    count = ConversationCollator(processor).count
-    lengths = [count(conversation)[0] for conversation in conversations]
+    lengths = [size.positions for size in ConversationCollator(processor).measure(conversations)]
     too_long = [number for number, length in enumerate(lengths) if length > max_length]
     if too_long:
         raise ValueError(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..data.formats import read_conversations
 from .config import Recipe, RecipeError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,9 +39,7 @@ class Rows:
             return []
         there, now = len(self.digests), len(new.digests)
         changed = [
-            line
-            for line, a, b in zip(new.lines, self.digests, new.digests, strict=False)
-            if a != b
+            line for line, a, b in zip(new.lines, self.digests, new.digests, strict=False) if a != b
         ]
         counts = Counter(self.digests), Counter(new.digests)
         if counts[0] == counts[1]:
@@ -248,13 +245,3 @@ def digest(path: Path) -> str:
             file.seek(number * (size - BLOCK) // (BLOCKS - 1))
             found.update(file.read(BLOCK))
     return f"{found.hexdigest()} (of samples)"
-
-
-def rows_of(recipe: Recipe) -> Rows:
-    """The rows of a recipe's data."""
-    digests = []
-    for messages in read_conversations(recipe.data.train):
-        known = [m | {"image": digest(Path(m["image"]))} if "image" in m else m for m in messages]
-        row = json.dumps(known, sort_keys=True, ensure_ascii=False)
-        digests.append(hashlib.sha256(row.encode("utf-8", "surrogatepass")).hexdigest())
-    return Rows(tuple(digests), tuple(range(1, len(digests) + 1)))

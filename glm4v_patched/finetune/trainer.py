@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..data.check import CheckedData, check_file
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.formats import read_conversations
 from ..data.packing import PackingCollator, pack_conversations
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -44,7 +45,7 @@ from .checkpoints import (
 )
 from .config import Recipe
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe
-from .identity import Base, Origin, base_of, identify, pin, rows_of
+from .identity import Base, Origin, Rows, base_of, identify, pin
 from .run_folder import REPORT, give_usual_modes, remove_weights
 from .unpickling import loading_safely
 
@@ -56,13 +57,14 @@ FREE_WHEN_RESUMING = {"model", "revision", "data.train", "data.on_bad", "out"}
 FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit", "max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
 
+CHECKED_DATA = "data.json"
+"""In ``out``: what the check found of the data."""
+
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
 
 
-def starting_point(
-    recipe: Recipe, base: Base, processes: int, resume: bool | Path
-) -> Path | None:
+def starting_point(recipe: Recipe, base: Base, processes: int, resume: bool | Path) -> Path | None:
     """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
 
     Raises:
@@ -231,6 +233,38 @@ class RecipeTrainer(Trainer):
         give_usual_modes(folder)
 
 
+def check_data(recipe: Recipe, base: Base) -> CheckedData:
+    """Check a recipe's data for its model; :func:`check_file` has more.
+
+    What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
+    """
+    return check_file(
+        recipe.data.train,
+        processor_of(recipe, base),
+        ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length,
+        pack_to=recipe.data.pack_to,
+        on_bad=recipe.data.on_bad,
+    )
+
+
+def processor_of(recipe: Recipe, base: Base) -> ChatGLMProcessor:
+    """That of the recipe's model; of adapters that have none beside them, that of their base."""
+    if base.adapters is not None and not (base.adapters / "tokenizer_config.json").is_file():
+        return ChatGLMProcessor.from_pretrained(base.model, revision=base.revision or "main")
+    return ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
+
+
+def _read_checked(recipe: Recipe) -> CheckedData:
+    checked = CheckedData.read(Path(recipe.out, CHECKED_DATA))
+    now = os.path.abspath(recipe.data.train), recipe.data.pack_to
+    if (checked.path, checked.pack_to) != now:
+        raise ValueError(
+            f"{checked.path} was checked, for pack_to {checked.pack_to}, and the recipe has "
+            f"{now[0]} and {now[1]}: start the training again, so that it is checked"
+        )
+    return checked
+
+
 def train(
     recipe: Recipe, checkpoint: Path | None = None, accept_changed_data: bool = False
 ) -> None:
@@ -245,13 +279,14 @@ def train(
         accept_changed_data: Whether its rows may have been others.
 
     Raises:
-        ValueError: :func:`starting_point` and :func:`changes_of_data` say when.
-        Diverged: Loss, gradients or weights have become NaN or infinite; no model is left in
+        ValueError: the data was not checked (:func:`check_data`) or has changed since, or
+            :func:`starting_point` or :func:`changes_of_data` says why.
+        Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
             ``recipe.out``. On all processes.
     """
     base = pin(base_of(recipe))
-    processor = ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
-    conversations, collator = read_conversations(recipe.data.train), ConversationCollator(processor)
+    processor, checked = processor_of(recipe, base), _read_checked(recipe)
+    conversations, collator = checked.conversations(), ConversationCollator(processor)
     if recipe.data.pack_to is not None:
         conversations = pack_conversations(conversations, processor, recipe.data.pack_to)
         collator = PackingCollator(processor)
@@ -279,9 +314,10 @@ def train(
         seed=recipe.trainer.seed,
     )
     starting_point(recipe, base, arguments.world_size, checkpoint or False)
-    origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows_of(recipe))
+    rows = Rows(checked.row_digests, checked.row_lines)
+    origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
     if checkpoint is not None:
-        changes_of_data(checkpoint, origin.rows, accept_changed_data)
+        changes_of_data(checkpoint, rows, accept_changed_data)
     set_seed(recipe.trainer.seed)  # adapters are random
     model = build_model(chosen, base)
     watch = DivergenceWatch(recipe.max_nonfinite_steps)
@@ -297,7 +333,7 @@ def train(
     )
     error = None
     try:
-        with loading_safely():
+        with loading_safely() if recipe.engine.zero_stage else nullcontext():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if watch.verdict is not None:
             raise Diverged(watch.verdict)
@@ -369,12 +405,10 @@ def longest_row(rows: list, processor: ChatGLMProcessor) -> tuple[int, int]:
     Args:
         rows: Conversations, or what :func:`pack_conversations` made of them.
     """
-    count = ConversationCollator(processor).count
-    packed = [row if isinstance(row[0], list) else [row] for row in rows]
-    counts = [[count(conversation) for conversation in row] for row in packed]
-    totals = [[sum(kind) for kind in zip(*row, strict=True)] for row in counts]
-    positions, images = zip(*totals, strict=True)
-    return max(positions), max(images)
+    measure = ConversationCollator(processor).measure
+    packed = [measure(row if isinstance(row[0], list) else [row]) for row in rows]
+    positions = max(sum(size.positions for size in row) for row in packed)
+    return positions, max(sum(size.images for size in row) for row in packed)
 
 
 def build_model(recipe: Recipe, base: Base | None = None) -> nn.Module:

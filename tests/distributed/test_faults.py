@@ -24,7 +24,7 @@ from glm4v_patched.finetune.checkpoints import (
     step_of,
 )
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.trainer import starting_point
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, starting_point
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
@@ -43,6 +43,7 @@ def train(recipe: Recipe, *arguments: str):
     Path(recipe.out).mkdir(exist_ok=True)
     settings = Path(recipe.out, "recipe.json")
     recipe.write(settings)
+    check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
     command = two_processes(HERE / "fault_worker.py", str(settings), *arguments)
     return run_with_limit(command, SECONDS_TO_RUN)
 

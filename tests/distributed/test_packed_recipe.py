@@ -10,7 +10,7 @@ from processes import run_with_limit
 from glm4v_patched.data.formats import read_conversations, write_conversations
 from glm4v_patched.data.packing import pack_conversations
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.trainer import longest_row
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, longest_row
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
@@ -22,6 +22,7 @@ SECONDS_TO_RUN = 300
 def losses(recipe: Recipe) -> list[float]:
     Path(recipe.out).mkdir()
     recipe.write(Path(recipe.out, "recipe.json"))
+    check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     command += ["1", "-m", "glm4v_patched.finetune.trainer", str(Path(recipe.out, "recipe.json"))]
     ended = run_with_limit(command, SECONDS_TO_RUN)
