@@ -39,7 +39,7 @@ class DivergenceWatch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         self._step_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
-        # Bad steps in a row up to now, the most in a row, the step in which these were `limit`, all.
+        # Bad steps: in a row up to now, the most in a row, the last of the first `limit`, all.
         self._counts = torch.zeros(4, dtype=torch.int64, device=args.device)
         self._left_out = torch.zeros((), dtype=torch.float64, device=args.device)
         if names := name_not_finite(model.named_parameters()):

@@ -22,6 +22,8 @@ from .run_folder import begin, close_record, locked, read_report, require_apart,
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
+# How often it is noted which processes there are.
+SECONDS_TO_LOOK = 2
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -239,18 +241,24 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, start_new_session=True
         )
+        started = []
         try:
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(SECONDS_TO_LOOK)
+                except subprocess.TimeoutExpired:
+                    started = _descendants(process)
         finally:
-            _end(process)
+            _end(process, started)
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:
     """End torch's launcher, which ends its processes, and then any that it could not.
 
-    A process that is stopped (SIGSTOP) does not even notice that it is to end, until it is killed.
+    One that is stopped (SIGSTOP) does not notice that it is to end, until it is killed. Whoever has
+    lost its parents is known from before, by its number and when it started.
     """
-    started = _descendants(process)
+    started = started + _descendants(process)
     if process.poll() is None:
         process.terminate()
         _wait_a_while(process)
@@ -258,10 +266,16 @@ def _end(process: subprocess.Popen) -> None:
     _wait_a_while(process)
     process.kill()
     process.wait()
-    # Whoever is left has lost its parents: it is known from before, and by when it started.
     for descendant in started:
         with suppress(psutil.NoSuchProcess):
             descendant.kill()
+
+
+def _wait_a_while(process: subprocess.Popen) -> None:
+    try:
+        process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        return
 
 
 def _descendants(process: subprocess.Popen) -> list[psutil.Process]:

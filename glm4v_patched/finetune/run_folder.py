@@ -183,7 +183,7 @@ def require_usable(
     foreign = present if recorded is None else sorted({*present} - recorded)
     if present and not overwrite:
         raise RecipeError(
-            f"{folder} holds {_listed(present)}; give the new run another folder (out)"
+            f"{folder} holds {_describe(present)}; give the new run another folder (out)"
             + ("" if foreign else ", or replace them (--overwrite)")
             + _or_resume(present)
         )
@@ -250,6 +250,17 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def _describe(names: list[str]) -> str:
+    kinds = {
+        "a finished training": REPORT in names,
+        "a model": any(fnmatch(name, "model*.safetensors*") for name in names),
+        "adapters": any(fnmatch(name, "adapter_*") for name in names),
+    }
+    kinds |= {name: True for name in names if CHECKPOINTS.fullmatch(name)}
+    found = [kind for kind, there in kinds.items() if there]
+    return _listed(found or names)
 
 
 def _or_resume(present: list[str]) -> str:
