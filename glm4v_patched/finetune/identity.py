@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config import Recipe, RecipeError
+from ..recognition import is_glm4v
+from .config import Recipe
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # All of a model's folder that changes what is computed.
@@ -95,13 +96,13 @@ def base_of(recipe: Recipe) -> Base:
     """Where the recipe's model lies; of a folder of adapters, where the model under them does.
 
     Raises:
-        RecipeError: adapters that this recipe cannot continue, or whose model is no glm-4v.
+        ValueError: adapters that this recipe cannot continue, or whose model is no glm-4v.
     """
     folder = Path(recipe.model)
     if not (folder / ADAPTER_CONFIG).is_file():
         return Base(recipe.model, recipe.revision)
     if any(folder.glob("model*.safetensors")):
-        raise RecipeError(
+        raise ValueError(
             f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
             "move one of them away"
         )
@@ -115,28 +116,28 @@ def base_of(recipe: Recipe) -> Base:
 def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
     kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
     if kind != "LORA" or not isinstance(model, str) or not model:
-        raise RecipeError(
+        raise ValueError(
             f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
             f"{model!r}; expected LORA, and where the model under the adapters lies"
         )
     if recipe.trained in ("full", "lm"):
-        raise RecipeError(
+        raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
             "other weights, merge them into their model first (peft: merge_and_unload)"
         )
     weights = folder / ADAPTER_WEIGHTS
     if not weights.is_file():
-        raise RecipeError(f"{weights} is missing: expected adapters as safetensors")
+        raise ValueError(f"{weights} is missing: expected adapters as safetensors")
     on_tower = any(".vision." in name for name in _tensor_names(weights))
     if on_tower != (recipe.trained == "lora_all"):
         has = "both towers" if on_tower else "the language model"
-        raise RecipeError(
+        raise ValueError(
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
     if config.get("r") != recipe.lora.rank:
-        raise RecipeError(
+        raise ValueError(
             f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is "
             f"{recipe.lora.rank}; expected the same"
         )
@@ -145,15 +146,14 @@ def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
 
 def _require_glm4v(model: Path, adapters: Path) -> None:
     if (model / ADAPTER_CONFIG).is_file():
-        raise RecipeError(
+        raise ValueError(
             f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
         )
     config = _read_json(model / "config.json")
-    found = config.get("model_type"), "vision_config" in config
-    if found != ("chatglm", True):
-        raise RecipeError(
+    if not is_glm4v(config):
+        raise ValueError(
             f"{adapters} are adapters of {model}, which is no glm-4v: its model_type is "
-            f"{found[0]!r}, and it has {'a' if found[1] else 'no'} vision_config"
+            f"{config.get('model_type')!r}, and its vision_config {config.get('vision_config')!r}"
         )
 
 
@@ -164,16 +164,16 @@ def _tensor_names(weights: Path) -> list[str]:
         with safe_open(weights, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise RecipeError(f"{weights} cannot be read: {error}") from None
+        raise ValueError(f"{weights} cannot be read: {error}") from None
 
 
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} holds a {type(content).__name__}; expected an object")
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
 
 
@@ -182,7 +182,7 @@ def pin(base: Base) -> Base:
     now and when the run is continued.
 
     Raises:
-        RecipeError: there is no such model, or it is adapters, or the Hub does not answer.
+        ValueError: there is no such model, or it is adapters, or the Hub does not answer.
     """
     if Path(base.model).is_dir():
         return base
@@ -194,19 +194,16 @@ def pin(base: Base) -> Base:
         commit = config.parent.name
         try:
             hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
-        except LocalEntryNotFoundError:  # offline, and never asked for
-            pass
-        except EntryNotFoundError:
-            pass
-        else:
-            raise RecipeError(
-                f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
-                f"{base.model} --local-dir FOLDER` makes it"
-            )
+            has_adapters = True
+        except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
+            has_adapters = False
     except (OSError, ValueError, HfHubHTTPError) as error:
-        if isinstance(error, RecipeError):
-            raise
-        raise RecipeError(f"{base.model} is no folder, and not found on the Hub: {error}") from None
+        raise ValueError(f"{base.model} is no folder, and not had from the Hub: {error}") from None
+    if has_adapters:
+        raise ValueError(
+            f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
+            f"{base.model} --local-dir FOLDER` makes it"
+        )
     if base.adapters is not None:
         _require_glm4v(config.parent, base.adapters)
     return replace(base, revision=commit)

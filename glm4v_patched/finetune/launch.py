@@ -97,6 +97,7 @@ def _launch(
     remove: list[str],
     accept_changed_data: bool,
 ) -> None:
+    # Late, for they import torch: what comes before is answered at once.
     from .checkpoints import changes_of_data, set_incomplete_aside, step_of
     from .trainer import CHECKED_DATA, check_data, starting_point
 

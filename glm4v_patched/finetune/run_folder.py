@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .config import RecipeError
-
 LOCK = "run.lock"
 RECORD = "run.json"
 REPORT = "training.json"
@@ -52,16 +50,16 @@ def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
 
 
 def require_apart(out: Path, model: Path) -> None:
-    """Raise :class:`RecipeError` if a run in ``out`` would write into the model's folder, or lies
+    """Raise ``ValueError`` if a run in ``out`` would write into the model's folder, or lies
     around it; links are followed."""
     out, model = out.resolve(), model.resolve()
     cure = "expected out to be a folder of its own, beside the model's"
     if out == model:
-        raise RecipeError(f"out is the model's own folder, {model}, and would replace it; {cure}")
+        raise ValueError(f"out is the model's own folder, {model}, and would replace it; {cure}")
     if model in out.parents:
-        raise RecipeError(f"out, {out}, lies in the model's folder, {model}; {cure}")
+        raise ValueError(f"out, {out}, lies in the model's folder, {model}; {cure}")
     if out in model.parents:
-        raise RecipeError(f"the model's folder, {model}, lies in out, {out}; {cure}")
+        raise ValueError(f"the model's folder, {model}, lies in out, {out}; {cure}")
 
 
 @contextmanager
@@ -71,7 +69,7 @@ def locked(folder: Path, command: str | None = None) -> Iterator[None]:
     The lock is the kernel's, and gone with this process however that ends.
 
     Raises:
-        RecipeError: another run holds it, or nothing can be written there; says who, or why.
+        ValueError: another run holds it, or nothing can be written there; says who, or why.
     """
     made = not folder.exists()
     file = _take_lock(folder)
@@ -107,13 +105,13 @@ def _take_lock(folder: Path) -> int:
             except FileNotFoundError:
                 pass
             except BlockingIOError:
-                raise RecipeError(_describe_holder(folder, file)) from None
+                raise ValueError(_describe_holder(folder, file)) from None
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
     except OSError as error:
-        raise RecipeError(_why_not_writable(folder, error)) from None
+        raise ValueError(_why_not_writable(folder, error)) from None
 
 
 def _describe_holder(folder: Path, file: int) -> str:
@@ -156,39 +154,39 @@ def require_usable(
         What is to be removed there, for :func:`begin`.
 
     Raises:
-        RecipeError: there is a finished training, or what has a run's names and may not go.
+        ValueError: there is a finished training, or what has a run's names and may not go.
     """
     recorded = read_record(folder)
     present = names_of_run(folder, adapters)
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
         if relative[0] in {*present, "recipe.json", "data.json", RECORD, LOCK}:
-            raise RecipeError(
+            raise ValueError(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"
             )
     if resume:
         if read_report(folder).get("finished"):
-            raise RecipeError(
+            raise ValueError(
                 f"the training in {folder} is finished ({REPORT}), there is nothing to continue; "
                 "to train further, give a new run that folder as model"
             )
         others = [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in STATE]
         if others and recorded is None:
-            raise RecipeError(
+            raise ValueError(
                 f"{folder} holds {_listed(others)}, which no run wrote and this one would replace; "
                 "give it another folder (out), or move them away"
             )
         return []
     foreign = present if recorded is None else sorted({*present} - recorded)
     if present and not overwrite:
-        raise RecipeError(
+        raise ValueError(
             f"{folder} holds {_describe(present)}; give the new run another folder (out)"
             + ("" if foreign else ", or replace them (--overwrite)")
             + _or_resume(present)
         )
     if foreign:
-        raise RecipeError(
+        raise ValueError(
             f"--overwrite removes only what runs wrote, and {folder} holds {_listed(foreign)}, of "
             "which no run says so; move them away, or give the new run another folder (out)"
         )

@@ -74,7 +74,7 @@ def test_ninja_of_an_environment_that_is_not_activated_is_found(tmp_path, monkey
 def recipe(tmp_path, monkeypatch) -> dict:
     """A recipe in ``recipe.json``, and no processes that it could be run on."""
     values = {
-        "model": "model",
+        "model": "our-org/model",
         "out": str(tmp_path / "out"),
         "data": {"train": str(tmp_path / "data.jsonl")},
         "trainer": {
@@ -111,7 +111,9 @@ def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, caps
     assert "none.json" in capsys.readouterr().err
     (tmp_path / "recipe.json").write_text('{"stepps": 3}')
     assert main(["train", str(tmp_path / "recipe.json")]) == 1
-    assert re.search("(?s)recipe.json.*data is missing.*stepps is not", capsys.readouterr().err)
+    assert re.search(
+        "(?s)recipe.json: data.train is missing.*json:1: stepps is not", capsys.readouterr().err
+    )
 
 
 def test_training_does_not_start_among_checkpoints_unless_told_to_continue(

@@ -1,6 +1,7 @@
 """What a recipe asks for, and the model that it makes of a folder or an id of the Hub."""
 
 import json
+import math
 from importlib.util import find_spec
 
 import pytest
@@ -12,7 +13,7 @@ from tiny import golden_weights, tiny_model
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.config import Recipe, RecipeError
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.trainer import (
@@ -41,35 +42,69 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trained": "lora"}, "trained is 'lora'.*lm"),
-        ({"lora.rank": 0}, "lora.rank is 0"),
-        ({"engine.tower": "most"}, "engine.tower is 'most'.*auto, none, linear"),
-        ({"engine.language": None}, "engine.language is None"),
-        ({"engine.optimizer": "sgd"}, "engine.optimizer is 'sgd'.*adamw_8bit"),
-        ({"engine.offload": "yes"}, "engine.offload.* is 'yes'.*"),
-        ({"engine.precision": "fp16"}, "engine.precision is 'fp16'.*bf16"),
-        ({"trainer.save_steps": 0}, "trainer.save_steps is 0"),
-        ({"trainer.save_total_limit": 0}, "trainer.save_total_limit is 0"),
-        ({"data.pack_to": 0}, "data.pack_to is 0"),
+        ({"trained": "lora"}, 'trained is "lora"; expected full, lm, lora_lm, lora_all or qlora'),
+        ({"lora.rank": 0}, "lora.rank is 0; expected a whole number of at least 1"),
+        ({"engine.tower": "most"}, 'engine.tower is "most"; expected auto, none, linear'),
+        ({"engine.tower": "every 0"}, 'engine.tower is "every 0"; expected .* every N, N > 0'),
+        ({"engine.language": None}, "engine.language is null; expected auto, none"),
+        ({"engine.optimizer": "sgd"}, 'engine.optimizer is "sgd"; expected adamw or adamw_8bit'),
+        ({"engine.offload": "most"}, 'engine.offload is "most"; expected true, false or auto$'),
+        ({"engine.precision": "fp16"}, 'engine.precision is "fp16"; expected bf16 or fp32'),
+        ({"engine.compile": 1}, "engine.compile is 1; expected true or false"),
+        ({"engine.compile": "true"}, r'engine.compile is "true"; .* \(without quotes\)'),
+        ({"engine.zero_stage": 4}, "engine.zero_stage is 4; expected 0, 1, 2 or 3"),
+        ({"engine.zero_stage": True}, "engine.zero_stage is true; expected 0, 1, 2 or 3"),
+        ({"engine.zero_stage": 1.0}, "engine.zero_stage is 1.0; expected 0, 1, 2 or 3"),
+        ({"trainer.max_steps": 0}, "trainer.max_steps is 0; expected a whole number of at least 1"),
+        ({"trainer.max_steps": -1}, "trainer.max_steps is -1; expected a whole number"),
+        ({"trainer.max_steps": True}, "trainer.max_steps is true; expected a whole number"),
+        ({"trainer.max_steps": 10.0}, "trainer.max_steps is 10.0; expected a whole number"),
+        ({"trainer.max_steps": "100"}, r'trainer.max_steps is "100"; .* \(without quotes\)$'),
+        ({"trainer.max_steps": "-1"}, 'trainer.max_steps is "-1"; .* of at least 1$'),
+        ({"trainer.per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected"),
+        ({"trainer.learning_rate": -1}, "learning_rate is -1; expected a number above 0"),
+        ({"trainer.learning_rate": 0}, "learning_rate is 0; expected a number above 0"),
+        ({"trainer.learning_rate": True}, "learning_rate is true; expected a number above 0"),
+        ({"trainer.learning_rate": "1e-4"}, r'learning_rate is "1e-4"; .* \(without quotes\)'),
+        ({"trainer.learning_rate": math.nan}, "learning_rate is NaN; expected a number above 0"),
+        ({"trainer.learning_rate": math.inf}, "learning_rate is Infinity; expected a number"),
+        ({"trainer.seed": -1}, "trainer.seed is -1; expected a whole number from 0 to 4294967295"),
+        ({"trainer.seed": 2**32}, "trainer.seed is 4294967296; expected a whole number from 0"),
+        ({"trainer.save_steps": 0}, "trainer.save_steps is 0; expected .* or null"),
+        ({"trainer.save_steps": "5"}, 'trainer.save_steps is "5"; expected .*without quotes'),
+        ({"trainer.save_total_limit": 0}, "trainer.save_total_limit is 0; expected .* or null"),
+        ({"data.pack_to": 0}, "data.pack_to is 0; expected a whole number of at least 1 or null"),
+        ({"data": "d"}, 'data is "d"; expected a section with train, '),
+        ({"lora": None}, "lora is null; expected a section with rank"),
+        ({"model": ""}, 'model is ""; expected a folder or an id of the Hub'),
+        ({"model": "a\nb"}, r'model is "a\\nb"; expected a folder'),
+        ({"model": "a\ud800"}, r'model is "a\\ud800"; expected a folder'),
+        ({"out": 2024}, r"out is 2024; expected a folder \(in quotes\)"),
+        ({"revision": 1234567}, r"revision is 1234567; expected a branch.* \(in quotes\)"),
+        ({"revision": ""}, 'revision is ""; expected a branch, tag or commit or null$'),
+        ({"revision": "v\0"}, "revision is .*; expected a branch, tag or commit or null$"),
+        ({"engine.x": 1}, "engine.x is not a field of a recipe; expected zero_stage, precision"),
+        ({"engine.towr": "none"}, r"engine.towr is not a field .*; did you mean engine.tower\?"),
+        ({"learning_rat": 1}, r"learning_rat is not .*; did you mean trainer.learning_rate\?"),
+        ({"steps": 1}, r"steps is not a field of a recipe; did you mean trainer.max_steps\?"),
+        ({"lr": 1}, r"lr is not a field of a recipe; did you mean trainer.learning_rate\?"),
+        ({"no.thing": 1}, "no is not a field of a recipe; expected model, out, data"),
         (
             {"engine.offload": True, "engine.zero_stage": 0},
-            "engine.offload with .*zero_stage 0: .*zero_stage 1, 2 or 3",
+            "engine.offload with engine.zero_stage 0: .*zero_stage 1, 2 or 3",
         ),
         (
             {"engine.offload": True, "engine.optimizer": "adamw_8bit"},
             "offload with adamw_8bit, .* be adamw",
         ),
-        ({"engine.compile": "yes"}, "engine.compile is 'yes'"),
-        ({"engine.zero_stage": 4}, "engine.zero_stage is 4.*0, 1, 2 or 3"),
         ({"trained": "qlora"}, "qlora with engine.zero_stage 3: .*; expected engine.zero_stage 0"),
-        ({"data.reuse_features": True}, "full trains the vision tower.*expected trained to be lm"),
-        ({"trained": "lora_all", "data.reuse_features": "f"}, "lora_all trains the vision tower"),
-        ({"revision": ""}, "revision is '' of m; expected null for a folder"),
-        ({"model": ".", "revision": "v1"}, "revision is 'v1' of .; expected null for a folder"),
+        ({"data.reuse_features": True}, "full, which trains the vision tower.*trained to be lm"),
+        ({"trained": "lora_all", "data.reuse_features": "f"}, "lora_all, which trains the vision"),
+        ({"model": ".", "revision": "v1"}, 'revision is "v1" of ., a folder; expected null'),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         recipe(changes)
 
 
