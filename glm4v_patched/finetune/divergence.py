@@ -5,6 +5,7 @@ where the Trainer reads the loss anyway, and every :data:`READ_EVERY` steps; wha
 same on all processes, so that they end together, whoever saw it.
 """
 
+import logging
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
 
 READ_EVERY = 10
 NAMED = 5
@@ -26,10 +29,11 @@ class DivergenceWatch(TrainerCallback):
     """Ends a run after so many steps in a row whose loss or gradient norm is NaN or infinite.
 
     It ends after at most :data:`READ_EVERY` - 1 more steps, and ``verdict`` says why; else that is
-    None. A model that holds such numbers before the first step is refused with :class:`Diverged`.
+    None. After a step that was not finite no checkpoint is saved. A model that holds NaN or
+    infinity before the first step is refused with :class:`Diverged`.
 
     Args:
-        limit: How many steps in a row.
+        limit: How many steps in a row; of a shorter run, all.
     """
 
     def __init__(self, limit: int):
@@ -39,9 +43,10 @@ class DivergenceWatch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         self._step_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
-        # Bad steps: in a row up to now, the most in a row, the last of the first `limit`, all.
-        self._counts = torch.zeros(4, dtype=torch.int64, device=args.device)
+        # Bad steps: in a row up to now, the most in a row, the last of the first `limit` in a row.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
         self._left_out = torch.zeros((), dtype=torch.float64, device=args.device)
+        self.limit = min(self.limit, max(state.max_steps - state.global_step, 1))
         if names := name_not_finite(model.named_parameters()):
             raise Diverged(f"the model holds NaN or infinity before the first step, {names}")
 
@@ -72,10 +77,6 @@ class DivergenceWatch(TrainerCallback):
         self._left_out.zero_()
         return total.item()
 
-    def nonfinite_steps(self) -> int:
-        """How many steps were not finite."""
-        return _highest(self._counts)[3]
-
     def on_step_begin(self, args, state, control, optimizer, **kwargs):
         self._rates[state.global_step + 1] = optimizer.param_groups[0]["lr"]
 
@@ -84,13 +85,15 @@ class DivergenceWatch(TrainerCallback):
         counts[0] = (counts[0] + 1) * self._step_is_bad
         counts[1] = torch.maximum(counts[0], counts[1])
         counts[2] += step * ((counts[0] == self.limit) & (counts[2] == 0))
-        counts[3] += self._step_is_bad
         self._step_is_bad.zero_()
         # The same on all processes: they wait for each other here.
         is_last = step >= state.max_steps
         if step % READ_EVERY and not (control.should_log or control.should_save or is_last):
             return control
-        _, most, ended, _ = _highest(counts)
+        now, most, ended = _highest(counts)
+        if now and control.should_save:
+            logger.warning("no checkpoint is saved after step %d, which was not finite", step)
+            control.should_save = False
         if most >= self.limit:
             first = max(ended - self.limit + 1, 1)
             rate = self._rates.get(first)
@@ -102,7 +105,6 @@ class DivergenceWatch(TrainerCallback):
             if first == 1:
                 self.verdict += "; there was no step before: see whether model and data are right"
             control.should_training_stop = control.should_log = True
-            control.should_save = False
         return control
 
 
