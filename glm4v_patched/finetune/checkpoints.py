@@ -57,8 +57,8 @@ class Manifest(_Strict):
             raise ValueError("its contents have changed: another sha256 is expected of them")
         for name in self.files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or "\0" in name:
-                raise ValueError(f"it lists {name!r}, which is not in the checkpoint")
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise ValueError(f"it lists {name!r}, which is not in it")
         return self
 
     def digest_of_rest(self) -> str:
@@ -74,8 +74,8 @@ class Manifest(_Strict):
             raise
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+            text = first["msg"].removeprefix("Value error, ")
+            raise ValueError(": ".join([*map(str, first["loc"]), text])) from None
         except (OSError, RecursionError) as error:
             raise ValueError(str(error)) from None
 

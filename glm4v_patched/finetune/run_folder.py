@@ -71,7 +71,7 @@ def locked(folder: Path, command: str | None = None) -> Iterator[None]:
     Raises:
         ValueError: another run holds it, or nothing can be written there; says who, or why.
     """
-    made = not folder.exists()
+    made = not os.path.lexists(folder)
     file = _take_lock(folder)
     try:
         holder = {
@@ -129,10 +129,10 @@ def _describe_holder(folder: Path, file: int) -> str:
 def _why_not_writable(folder: Path, error: OSError) -> str:
     cure = "expected out to be a folder that can be written to"
     for place in (folder, *folder.parents):
-        if place.is_symlink() and not place.exists():
+        if os.path.islink(place) and not os.path.exists(place):
             return f"{place} is a link to {os.readlink(place)}, which is not there; {cure}"
-        if place.exists():
-            if not place.is_dir():
+        if os.path.exists(place):
+            if not os.path.isdir(place):
                 return f"{place} is a file; {cure}"
             break
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
