@@ -197,7 +197,7 @@ def pin(base: Base) -> Base:
             has_adapters = True
         except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
             has_adapters = False
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
         raise ValueError(f"{base.model} is no folder, and not had from the Hub: {error}") from None
     if has_adapters:
         raise ValueError(
