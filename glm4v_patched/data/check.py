@@ -10,10 +10,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,12 +23,14 @@ from .collate import ConversationCollator, Size
 from .decoding import Facts, look_at_all
 from .formats import Fault, Row, describe_faults, read_rows, shorten
 from .memory import Memory, default_path
+from .rendering import measure_all
 
 RULES = 1
 """Raised with every change after which what was good may no longer be."""
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
-ROWS_AT_ONCE = 64
+# Rendered in as many seconds as a process takes to start, which imports torch.
+ROWS_A_PROCESS = 10_000
 # A file that changes twice within a tick of its file system's clock has one time for both.
 NANOSECONDS_UNTIL_SURE = 2 * 10**9
 
@@ -141,8 +142,8 @@ def check_file(
 ) -> CheckedData:
     """Read, render and count every row of a file, and decode every picture once.
 
-    Pictures that are new, and more than a few, are decoded by processes of their own, at most one a
-    core. Rows that are left out are printed, up to 20.
+    Pictures and rows that are new, and more than a few, are decoded and rendered by processes of
+    their own, at most one a core. Rows that are left out are printed, up to 20.
 
     Args:
         processor: A ``ChatGLMProcessor``.
@@ -233,7 +234,7 @@ def _check_pictures(rows: list[Row], memory: Memory) -> dict[str, Facts]:
     processes = _processes(len(new), sum(new.values()))
     learned: dict[str, Any] = {}
     with (
-        closing(look_at_all(new, processes)) as answers,
+        closing(look_at_all([*new], processes)) as answers,
         tqdm(total=len(new), desc="decoding pictures", disable=None, delay=1) as bar,
     ):
         for path, facts in zip(new, answers, strict=True):
@@ -285,30 +286,20 @@ def _check_rows(
     keys = [f"row {renderer} {_digest_messages([''] * len(row.pictures), row)}" for row in rows]
     known = {key: Size(*size) for key, size in memory.get(dict.fromkeys(keys)).items()}
     new = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
-    items, learned = iter(new.items()), {}
-    with tqdm(total=len(new), desc="rendering rows", disable=None, delay=1) as bar:
-        while some := list(islice(items, ROWS_AT_ONCE)):
-            found = _measure([row.messages for _, row in some], collator)
-            for (key, _), size in zip(some, found, strict=True):
-                known[key] = size
-                if isinstance(size, Size):
-                    learned[key] = size
-            bar.update(len(some))
+    processes = min(len(new) // ROWS_A_PROCESS, os.cpu_count() or 1)
+    sizes = measure_all([row.messages for row in new.values()], collator, processes)
+    learned = {}
+    with (
+        closing(sizes),
+        tqdm(total=len(new), desc="rendering rows", disable=None, delay=1) as bar,
+    ):
+        for key, size in zip(new, sizes, strict=True):
+            bar.update()
+            known[key] = size
+            if isinstance(size, Size):
+                learned[key] = size
     memory.put(learned)
     return [known[key] for key in keys]
-
-
-def _measure(
-    conversations: list[list[dict]], collator: ConversationCollator
-) -> Iterator[Size | str]:
-    try:
-        yield from collator.measure(conversations)
-    except Exception as error:  # a template and its filters raise what they like
-        if len(conversations) == 1:
-            yield f"cannot be rendered by the model's chat template: {error}"
-            return
-        for conversation in conversations:
-            yield from _measure([conversation], collator)
 
 
 def _digest_renderer(processor) -> str:

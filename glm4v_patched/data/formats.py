@@ -7,8 +7,8 @@ A line of the file is a row: ``{"messages": [...]}``. A message has
 - ``image``, from the user only: one picture, the path of a file, relative to the folder of this
   file. The model has it before the words. ``<image>`` at the beginning or the end of the words is
   taken for the picture's place and removed; anywhere else, it is a fault;
-- ``metadata``: what stands after the role in GLM-4's format: the name of the tool that the
-  assistant calls, one line;
+- ``metadata``, of the assistant only: the name of the tool that it calls, one line. GLM-4's format
+  has it after the role;
 - ``tools``, of a system message only: a list of functions, described as in OpenAI's API. The words
   may then be empty.
 
@@ -272,7 +272,7 @@ def _checked_message(message: Any, folder: Path) -> dict:
             raise ValueError(f"has tools; expected them in a system message, and this is of {role}")
         _check_tools(message["tools"])
     if "metadata" in message:
-        _check_metadata(message["metadata"])
+        _check_metadata(message["metadata"], role)
     if "image" in message:
         message["image"] = _checked_picture(message["image"], role, folder)
     message["content"] = _without_place(content, role, "image" in message)
@@ -307,9 +307,14 @@ def _check_tools(tools: Any) -> None:
             raise ValueError(f"{name} has the name {_value(function.get('name'))}; expected text")
 
 
-def _check_metadata(metadata: Any) -> None:
+def _check_metadata(metadata: Any, role: str) -> None:
     if not isinstance(metadata, str):
         raise ValueError(f"metadata is {_value(metadata)}; expected text")
+    if metadata and role != "assistant":
+        raise ValueError(
+            f"has the metadata {_value(metadata)} and the role {role}: only the assistant calls a "
+            "tool by its name; leave it out"
+        )
     if "\n" in metadata or "\r" in metadata:
         raise ValueError(f"metadata is {_value(metadata)}; expected one line, the name of a tool")
     if PLACE.search(metadata):

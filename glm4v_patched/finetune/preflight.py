@@ -27,6 +27,14 @@ HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<
 LONGEST_HUB_ID = 96
 TARGET = "query_key_value.weight"  # of LoRA: weights.LORA_TARGETS
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
+# Whose sizes are known before it is downloaded.
+PUBLISHED = ("zai-org/glm-4v-9b", "THUDM/glm-4v-9b")
+PUBLISHED_SHAPES = {
+    **{f"transformer.encoder.layers.{n}.{TARGET}": [4608, 4096] for n in range(40)},
+    **{f"transformer.vision.transformer.layers.{n}.{TARGET}": [5376, 1792] for n in range(63)},
+    "all others of the language model": [8_644_976_640],
+    "all others of transformer.vision.": [3_899_440_640],
+}
 
 
 @dataclass(frozen=True)
@@ -160,9 +168,20 @@ def _fault_of_model_folder(folder: Path) -> str | None:
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
+    pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
+    if pointers:
+        return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
+
+
+def _begins(file: Path, start: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(start)) == start
+    except OSError:
+        return False  # told when it is loaded
 
 
 def _fault_of_file(file: str) -> str | None:
@@ -199,11 +218,13 @@ def _fault_of_space(known: Mapping[str, Any]) -> str | None:
     names = ("model", "trained", "lora.rank", "engine.zero_stage", "engine.precision")
     names += ("engine.optimizer", "trainer.max_steps")
     names += ("trainer.save_steps", "trainer.save_total_limit")
-    if not known.keys() >= {*names} or not os.path.isdir(known["model"]):
+    if not known.keys() >= {*names}:
         return None
-    shapes = _shapes(Path(known["model"]))
+    shapes = PUBLISHED_SHAPES
+    if known["model"] not in PUBLISHED:
+        shapes = _shapes(Path(known["model"]))
     if not shapes:
-        return None  # adapters or pickled weights
+        return None  # of others on the Hub, of adapters and of pickled weights it is not known
     model, checkpoint = saved_bytes(known, shapes)
     number = checkpoints_at_once(
         *(known[f"trainer.{name}"] for name in ("max_steps", "save_steps", "save_total_limit"))
@@ -267,9 +288,10 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
     for name in _shards(folder):
         try:
             with (folder / name).open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            shapes |= {key: value["shape"] for key, value in header.items() if "shape" in value}
-        except (OSError, ValueError, TypeError, MemoryError, OverflowError, RecursionError):
+                header = dict(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+            header.pop("__metadata__", None)
+            shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
             return {}
     return shapes
 

@@ -14,8 +14,8 @@ except ImportError as error:
         "recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'"
     ) from error
 
-# A recipe is a page of text; this is what a mistaken file, as of data or weights, is told by.
-MOST_BYTES = 2**20
+# A recipe is a page of text; by this a mistaken file, as of data or weights, is told at once.
+MOST_BYTES = 2**16
 DEEPEST = 20
 TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
@@ -60,10 +60,10 @@ class Document:
         around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
         around = [name, *reversed(around)]
         line = next((self.lines[outer] for outer in around if outer in self.lines), None)
-        inside = line is None and any(given.startswith(f"{name}.") for given in self.overridden)
-        if name.startswith("-") or inside or not self.overridden.isdisjoint(around):
+        given = name.startswith("--") or any(o.startswith(f"{name}.") for o in self.overridden)
+        if (line is None and given) or not self.overridden.isdisjoint(around):
             return "command line: "
-        return f"{shown_name(str(self.path))}:{'' if line is None else f'{line}:'} "
+        return f"{_printable(str(self.path))}:{'' if line is None else f'{line}:'} "
 
     def override(self, assignments: Sequence[str]) -> "Document":
         """The document with ``engine.compile=true`` and the like laid over it.
@@ -104,8 +104,8 @@ def read_document(path: Path) -> Document:
     Raises:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
     """
-    name, twice = shown_name(str(path)), []
-    read = _read_json if path.suffix == ".json" else _read_yaml
+    name, twice = _printable(str(path)), []
+    read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     values, lines = read(
         _read_text(path, name), lambda line: name if line is None else f"{name}:{line}", twice
     )
@@ -185,10 +185,13 @@ def _read_json(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[s
     except ValueError as error:  # NaN, or a number of thousands of digits
         raise RecipeError(f"{where(None)}: is not JSON: {error}") from None
     lines: dict[Key, int] = {}
+    line = 1
     inside: list[list] = []  # of each object its last key, of each array its last index
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}:,]', text):
-        sign, line = token[0], text.count("\n", 0, token.start()) + 1
-        if sign in "{[":
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}:,\n]', text):
+        sign = token[0]
+        if sign == "\n":
+            line += 1
+        elif sign in "{[":
             inside.append([None if sign == "{" else 0, sign])
             if len(inside) > DEEPEST:
                 raise RecipeError(f"{where(line)}: {TOO_DEEP}")

@@ -233,11 +233,15 @@ class RecipeTrainer(Trainer):
         give_usual_modes(folder)
 
 
-def check_data(recipe: Recipe, base: Base) -> CheckedData:
+def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
     """Check a recipe's data for its model; :func:`check_file` has more.
 
     What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
+
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
     """
+    base = base or base_of(recipe)
     return check_file(
         recipe.data.train,
         processor_of(recipe, base),
@@ -452,6 +456,16 @@ def _round_trained(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def require_gpu() -> None:
+    """End this process if it cannot use the GPU that it was given, where others would take the CPU.
+
+    Raises:
+        SystemExit: with what may be wrong.
+    """
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
+
+
 def end_with_stdin() -> None:
     """End this process when its standard input ends: when whoever holds the other end is gone.
 
@@ -488,8 +502,8 @@ if __name__ == "__main__":
     parser.add_argument("--end-with-stdin", action="store_true")
     parser.add_argument("--require-gpu", action="store_true")
     options = parser.parse_args()
-    if options.require_gpu and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
+    if options.require_gpu:
+        require_gpu()
     if options.end_with_stdin:
         end_with_stdin()
     try:

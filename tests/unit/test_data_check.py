@@ -21,6 +21,7 @@ from glm4v_patched.data.check import CheckedData, Counts, check_file
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.decoding import look_at, look_at_all
 from glm4v_patched.data.memory import Memory, default_path
+from glm4v_patched.data.rendering import measure_all
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, train
@@ -150,6 +151,16 @@ def test_a_template_that_drops_pictures_or_words_is_noticed(tmp_path, processor,
         processor.chat_template = template
 
 
+def test_processes_measure_rows_as_this_one_does(tmp_path, processor):
+    collator = ConversationCollator(processor)
+    rows = [turns(answer="a " * n, rounds=n % 3 + 1) for n in range(1, 150)]
+    rows[70] = [{"role": "nobody", "content": "x"}]
+    alone = list(measure_all(rows, collator, 0))
+    assert list(measure_all(rows, collator, 2)) == alone
+    assert alone[0] == collator.measure(rows[:1])[0]
+    assert isinstance(alone[70], str) and sum(isinstance(size, str) for size in alone) == 1
+
+
 # Pictures
 
 
@@ -194,7 +205,17 @@ def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, r
         run(path)
 
 
-def test_pictures_of_every_kind_are_taken(tmp_path, run):
+@pytest.mark.parametrize("name", BAD_PICTURES)
+def test_the_image_processor_refuses_what_the_check_refuses(tmp_path, processor, name):
+    # Checksums in a PNG are looked at by the check alone.
+    if name == "PNG with a flipped byte":
+        return
+    (tmp_path / "b.png").write_bytes(BAD_PICTURES[name][0])
+    with pytest.raises(ValueError):
+        processor.image_processor(str(tmp_path / "b.png"))
+
+
+def test_pictures_of_every_kind_are_taken(tmp_path, processor, run):
     kinds = ["JPEG", "BMP", "GIF", "PNG", "TIFF", "WEBP", "PPM"]
     modes = {"PNG": ["1", "L", "LA", "P", "RGB", "RGBA"], "JPEG": ["L", "RGB", "CMYK"]}
     names = []
@@ -203,6 +224,7 @@ def test_pictures_of_every_kind_are_taken(tmp_path, run):
             names.append(f"{kind}-{mode}")
             (tmp_path / names[-1]).write_bytes(encoded(kind, mode))
     assert run(write(tmp_path, *map(turns, names))).counts.pictures == len(names)
+    processor.image_processor([str(tmp_path / name) for name in names])
 
 
 def test_a_picture_too_large_to_decode_is_refused(tmp_path, run, monkeypatch):
@@ -244,8 +266,8 @@ def test_few_pictures_start_no_process_and_many_at_most_one_a_core():
 def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(tmp_path, monkeypatch):
     script = "import os; from glm4v_patched.data import decoding as d; look = d.look_at; "
     script += "d.look_at = lambda path: os._exit(7) if 'fatal' in path else look(path); "
-    script += "d._answer_until_input_ends()"
-    monkeypatch.setattr(decoding._Decoder, "command", (sys.executable, "-c", script))
+    script += "d.answer_until_input_ends(d.look_at)"
+    monkeypatch.setattr(decoding, "COMMAND", (sys.executable, "-c", script))
     good = str(draw(tmp_path / "a.png"))
     facts = list(look_at_all([good, "fatal", good, "fatal", good], 2))
     assert [fact.fault is None for fact in facts] == [True, False, True, False, True]
@@ -253,7 +275,7 @@ def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(tmp
 
 
 def test_processes_that_cannot_start_are_not_blamed_on_pictures(monkeypatch):
-    monkeypatch.setattr(decoding._Decoder, "command", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(decoding, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(RuntimeError, match="ended as it started, with exit status 3"):
         list(look_at_all(["a.png"], 1))
 
@@ -341,9 +363,9 @@ def test_a_second_check_decodes_and_renders_only_what_is_new(
     tmp_path, run, decoded, any_age, monkeypatch
 ):
     rendered = []
-    measure = check._measure
+    measure = check.measure_all
     monkeypatch.setattr(
-        check, "_measure", lambda some, collator: rendered.extend(some) or measure(some, collator)
+        check, "measure_all", lambda rows, *more: rendered.extend(rows) or measure(rows, *more)
     )
     a, b = draw(tmp_path / "a.png"), draw(tmp_path / "b.png")
     first = run(write(tmp_path, turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))

@@ -227,6 +227,7 @@ REFUSED = {
         )
     },
     "metadata": (row(said("user"), said("assistant", metadata=5)), "metadata is 5; expected text"),
+    "metadata of a user": (row(said("user", metadata="f"), ANSWER), "only the assistant calls a"),
     "metadata null": (row(said("user"), said("assistant", metadata=None)), "metadata is null"),
     "metadata of two lines": (row(said("user"), said("assistant", metadata="a\nb")), "one line"),
     # JSON

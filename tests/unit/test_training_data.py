@@ -3,8 +3,10 @@
 import json
 import random
 
+import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.formats import read_conversations, write_conversations
@@ -87,6 +89,42 @@ def test_a_batch_is_padded_on_the_right_with_nothing_supervised_there(processor)
     padding = batch["attention_mask"][0] == 0
     assert padding.any() and padding[-1]
     assert (batch["labels"][0][padding] == -100).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_inference(
+    processor, tmp_path, orientation
+):
+    # Its sides and corners differ, so that no two orientations look alike.
+    image = Image.new("RGB", (64, 32), "white")
+    image.paste("red", (0, 0, 32, 16))
+    image.paste("blue", (32, 0, 64, 8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "a.jpg"
+    image.save(path, exif=exif, quality=95)
+    (tmp_path / "data.jsonl").write_text(
+        '{"messages": [{"role": "user", "image": "a.jpg", "content": "q"}, '
+        '{"role": "assistant", "content": "red"}]}'
+    )
+    trained = ConversationCollator(processor)(read_conversations(tmp_path / "data.jsonl"))
+    upright = ImageOps.exif_transpose(Image.open(path))
+    if orientation > 4:
+        assert upright.size == (32, 64)
+    ways = {
+        "PIL": Image.open(path),
+        "PIL, turned": upright,
+        "path": path,
+        "bytes": path.read_bytes(),
+        "array": np.asarray(upright),
+        "tensor": torch.from_numpy(np.array(upright)),
+    }
+    for way, picture in ways.items():
+        asked = [{"role": "user", "image": picture, "content": "q"}]
+        inputs = processor.apply_chat_template(
+            asked, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+        assert torch.equal(inputs["pixel_values"], trained["pixel_values"]), way
 
 
 def test_plots_are_pictures(tmp_path):
