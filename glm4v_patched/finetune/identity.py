@@ -53,12 +53,13 @@ class Rows:
 
 
 def _lines_of(rows: Rows, wanted: Counter) -> list[int]:
+    """Where so many rows of each digest stand; of equal ones, the last."""
     lines = []
-    for digest_, line in zip(rows.digests, rows.lines, strict=True):
-        if wanted[digest_] > 0:
-            wanted[digest_] -= 1
+    for row, line in zip(reversed(rows.digests), reversed(rows.lines), strict=True):
+        if wanted[row] > 0:
+            wanted[row] -= 1
             lines.append(line)
-    return lines
+    return lines[::-1]
 
 
 def _count(lines: list[int], what: str, most: int = 5) -> str:

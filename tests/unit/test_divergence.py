@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from recipes import drawn_recipe
+from recipes import drawn_recipe, train_here
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerControl, TrainerState
@@ -22,8 +22,6 @@ from glm4v_patched.finetune.divergence import (
     as_json,
     describe,
 )
-from glm4v_patched.finetune.identity import Base
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, train
 from glm4v_patched.training.gradient_norm import _in_place
 from glm4v_patched.training.plots import plot_loss
 
@@ -184,27 +182,12 @@ def drawn(tmp_path_factory) -> Recipe:
     return drawn_recipe(tmp_path_factory.mktemp("diverging"), changes)
 
 
-def run(recipe: Recipe) -> dict:
-    """In this process; the report."""
-    from pathlib import Path
-
-    Path(recipe.out).mkdir()
-    check_data(recipe, Base(recipe.model)).write(Path(recipe.out, CHECKED_DATA))
-    try:
-        train(recipe)
-    finally:
-        report = json.loads(
-            Path(recipe.out, "training.json").read_text(), parse_constant=pytest.fail
-        )
-    return report
-
-
 def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_leaves_none(drawn, tmp_path):
     out = tmp_path / "out"
     recipe = drawn.override({"out": str(out), "trainer.learning_rate": 1e20})
     with pytest.raises(Diverged, match=r"3 steps in a row, 3 to 5 \(learning rate .* at step 3"):
-        run(recipe)
-    report = json.loads((out / "training.json").read_text())
+        train_here(recipe)
+    report = json.loads((out / "training.json").read_text(), parse_constant=pytest.fail)
     assert not report["finished"] and "training diverged" in report["error"]
     assert f"{out / 'checkpoint-2'}: to go on" in report["error"]
     assert [entry["loss"] for entry in report["history"][2:]] == ["nan"] * 3
@@ -226,7 +209,7 @@ def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(drawn, tmp_
 
     monkeypatch.setattr(DivergenceWatch, "on_step_end", break_one)
     with pytest.raises(Diverged, match=r"infinite, in 1 tensors: transformer.*lora_A.*no model"):
-        run(recipe)
+        train_here(recipe)
     assert not json.loads((out / "training.json").read_text())["finished"]
     assert not [*out.glob("*.safetensors")]
 
@@ -241,7 +224,7 @@ def test_a_base_with_one_nan_is_named_before_the_first_step(drawn, tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     recipe = drawn.override({"model": str(model), "out": str(tmp_path / "out")})
     with pytest.raises(Diverged, match=r"before the first step, in 1 tensors: .*layers\.1\.mlp"):
-        run(recipe)
+        train_here(recipe)
 
 
 def test_a_bad_step_within_the_limit_is_in_the_history_and_the_run_goes_on(
@@ -255,7 +238,7 @@ def test_a_bad_step_within_the_limit_is_in_the_history_and_the_run_goes_on(
         return see(self, torch.full_like(loss, INF) if len(seen) == 3 else loss, norm)
 
     monkeypatch.setattr(DivergenceWatch, "see", see_one_bad)
-    report = run(recipe)
+    report = train_here(recipe)
     assert report["finished"]
     losses = [entry["loss"] for entry in report["history"]]
     assert losses[2] == "inf" and all(0 < x < 10 for x in losses[:2] + losses[3:])

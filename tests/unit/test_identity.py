@@ -187,7 +187,7 @@ def test_what_changes_in_rows_is_said_with_their_lines():
         "rows: 3 there, 5 now; 0 are gone; 2 are new (lines 13, 14)"
     ]
     assert rows(*"aabc").changes_to(rows(*"abc")) == [
-        "rows: 4 there, 3 now; 1 are gone (line 10); 0 are new"
+        "rows: 4 there, 3 now; 1 are gone (line 11); 0 are new"
     ]
     (change,) = rows(*"abcdefgh").changes_to(rows(*"ABCDEFGH"))
     assert change == "rows: 8 there and now, 8 differ (lines 10, 11, 12, 13, 14, ...)"
