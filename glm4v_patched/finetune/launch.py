@@ -104,7 +104,7 @@ def _launch(
     processes, on_cpu = placement.processes, placement.on_cpu
     folder = Path(recipe.out)
     # What is to be removed is nothing to continue from.
-    checkpoint = None if remove else starting_point(recipe, base, processes, resume)
+    checkpoint = None if remove else starting_point(recipe, processes, resume, base)
     checked = check_data(recipe, base)
     if checkpoint is not None:
         rows = Rows(checked.row_digests, checked.row_lines)

@@ -64,8 +64,13 @@ CHECKED_DATA = "data.json"
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
 
 
-def starting_point(recipe: Recipe, base: Base, processes: int, resume: bool | Path) -> Path | None:
+def starting_point(
+    recipe: Recipe, processes: int, resume: bool | Path, base: Base | None = None
+) -> Path | None:
     """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
+
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
 
     Raises:
         ValueError: none can be chosen, or it is of a run with other settings or another model.
@@ -73,7 +78,8 @@ def starting_point(recipe: Recipe, base: Base, processes: int, resume: bool | Pa
     checkpoint = choose_checkpoint(Path(recipe.out), resume)
     if checkpoint is not None:
         settings = settings_of(recipe, processes)
-        require_same_settings(checkpoint, settings, identify(base), Recipe.defaults())
+        files = identify(base or base_of(recipe))
+        require_same_settings(checkpoint, settings, files, Recipe.defaults())
     return checkpoint
 
 
@@ -317,7 +323,7 @@ def train(
         logging_nan_inf_filter=False,
         seed=recipe.trainer.seed,
     )
-    starting_point(recipe, base, arguments.world_size, checkpoint or False)
+    starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = Rows(checked.row_digests, checked.row_lines)
     origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
     if checkpoint is not None:

@@ -1,6 +1,5 @@
 """A checkpoint counts only if it was written to its end and is still all there."""
 
-import hashlib
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manifests import rewrite_manifest
 from recipes import recipe
 from transformers import TrainerControl, TrainerState
 
@@ -231,16 +231,6 @@ def test_changed_rows_are_refused_or_accepted_and_said(tmp_path):
     ]
 
 
-def rewrite(checkpoint: Path, change) -> None:
-    """Change a manifest as one who knows its form does, digest and all."""
-    content = json.loads((checkpoint / MANIFEST).read_text())
-    change(content)
-    rest = {name: value for name, value in content.items() if name != "sha256"}
-    text = json.dumps(rest, sort_keys=True)
-    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (checkpoint / MANIFEST).write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize("name", ["../checkpoint-4/latest", "/etc/passwd", "a/../../b", ""])
 def test_a_manifest_that_lists_what_is_not_in_the_checkpoint_is_damaged(tmp_path, name):
     checkpoint = add_checkpoint(tmp_path, 4)
@@ -248,14 +238,14 @@ def test_a_manifest_that_lists_what_is_not_in_the_checkpoint_is_damaged(tmp_path
     def add(content: dict) -> None:
         content["files"][name] = content["files"]["latest"]
 
-    rewrite(checkpoint, add)
+    rewrite_manifest(checkpoint, add)
     (fault,) = find_faults(checkpoint)
     assert fault == f"complete.json is damaged: it lists {name!r}, which is not in it"
 
 
 def test_a_manifest_that_lists_nothing_or_is_a_folder_is_damaged(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
-    rewrite(checkpoint, lambda content: content["files"].clear())
+    rewrite_manifest(checkpoint, lambda content: content["files"].clear())
     assert "complete.json is damaged: files" in find_faults(checkpoint)[0]
     (checkpoint / MANIFEST).unlink()
     (checkpoint / MANIFEST).mkdir()

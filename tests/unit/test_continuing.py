@@ -13,7 +13,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.formats import read_conversations
 from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.identity import Rows, base_of
+from glm4v_patched.finetune.identity import Rows
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.trainer import build_model, check_data, starting_point
@@ -91,13 +91,13 @@ def test_adapters_that_lack_tensors_are_refused(trained, tmp_path):
 
 
 def test_another_base_under_a_checkpoint_of_adapters_is_refused(stopped):
-    assert starting_point(stopped, base_of(stopped), 1, True).name == "checkpoint-2"
+    assert starting_point(stopped, 1, True).name == "checkpoint-2"
     weights = Path(stopped.model, "model.safetensors")
     changed = load_file(weights)
     changed["transformer.embedding.word_embeddings.weight"] *= 1.5
     save_file(changed, weights, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
-        starting_point(stopped, base_of(stopped), 1, True)
+        starting_point(stopped, 1, True)
 
 
 def rows_now(recipe: Recipe) -> Rows:
