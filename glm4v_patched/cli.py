@@ -65,6 +65,17 @@ def _parser() -> argparse.ArgumentParser:
         "--resume-from", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint"
     )
 
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove what earlier runs wrote to the recipe's folder (out), and nothing else",
+    )
+    train.add_argument(
+        "--accept-changed-data",
+        action="store_true",
+        help="continue although rows or pictures have changed, and say which",
+    )
+
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_bench)
     add_bench_arguments(bench)
@@ -104,7 +115,13 @@ def _train(options: argparse.Namespace) -> int:
         return 1
     from .finetune.launch import launch
 
-    launch(recipe, placement, options.resume_from or options.resume)
+    launch(
+        recipe,
+        placement,
+        resume=options.resume_from or options.resume,
+        overwrite=options.overwrite,
+        accept_changed_data=options.accept_changed_data,
+    )
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
     return 0
 

@@ -170,6 +170,10 @@ class Recipe(_Section):
     engine: Engine = Engine()
     revision: Annotated[Text, _Expected("a branch, tag or commit")] | None = None
     """Of a model on the Hub."""
+    max_nonfinite_steps: AtLeastOne = 3
+    """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
+    may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
+    NaN, every later step is such a one."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "Recipe":
@@ -205,6 +209,11 @@ class Recipe(_Section):
             else:
                 values[name] = value
         return values
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Of the fields that a recipe may leave out, by dotted names."""
+        return {name: field.default for name, field in fields() if not field.is_required()}
 
     def write(self, path: Path) -> None:
         """As JSON, which is YAML, too."""

@@ -14,6 +14,7 @@ from tiny import golden_weights, tiny_model
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe, RecipeError
+from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.trainer import (
@@ -144,7 +145,8 @@ def test_a_run_with_other_settings_is_not_continued(tmp_path):
     same = {"data.train": str(tmp_path / "data"), "out": str(tmp_path / "out")}
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, settings_of(recipe(same), 2))
+    base = identify(base_of(recipe(same)))
+    write_manifest(checkpoint, Origin(settings_of(recipe(same), 2), base, Rows((), ())))
     assert starting_point(recipe(same), 2, resume=True) == checkpoint
     for change, told in [
         ({"trained": "lm"}, "trained: full there, lm now"),
