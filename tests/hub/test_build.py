@@ -464,14 +464,15 @@ def test_the_card_has_what_the_hub_files_a_model_by(built):
     assert "{{" not in body and "{%" not in body
 
 
-def test_figures_of_this_code_in_the_card_are_those_of_the_readme(built):
-    readme = (ROOT / "README.md").read_text()
+def test_figures_of_this_code_in_the_card_are_those_of_the_pages(built):
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
     _, body = card_of(built)
     ours = body[body.index("That the numbers") : body.index("## Use it")]
     figures = set(re.findall(r"\d+(?:[.,]\d+)+(?:e-\d+)?", ours))
     assert len(figures) >= 7
     for figure in figures:
-        assert figure in readme, figure
+        assert figure in text, figure
 
 
 def test_the_cards_memory_is_that_of_the_results(built):
