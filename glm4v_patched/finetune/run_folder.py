@@ -178,6 +178,9 @@ def require_usable(
                 "give it another folder (out), or move them away"
             )
         return []
+    if recorded is not None and not read_report(folder).get("finished"):
+        # What a run leaves that was stopped before it had anything to lose.
+        present = [name for name in present if name not in (*STATE, REPORT)]
     foreign = present if recorded is None else sorted({*present} - recorded)
     if present and not overwrite:
         raise ValueError(

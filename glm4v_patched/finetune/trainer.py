@@ -163,17 +163,17 @@ class RecipeTrainer(Trainer):
 
     Args:
         model: A glm-4v, or peft's around one.
-        watch: Is shown every loss; what it says of them is in the log.
+        max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        watch: DivergenceWatch,
         features: TowerFeatures | None = None,
+        max_nonfinite_steps: int = 3,
         **options,
     ):
-        self.watch = watch
+        self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -185,7 +185,7 @@ class RecipeTrainer(Trainer):
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
         super().__init__(model=model, **options)
-        self.add_callback(watch)
+        self.add_callback(self.watch)
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
@@ -333,11 +333,10 @@ def train(
         changes_of_data(checkpoint, rows, accept_changed_data)
     set_seed(recipe.trainer.seed)  # adapters are random
     model = build_model(chosen, base)
-    watch = DivergenceWatch(recipe.max_nonfinite_steps)
     trainer = RecipeTrainer(
         model,
-        watch,
         features=features_of(recipe, model),
+        max_nonfinite_steps=recipe.max_nonfinite_steps,
         args=arguments,
         train_dataset=conversations,
         data_collator=collator,
@@ -348,8 +347,8 @@ def train(
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        if watch.verdict is not None:
-            raise Diverged(watch.verdict)
+        if trainer.watch.verdict is not None:
+            raise Diverged(trainer.watch.verdict)
         if recipe.engine.zero_stage == 0:
             _round_trained(model, DTYPES[recipe.engine.precision])
         trainer.save_model()

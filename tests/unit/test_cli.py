@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from recipes import drawn_recipe
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.check import CheckedData
@@ -16,7 +17,8 @@ from glm4v_patched.data.collate import Size
 from glm4v_patched.finetune import launch, trainer
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.trainer import settings_of
+from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
+from glm4v_patched.finetune.trainer import check_data, settings_of
 from glm4v_patched.training.zero import path_of_processes, require_deepspeed
 
 
@@ -72,13 +74,18 @@ def test_ninja_of_an_environment_that_is_not_activated_is_found(tmp_path, monkey
     assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    return drawn_recipe(tmp_path_factory.mktemp("command_line"), {})
+
+
 @pytest.fixture
-def recipe(tmp_path, monkeypatch) -> dict:
+def recipe(tmp_path, monkeypatch, drawn) -> dict:
     """A recipe in ``recipe.json``, and no processes that it could be run on."""
     values = {
-        "model": "our-org/model",
+        "model": drawn.model,
         "out": str(tmp_path / "out"),
-        "data": {"train": str(tmp_path / "data.jsonl")},
+        "data": {"train": drawn.data.train},
         "trainer": {
             "max_steps": 10,
             "per_device_train_batch_size": 1,
@@ -87,7 +94,6 @@ def recipe(tmp_path, monkeypatch) -> dict:
         },
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
-    (tmp_path / "data.jsonl").write_text("a conversation\n")
     monkeypatch.setattr(launch, "require_deepspeed", lambda on_cpu: None)
     size = Size(positions=9, in_table=9, images=0, learned=2)
     checked = CheckedData(values["data"]["train"], "", None, (1,), ("digest",), (size,), (), 0)
@@ -101,8 +107,11 @@ def add_checkpoint(tmp_path, step: int, processes: int = 2) -> None:
     folder = tmp_path / "out" / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "latest").write_text("x")
-    settings = settings_of(Recipe.read(tmp_path / "recipe.json"), processes)
-    write_manifest(folder, settings)
+    mine = Recipe.read(tmp_path / "recipe.json")
+    checked = check_data(mine)
+    rows = Rows(checked.row_digests, checked.row_lines)
+    base = identify(base_of(mine))
+    write_manifest(folder, Origin(settings_of(mine, processes), base, rows))
 
 
 def run_train(tmp_path, *options: str) -> int:
@@ -126,7 +135,9 @@ def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
 ):
     add_checkpoint(tmp_path, 4)
     assert run_train(tmp_path) == 1
-    assert "holds checkpoint-4 of an earlier run; continue it (--resume)" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "holds checkpoint-4; give the new run another folder (out), or continue" in message
+    assert "(--resume)" in message
     assert not (tmp_path / "out" / "recipe.json").exists()
 
 

@@ -350,11 +350,11 @@ def test_a_model_comes_from_the_hub_at_its_revision(folder, tmp_path, monkeypatc
 def test_norms_are_taken_in_place_under_zero_3(folder, zero_stage, in_place):
     class Zero:
         def get_grad_norm_direct(self, gradients, parameters, norm_type=2):
-            return gradients
+            return torch.tensor(len(gradients))
 
     model = build_model(recipe({"model": str(folder), "engine.zero_stage": zero_stage}))
     zero = model.get_input_embeddings().weight._z3_optimizer = Zero()
     model(torch.tensor([[1, 2, 3]]))
     gradients = [torch.ones(3), torch.ones(1)]
     given = zero.get_grad_norm_direct(gradients, [None, None])
-    assert len(given) == (1 if in_place else 2)
+    assert given == (1 if in_place else 2)

@@ -88,6 +88,7 @@ def test_resuming_replaces_no_foreign_model(tmp_path, names):
 )
 def test_a_finished_run_goes_only_when_asked_and_with_it_nothing_else(tmp_path, names, said):
     out = ended_run(tmp_path / "out", names)
+    (out / "training.json").write_text('{"finished": true}')
     files(out, "notes.txt", "loss.png")
     files(out / "checkpoint-x", "mine.txt")
     with pytest.raises(ValueError, match=rf"{said}.*\(--overwrite\)"):
@@ -109,6 +110,16 @@ def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):
     assert usable(out, resume=True) == []
     begin(out, usable(out, overwrite=True))
     assert {*contents(out)} == {RECORD}
+
+
+def test_a_run_that_was_stopped_before_it_had_a_checkpoint_is_in_nobody_s_way(tmp_path):
+    out = files(tmp_path / "out")
+    begin(out, usable(out))
+    files(out, "recipe.json", "data.json")
+    (out / "training.json").write_text('{"finished": false, "error": "training diverged"}')
+    assert usable(out) == []
+    begin(out, [])
+    assert not (out / "training.json").exists()
 
 
 def test_a_file_that_came_after_the_end_of_a_run_is_not_the_run_s(tmp_path):
