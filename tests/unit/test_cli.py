@@ -12,9 +12,7 @@ import pytest
 from recipes import drawn_recipe
 
 from glm4v_patched.cli import main
-from glm4v_patched.data.check import CheckedData
-from glm4v_patched.data.collate import Size
-from glm4v_patched.finetune import launch, trainer
+from glm4v_patched.finetune import launch
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
@@ -95,9 +93,6 @@ def recipe(tmp_path, monkeypatch, drawn) -> dict:
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
     monkeypatch.setattr(launch, "require_deepspeed", lambda on_cpu: None)
-    size = Size(positions=9, in_table=9, images=0, learned=2)
-    checked = CheckedData(values["data"]["train"], "", None, (1,), ("digest",), (size,), (), 0)
-    monkeypatch.setattr(trainer, "check_data", lambda *of: checked)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("processes were started"))
     return values
