@@ -6,25 +6,13 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
+from .recognition import is_glm4v
 from .remote.processing_chatglm import DOWNLOAD_OPTIONS
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 IMAGE_PROCESSOR_CONFIG = "preprocessor_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-def is_glm4v(config: dict) -> bool:
-    """True for the contents of a glm-4v's ``config.json``.
-
-    The model type is shared with chatglm2, chatglm3 and the text models of GLM-4, which have no
-    vision part, and with cogagent-9b, which has one but another rotary embedding.
-    """
-    return (
-        config.get("model_type") == "chatglm"
-        and isinstance(config.get("vision_config"), dict)
-        and config.get("original_rope", True) is True
-    )
 
 
 class Repository:
