@@ -236,6 +236,11 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path
     assert not (tmp_path / "new").exists()
 
 
+def test_keys_that_are_there_twice_are_told_by_the_command_line(asked):
+    asked.write_text(asked.read_text() + "out: other\n")
+    assert told(asked) == ["out is there twice, in lines 2 and 12"]
+
+
 @pytest.mark.parametrize("arguments", [["--procesess", "1"], ["x", "--foo"]])
 def test_an_option_that_is_not_known_is_refused(asked, arguments, capsys):
     with pytest.raises(SystemExit):
