@@ -122,7 +122,9 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     }
     for name, fault_of in checks.items():
         value = known.get(name)
-        text = fault_of(value) if isinstance(value, str) else None
+        if not isinstance(value, str):
+            continue  # false or none; or it cannot be, which is told
+        text = fault_of(value)
         if name == "out":
             text = text or _fault_of_space(known)
         if text:
