@@ -30,6 +30,7 @@ from publishable import (
 from safetensors.torch import load_file, save_file
 from tiny import golden_json, grown_image, pictures, text, tiny_model
 
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from hub_upload.build import AUTO_MAPS, MANIFEST, build, differences, read_source
 from hub_upload.faults import Failure
@@ -549,14 +550,19 @@ def test_the_cards_code_trains_on_two_processes(built, tmp_path, monkeypatch):
     assert len(learned) == 4  # two layers of each tower
 
 
+def test_the_cards_recipe_can_be_read(built, tmp_path):
+    (recipe,) = re.findall(r"```yaml\n(.*?)\n```", card_of(built)[1], re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert Recipe.read(tmp_path / "recipe.yaml").model == NAME
+    assert len(recipe.splitlines()) <= 10
+
+
 @pytest.mark.slow
 def test_the_cards_recipe_trains_on_two_processes_from_the_hub(built, tmp_path):
     """As written, but for its steps; and what is saved loads as the card says."""
     _, body = card_of(built)
-    recipe, line = re.findall(r"```json\n(.*?)\n```", body, re.DOTALL)
-    assert len(recipe.splitlines()) <= 10
-    assert json.loads(recipe)["model"] == NAME
-    (tmp_path / "recipe.json").write_text(recipe.replace('"steps": 500', '"steps": 4'))
+    recipe, line = re.findall(r"```(?:yaml|json)\n(.*?)\n```", body, re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
     (tmp_path / "train.jsonl").write_text(f"{line}\n" * 16)
     use = code_blocks(built, tmp_path)[0]
     use = use.replace(f'"{built}", None', f'"{NAME}", "v0.1.0"')
@@ -575,6 +581,7 @@ def test_the_cards_recipe_trains_on_two_processes_from_the_hub(built, tmp_path):
         online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
         environment = where(tmp_path) | online | hub.environment
         train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]
+        train += ["trainer.max_steps=4", "--device", "cpu"]
         ended = run_in(tmp_path, train, environment)
         assert ended.status == 0, ended.output[-6000:]
         ended = run_in(tmp_path, [sys.executable, "loads.py"], environment)
