@@ -122,9 +122,14 @@ def read_manifest(content: bytes, name: str = MANIFEST) -> dict:
         for field in fields:
             require(field in values, f"has no {field}{where}")
 
-    require_fields(manifest, ("version", "upstream_revision", "code", "weights", "files"), "")
+    fields = ("version", "upstream_revision", "code", "weights", "files")
+    require_fields(manifest, fields, "")
+    unknown = manifest.keys() - {*fields, "fine_tune"}
+    require(not unknown, f"has {sorted(unknown)[:3]}, which are unknown")
     weights = manifest["weights"]
     require_fields(weights, ("repository", "revision", "files"), " under weights")
+    upstream = manifest["upstream_revision"]
+    require(upstream == weights["revision"], f"has the upstream_revision {upstream!r}")
     version = manifest["version"]
     numbered = isinstance(version, str) and re.fullmatch(r"\d+(\.\d+){2}[\w.+-]*", version, re.A)
     require(numbered, f"has the version {version!r}, expected one such as 0.1.0")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import local_hub
 import pytest
 from fake_build import (
     CARD,
@@ -732,6 +733,114 @@ def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, build, tmp_pat
     assert not writes(hub)
     assert finish(command(hub, build, tmp_path, "--push"))[0] == 0
     assert published(hub)
+
+
+def test_code_beside_shards_without_their_index_is_refused(
+    hub, run, build, tmp_path, of_this_clone
+):
+    assert run(build, "--push")[0] == 0
+    HfApi(token=hub.token).delete_file(INDEX, REPO)
+    newer = of_this_clone(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1")
+    status, output = run(newer, "--code-only", "--push")
+    assert status == 1 and "publish without --code-only" in output
+    assert set(hub.repositories[REPO].tags) == {"v0.1.0"}
+    assert run(newer, "--push")[0] == 0
+    assert INDEX in hub.repositories[REPO].files
+
+
+# What is read is what is sent
+
+
+@pytest.mark.parametrize("name", ["modeling_chatglm.py", "config.json", "README.md", MANIFEST])
+@pytest.mark.parametrize("at", ["/api/models/", "/repos/create", "/preupload/", "/commit/"])
+def test_a_small_file_that_changes_meanwhile_is_sent_as_it_was_checked(hub, run, build, name, at):
+    content = (build / name).read_bytes()
+
+    def exchange():
+        (build / name).write_bytes(b"x" * len(content))
+
+    hub.fail("*", at, call=exchange)
+    assert run(build, "--push")[0] == 0
+    assert (build / name).read_bytes() != content
+    assert hub.repositories[REPO].files[name].content == content
+    assert set(hub.repositories[REPO].tags) == {"v0.1.0"}
+
+
+def test_weights_that_change_while_they_are_sent_are_not_committed(hub, run, build, monkeypatch):
+    """On a server that takes what it is sent for what it was told."""
+    shard = build / sorted(SMALL_SHARDS)[0]
+    content = shard.read_bytes()
+
+    def upload(handler, repo, oid):
+        handler.hub.repositories[repo].objects[oid] = handler.body
+        return {}
+
+    monkeypatch.setattr(local_hub._Handler, "lfs_upload", upload)
+    hub.fail("POST", "/objects/batch", call=lambda: shard.write_bytes(b"x" * len(content)))
+    status, output = run(build, "--push")
+    assert status == 1 and f"{shard.name} changed while it was sent: nothing was" in output
+    assert len(hub.repositories[REPO].commits) == 1 and not hub.repositories[REPO].tags
+
+
+LINKED = ["LICENSE", "README.md", "model-00001-of-00003.safetensors", "notes.txt", "folder"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_out_of_the_folder_is_not_published(hub, run, build, tmp_path, name):
+    secret = tmp_path / "id_rsa"
+    if name == "folder":
+        secret.mkdir()
+        (secret / "key").write_bytes(b"BEGIN PRIVATE KEY")
+    else:
+        path = build / name
+        # Even with what the manifest lists: it may be another thing at the next reading.
+        secret.write_bytes(path.read_bytes() if path.exists() else b"BEGIN PRIVATE KEY")
+        path.unlink(missing_ok=True)
+    (build / name).symlink_to(secret)
+    status, output = run(build, "--push")
+    assert status == 1 and str(build / name) in output and str(secret) in output
+    assert "is not followed" in output and not hub.requests
+
+
+def test_what_verify_would_refuse_is_not_sent(hub, run, tmp_path):
+    """Also where the manifest agrees; and what differs from this clone is not published by it."""
+    build = write_build(tmp_path / "a", SMALL_SHARDS, local=True, code=NEWER)
+    status, output = run(build, "--push")
+    assert status == 1 and "does not pass `python -m hub_upload verify`: code: 1 of" in output
+    shards = {"model.safetensors": b"no safetensors"}
+    status, output = run(write_build(tmp_path / "b", shards, local=True), "--push")
+    assert status == 1 and "weight files: model.safetensors: " in output
+    card = CARD.replace("# card", "# card\n\nNothing was finetuned.").encode()
+    build = write_build(tmp_path / "c", SMALL_SHARDS, local=True, card=card)
+    status, output = run(build)
+    assert status == 1 and "card: it says 'Nothing was finetuned'" in output
+    assert not hub.requests
+
+
+def test_control_characters_of_names_are_shown_as_escapes(hub, run, build):
+    odd = "a\x1b[2J\u202etxt\nTagged v9"
+    hub.add_repository(REPO, {odd: b"theirs"})
+    for arguments in ([], ["--allow-foreign"]):
+        status, output = run(build, *arguments)
+        assert status == (0 if arguments else 1)
+        assert r"a\x1b[2J\u202etxt" in output
+        assert "\x1b" not in output and "\u202e" not in output
+        assert not [line for line in output.splitlines() if line.startswith("Tagged")]
+
+
+def test_a_commit_between_ours_and_the_tag_is_not_tagged(hub, run, build):
+    repository = hub.add_repository(REPO)
+    ours = []
+
+    def commit():
+        ours.append(repository.head)
+        repository.add_commit("refs/heads/main", {"theirs.txt": b"theirs"}, "somebody else")
+
+    hub.fail("POST", "/tag/", call=commit)
+    assert run(build, "--push")[0] == 0
+    assert repository.tags == {"v0.1.0": ours[0]} and repository.head != ours[0]
+    files = repository.commit_of("v0.1.0").files
+    assert files["modeling_chatglm.py"].content == CODE["modeling_chatglm.py"]
 
 
 def test_code_beside_weights_that_are_not_whole_is_refused(
