@@ -6,7 +6,8 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import constants, get_session, hf_hub_url
+from huggingface_hub.utils import build_hf_headers
 from transformers.utils import cached_file
 
 from .remote.processing_chatglm import DOWNLOAD_OPTIONS
@@ -62,7 +63,8 @@ class Repository:
         url = hf_hub_url(str(self.name_or_path), CONFIG, revision=self._options.get("revision"))
         seconds = constants.HF_HUB_ETAG_TIMEOUT
         try:
-            get_hf_file_metadata(url, token=self._options.get("token"), timeout=seconds)
+            headers = build_hf_headers(token=self._options.get("token"))
+            get_session().head(url, headers=headers, timeout=seconds)
         except Exception as error:  # whatever else it is, who needs the file will tell
             # requests, httpx and httpx2 have no base in common, but these names.
             if type(error).__name__.endswith("Timeout"):

@@ -117,17 +117,20 @@ def read_manifest(content: bytes, name: str = MANIFEST) -> dict:
         if not condition:
             raise ValueError(f"{name} {message}: it is none that `hub_upload build` wrote")
 
-    def require_fields(values: object, fields: tuple[str, ...], where: str) -> None:
-        require(isinstance(values, dict), f"has {type(values).__name__}{where}")
-        for field in fields:
-            require(field in values, f"has no {field}{where}")
+    def require_object(values: object, where: str) -> None:
+        require(isinstance(values, dict), f"has a {type(values).__name__} as {where}")
 
-    fields = ("version", "upstream_revision", "code", "weights", "files")
-    require_fields(manifest, fields, "")
-    unknown = manifest.keys() - {*fields, "fine_tune"}
-    require(not unknown, f"has {sorted(unknown)[:3]}, which are unknown")
+    def require_fields(values: object, fields: set[str], where: str) -> None:
+        require_object(values, where)
+        missing, unknown = sorted(fields - values.keys()), sorted(values.keys() - fields)
+        require(not missing, f"has no {', '.join(missing)} in {where}")
+        require(not unknown, f"has {unknown[:3]} in {where}, which are unknown")
+
+    fields = {"version", "upstream_revision", "code", "weights", "files"}
+    # Builds of before fine-tunes had cards of their own lack this one.
+    require_fields(manifest, fields | {"fine_tune"} & manifest.keys(), "it")
     weights = manifest["weights"]
-    require_fields(weights, ("repository", "revision", "files"), " under weights")
+    require_fields(weights, {"repository", "revision", "files"}, "weights")
     upstream = manifest["upstream_revision"]
     require(upstream == weights["revision"], f"has the upstream_revision {upstream!r}")
     version = manifest["version"]
@@ -135,15 +138,15 @@ def read_manifest(content: bytes, name: str = MANIFEST) -> dict:
     require(numbered, f"has the version {version!r}, expected one such as 0.1.0")
     listed = {"code": r"[A-Za-z_]\w*\.py", "files": _FLAT_NAME}
     for field, pattern in listed.items():
-        require_fields(manifest[field], (), f" as {field}")
+        require_object(manifest[field], field)
         for file, digest in manifest[field].items():
             require(re.fullmatch(pattern, file, re.A), f"lists {file!r} under {field}")
             _require_sha256(require, file, digest)
     require(manifest["code"], "lists no code")
-    require_fields(weights["files"], (), " as files of weights")
+    require_object(weights["files"], "files of weights")
     for file, values in weights["files"].items():
         require(_is_shard(file), f"lists {file!r} as weights")
-        require_fields(values, ("size", "sha256"), f" for {file}")
+        require_fields(values, {"size", "sha256"}, file)
         sized = type(values["size"]) is int and values["size"] >= 0
         require(sized, f"has the size {values['size']!r} for {file}")
         _require_sha256(require, file, values["sha256"])
@@ -160,7 +163,7 @@ def read_manifest(content: bytes, name: str = MANIFEST) -> dict:
     )
     given = manifest.get("fine_tune")
     if given is not None:
-        require_fields(given, ("base", "trained"), " under fine_tune")
+        require_fields(given, {"base", "trained"}, "fine_tune")
         told = all(isinstance(given[part], str) for part in ("base", "trained"))
         require(told and re.fullmatch(ID, given["base"], re.A), f"has the fine_tune {given!r}")
     return manifest

@@ -608,6 +608,8 @@ def _ask_a_stranger(target: Target, checks: Checks, home: Path, say: Callable[[s
         snapshot = _snapshot(target, home)
     except Failure as failure:  # weights that the Hub does not give
         checks.add(Check(NAMES[0], FAILED, str(failure)))
+        for name in NAMES[1:]:
+            checks.add(Check(name, SKIPPED, f"cannot be checked without: {NAMES[0]}"))
         return
     request, results = home / "request.json", home / "results.jsonl"
     tensors = {k: shape for part in target.tensors.values() for k, (_, shape) in part.items()}

@@ -313,7 +313,7 @@ def test_an_earlier_build_is_replaced_whole(original, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("notes.txt", "no CODE_MANIFEST.json of an earlier build"), (MANIFEST, "has no version")],
+    [("notes.txt", "no CODE_MANIFEST.json of an earlier build"), (MANIFEST, "has no code, files")],
 )
 def test_a_folder_that_is_no_build_is_refused_and_left(name, message, original, tmp_path):
     (tmp_path / "out").mkdir()

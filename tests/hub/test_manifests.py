@@ -20,7 +20,7 @@ from hub_upload.verify import Target, check_files, read_folder
 HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 OPTIONS = {"deadline": None, "derandomize": True, "suppress_health_check": HEALTH}
 few = settings(max_examples=40, **OPTIONS)
-many = settings(max_examples=5000, **OPTIONS)
+many = settings(max_examples=1000, **OPTIONS)
 
 LEAVES = st.one_of(
     st.none(),
@@ -84,11 +84,20 @@ def sound(tmp_path_factory) -> Path:
     return write_build(tmp_path_factory.mktemp("sound") / "build", SMALL_SHARDS, local=True)
 
 
-def says_the_same(content: bytes, sound: dict) -> bool:
-    """Whether it lists the same files with the same hashes, from the same place."""
-    values = json.loads(content)
+def says_the_same(content: bytes, sound: dict, hashes_of_weights: bool = True) -> bool:
+    """Whether it lists the same files with the same hashes, from the same place.
+
+    The card's hash may be another: people edit it. Those of weights are compared by verify where it
+    is asked to, and by publish when it has read them to send them.
+    """
+    pair = [json.loads(content), copy.deepcopy(sound)]
+    for values in pair:
+        values["files"]["README.md"] = "any"
+        if not hashes_of_weights:
+            for file in values["weights"]["files"].values():
+                file["sha256"] = "any"
     fields = ("code", "files", "weights", "upstream_revision")
-    return all(values[name] == sound[name] for name in fields)
+    return all(pair[0][name] == pair[1][name] for name in fields)
 
 
 def everybody_refuses_what_is_damaged(folder: Path, target: Target, data) -> None:
@@ -108,7 +117,7 @@ def everybody_refuses_what_is_damaged(folder: Path, target: Target, data) -> Non
     except Failure as failure:
         assert "\n" not in str(failure)
     else:
-        assert says_the_same(content, original)
+        assert says_the_same(content, original, hashes_of_weights=False), content
     try:
         names, weights = publishing._files_of(content)
     except Failure:
