@@ -23,7 +23,8 @@ def test_demo_trains_on_two_processes_and_a_stranger_judges_it(tmp_path, capsys)
     assert not after["skip_logits"]
     # What the demo says it does must not depend on the memory of a GPU.
     recipe = json.loads((tmp_path / "trained" / "recipe.json").read_text())
-    assert recipe["tower"] == recipe["language"] == "full" and recipe["offload"] is False
+    engine = recipe["engine"]
+    assert engine["tower"] == engine["language"] == "full" and engine["offload"] is False
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["world_size"] == 2
     assert metrics["zero_stage"] == 3
