@@ -42,6 +42,9 @@ def check_transformers(version: str) -> None:
 
 check_transformers(transformers.__version__)
 
+# <|begin_of_video|> of glm-4v-9b: processing_chatglm.py says why.
+IMAGE_TOKEN_ID = 151341
+
 # What a saved model tells transformers to load, whatever was in the config it came from.
 AUTO_MAP = {
     "AutoConfig": "configuration_chatglm.ChatGLMConfig",
@@ -133,6 +136,9 @@ class ChatGLMConfig(PretrainedConfig):
             ``logits`` is then ``None``. Off by default because callers may read the logits.
         loss_chunk_size: Supervised positions a chunk when ``skip_logits`` is on.
         initializer_range: Standard deviation of new weights.
+        image_token_id: What fills an image's positions in the rows of our processor, for trainers
+            that count them; the model reads any id there. ``None`` for a vocabulary too small for
+            glm-4v-9b's.
 
     Raises:
         ValueError: a field at a value that this code does not compute.
@@ -182,6 +188,9 @@ class ChatGLMConfig(PretrainedConfig):
         boi_token_id=151339,
         eoi_token_id=151340,
         vision_config=None,
+        image_token_id=None,
+        bos_token_id=None,
+        pre_seq_len=None,
         initializer_range=0.02,
         rope_in_fp32=False,
         skip_logits=False,
@@ -215,6 +224,10 @@ class ChatGLMConfig(PretrainedConfig):
         self.use_cache = use_cache
         self.boi_token_id = boi_token_id
         self.eoi_token_id = eoi_token_id
+        if image_token_id is None and padded_vocab_size > IMAGE_TOKEN_ID:
+            image_token_id = IMAGE_TOKEN_ID
+        self.image_token_id = image_token_id
+        self.pre_seq_len = pre_seq_len
         self.initializer_range = initializer_range
         self.rope_in_fp32 = rope_in_fp32
         self.skip_logits = skip_logits
@@ -224,12 +237,14 @@ class ChatGLMConfig(PretrainedConfig):
         self._refuse_unsupported(tie_word_embeddings)
         kwargs["auto_map"] = _auto_map(kwargs.get("auto_map"))
         super().__init__(
+            bos_token_id=bos_token_id,
             pad_token_id=pad_token_id,
             eos_token_id=list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id,
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
         # transformers 5 no longer keeps these on every config; ours are part of the format.
+        self.bos_token_id = bos_token_id
         self.pad_token_id = pad_token_id
         self.eos_token_id = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
         self.tie_word_embeddings = tie_word_embeddings
@@ -265,8 +280,25 @@ class ChatGLMConfig(PretrainedConfig):
         return own
 
     def to_dict(self) -> dict:
-        """As usual; what is saved has the code beside it, wherever this one's came from."""
-        return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
+        """As usual; what is saved has the code beside it, wherever this one's came from.
+
+        peft looks here, and not at the attributes, for the number of key-value heads.
+        """
+        heads = {"num_key_value_heads": self.multi_query_group_num}
+        return super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
+
+    def to_diff_dict(self) -> dict:
+        """What is saved: without what follows from the published fields, as other readers know
+        the file."""
+        values = super().to_diff_dict()
+        values.pop("num_key_value_heads", None)
+        absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
+        if self.padded_vocab_size <= IMAGE_TOKEN_ID:
+            absent["image_token_id"] = None
+        for name, value in absent.items():
+            if name in values and values[name] == value:
+                del values[name]
+        return values
 
     @property
     def vision(self) -> EVA2CLIPVisionConfig:
@@ -282,6 +314,7 @@ class ChatGLMConfig(PretrainedConfig):
             "apply_residual_connection_post_layernorm": False,
             "fp32_residual_connection": False,
             "hidden_dropout": 0.0,
+            "pre_seq_len": None,
         }
         for name, value in only.items():
             if getattr(self, name) != value:

@@ -17,6 +17,7 @@ from glm4v_patched.remote.configuration_chatglm import (
     ChatGLMConfig,
     check_transformers,
 )
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +47,33 @@ def test_transformers_names_read_and_write_the_published_fields():
     assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (16, 2, 128)
     config.vocab_size = 520
     assert config.padded_vocab_size == 520
+
+
+def test_names_that_others_look_for_are_there_and_the_file_is_as_it_was(tmp_path):
+    config = ChatGLMConfig()
+    assert config.image_token_id == 151341 and config.to_dict()["image_token_id"] == 151341
+    assert config.num_key_value_heads == config.to_dict()["num_key_value_heads"] == 2
+    assert config.bos_token_id is None and config.pre_seq_len is None
+    assert {"bos_token_id", "pre_seq_len"} <= config.to_dict().keys()
+    assert tiny_config().image_token_id is None, "151341 is no id of 512"
+    assert ChatGLMConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+    def saved(changed: ChatGLMConfig) -> dict:
+        changed.save_pretrained(tmp_path)
+        again = ChatGLMConfig.from_pretrained(tmp_path)
+        for name in ("image_token_id", "num_key_value_heads", "bos_token_id", "pre_seq_len"):
+            assert getattr(again, name) == getattr(changed, name), name
+        return json.loads((tmp_path / "config.json").read_text())
+
+    new = {"image_token_id", "num_key_value_heads", "bos_token_id", "pre_seq_len"}
+    assert not new & saved(config).keys()
+    assert not new & saved(tiny_config()).keys()
+    assert saved(tiny_config(image_token_id=499, num_key_value_heads=4))["image_token_id"] == 499
+
+
+def test_the_image_token_is_the_processors(real_dir):
+    processor = ChatGLMProcessor.from_pretrained(real_dir)
+    assert ChatGLMConfig().image_token_id == processor.image_token_id
 
 
 def test_published_fields_survive_saving(tmp_path):
