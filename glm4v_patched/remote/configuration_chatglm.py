@@ -268,9 +268,7 @@ class ChatGLMConfig(PretrainedConfig):
                 f"{values.get('model_type')!r} and vision_config {values.get('vision_config')!r}: "
                 "give the config of a glm-4v, of model_type 'chatglm' and with a vision_config"
             )
-        # Theirs may hold a number under both names.
-        twice = [name for name, ours in cls.attribute_map.items() if ours in values]
-        own = cls.from_dict({name: values[name] for name in values if name not in twice})
+        own = cls.from_dict(values)
         for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
             if name in vars(config):  # to_dict flattens the first, and drops the others
                 setattr(own, name, getattr(config, name))
