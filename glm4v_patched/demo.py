@@ -123,7 +123,8 @@ def _run(
         engine=Engine(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            per_device_train_batch_size=MICRO_BATCH,
+            # A single process has the samples of two: with half of them 300 steps do not suffice.
+            per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
         ),
