@@ -463,9 +463,11 @@ def test_a_damaged_memory_is_begun_anew(tmp_path, run, decoded, any_age, damage,
     memory = tmp_path / "memory" / "m.sqlite"
     content = memory.read_bytes()
     if damage == "value":
-        assert content.count(first.row_digests[0].encode()) == 0
+        # The letters of a picture's digest: its size and times still fit.
         with sqlite3.connect(memory) as connection:
-            connection.execute("UPDATE entries SET value = replace(value, '0', '1')")
+            connection.execute(
+                "UPDATE entries SET value = replace(replace(value, 'a', 'b'), 'c', 'd')"
+            )
         connection.close()
     else:
         half = len(content) // 2
