@@ -123,7 +123,8 @@ def _run(
         engine=Engine(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            per_device_train_batch_size=MICRO_BATCH,
+            # A single process has the samples of two: with half of them 300 steps do not suffice.
+            per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
         ),
@@ -191,9 +192,9 @@ def _prepare_data(
     if data is None:
         drawn = out / "data"
         conversations = draw_data_set(drawn / "train", NUM_TRAIN, SEED, IMAGE_SIDE)
-        write_conversations(drawn / "train.jsonl", conversations)
+        write_conversations(drawn / "train.jsonl", conversations, overwrite=True)
         held_out = draw_data_set(drawn / "held_out", NUM_HELD_OUT, SEED + 1, IMAGE_SIDE)
-        write_conversations(drawn / "held_out.jsonl", held_out)
+        write_conversations(drawn / "held_out.jsonl", held_out, overwrite=True)
         return drawn / "train.jsonl", read_conversations(drawn / "held_out.jsonl")
     random.Random(SEED).shuffle(conversations)
     number = max(len(conversations) // 10, 1)

@@ -29,6 +29,8 @@ RULES = 1
 """Raised with every change after which what was good may no longer be."""
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
+# So much of the work is not lost if it is stopped.
+KEPT_AT_ONCE = 1000
 # Rendered in as many seconds as a process takes to start, which imports torch.
 ROWS_A_PROCESS = 10_000
 # A file that changes twice within a tick of its file system's clock has one time for both.
@@ -168,24 +170,19 @@ def check_file(
     for row, size in zip(rows, sizes, strict=True):
         fault = _fault_of_pictures(row, pictures)
         if fault is None:
-            fault = (
-                size if isinstance(size, str) else _fault_of_size(row, size, max_positions, pack_to)
-            )
+            fault = _fault_of_size(row, size, max_positions, pack_to)
         if fault is None:
             kept.append((row, size))
         else:
             faults.append(Fault(row.line, fault))
     faults.sort()
-    if faults and (on_bad == "fail" or not kept):
-        cure = "mend them"
-        if kept:
-            cure += ', or leave them out ("on_bad": "skip" of a recipe\'s data)'
-        raise ValueError(f"{describe_faults(path, faults, len(kept) + len(faults))}\n{cure}")
     if faults:
-        print(
-            f"{describe_faults(path, faults, len(kept) + len(faults))}\nthey are left out",
-            flush=True,
-        )
+        told = describe_faults(path, faults, len(kept) + len(faults))
+        if not kept:
+            raise ValueError(f"{told}\nmend them")
+        if on_bad == "fail":
+            raise ValueError(f"{told}\nmend them, or leave them out (data.on_bad: skip)")
+        print(f"{told}\nthey are left out", flush=True)
     shown = dict.fromkeys(picture for row, _ in kept for picture in row.pictures)
     return CheckedData(
         path=os.path.abspath(path),
@@ -232,6 +229,7 @@ def _check_pictures(rows: list[Row], memory: Memory) -> dict[str, Facts]:
         else:
             new[path] = max(stamp[0], 0)
     processes = _processes(len(new), sum(new.values()))
+    sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
     learned: dict[str, Any] = {}
     with (
         closing(look_at_all([*new], processes)) as answers,
@@ -240,9 +238,11 @@ def _check_pictures(rows: list[Row], memory: Memory) -> dict[str, Facts]:
         for path, facts in zip(new, answers, strict=True):
             bar.update()
             found[path] = facts
-            changed = max(facts.mtime_ns, facts.ctime_ns)
-            if facts.fault is None and changed < time.time_ns() - NANOSECONDS_UNTIL_SURE:
+            if facts.fault is None and max(facts.mtime_ns, facts.ctime_ns) < sure_before:
                 learned[keys[path]] = facts[:4]
+            if len(learned) == KEPT_AT_ONCE:
+                memory.put(learned)
+                learned = {}
     memory.put(learned)
     return found
 

@@ -31,7 +31,9 @@ KEYS = ("role", "content", "image", "metadata", "tools")
 MOST_FAULTS_LISTED = 20
 
 # How other trainers' files write the place of a picture in a text.
-PLACE = re.compile(r"<\|?(?:begin_of_|end_of_)?image(?:_?\d+)?\|?>", re.IGNORECASE)
+PLACE = re.compile(
+    r"<\|?(?:begin_of_|end_of_)?image(?:here|_?pad|[_:-]?\d+)?\|?>|<img>[^<]*</img>", re.IGNORECASE
+)
 PLACE_AT_AN_END = re.compile(r"\A\s*<image>\s*|\s*<image>\s*\Z", re.IGNORECASE)
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
 URL = re.compile(r"data:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)

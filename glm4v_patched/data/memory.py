@@ -21,23 +21,32 @@ KEYS_AT_ONCE = 500  # SQLite takes 999 in a query
 logger = logging.getLogger(__name__)
 
 
-def default_path() -> Path:
-    """In ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+def default_path() -> Path | None:
+    """In ``$XDG_CACHE_HOME``, or ``~/.cache``; None for who has no home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path is to be ignored, as that standard says.
-    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    if os.path.isabs(given):
+        root = Path(given)
+    else:
+        try:
+            root = Path.home() / ".cache"
+        except RuntimeError:
+            return None
     return root / "glm4v-patched" / f"checked-data-{VERSION}.sqlite"
 
 
 class Memory:
     """JSON values by keys, in a SQLite file, which several processes may use at once.
 
-    A value whose digest does not fit is not there. After an error of the file system, nothing is.
+    A value whose digest does not fit is not there. Without a path, or after an error of the file
+    system, nothing is.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None):
         self.path = path
         self.connection: sqlite3.Connection | None = None
+        if path is None:
+            return
         try:
             try:
                 self._open()

@@ -251,7 +251,7 @@ def check_values(values: Any) -> Checked:
         return Checked(None, [Fault("", text)], {})
     recipe, faults = None, []
     try:
-        recipe = Recipe.model_validate(values)
+        recipe = Recipe.model_validate(dict(values))
     except ValidationError as error:
         faults = list(_faults_of(error))
     wrong = {fault.name for fault in faults}
@@ -260,7 +260,9 @@ def check_values(values: Any) -> Checked:
         value = _given(values, name, field)
         if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
             known[name] = value
-    return Checked(recipe, faults + conflicts(known), known)
+    faults += conflicts(known)
+    assert (recipe is None) == bool(faults)
+    return Checked(recipe, faults, known)
 
 
 def located(document: Document, faults: Sequence[Fault]) -> RecipeError:

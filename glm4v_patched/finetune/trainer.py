@@ -21,9 +21,9 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..data.check import CheckedData, check_file
-from ..data.collate import ConversationCollator
+from ..data.collate import ConversationCollator, Size
 from ..data.feature_cache import TowerFeatures
-from ..data.packing import PackingCollator, pack_conversations
+from ..data.packing import PackingCollator, share_out
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -297,10 +297,13 @@ def train(
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
     conversations, collator = checked.conversations(), ConversationCollator(processor)
+    sizes = [[size] for size in checked.row_sizes]
     if recipe.data.pack_to is not None:
-        conversations = pack_conversations(conversations, processor, recipe.data.pack_to)
+        shares = share_out([size.positions for size in checked.row_sizes], recipe.data.pack_to)
+        conversations = [[conversations[number] for number in share] for share in shares]
+        sizes = [[checked.row_sizes[number] for number in share] for share in shares]
         collator = PackingCollator(processor)
-    chosen, kept_gathered = _for_this_machine(recipe, base, conversations, processor)
+    chosen, kept_gathered = _for_this_machine(recipe, base, sizes)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
         output_dir=recipe.out,
@@ -384,10 +387,8 @@ def _write_report(trainer: Trainer, error: str | None) -> None:
     Path(trainer.args.output_dir, REPORT).write_text(text)
 
 
-def _for_this_machine(
-    recipe: Recipe, base: Base, rows: list, processor: ChatGLMProcessor
-) -> tuple[Recipe, float]:
-    """:meth:`choose_by_memory` for these rows; all processes come to the same."""
+def _for_this_machine(recipe: Recipe, base: Base, rows: list[list[Size]]) -> tuple[Recipe, float]:
+    """:meth:`choose_by_memory` for rows of such sizes; all processes come to the same."""
     if "auto" not in (recipe.engine.tower, recipe.engine.language, recipe.engine.offload):
         return recipe, 1e9
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
@@ -399,7 +400,7 @@ def _for_this_machine(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         deepspeed.init_distributed()
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    longest = longest_row(rows, processor)
+    longest = longest_row(rows)
     chosen, gathered = choose_by_memory(recipe, config, *longest, processes, free_memory())
     if int(os.environ.get("RANK", 0)) == 0:
         made = chosen.engine
@@ -408,16 +409,14 @@ def _for_this_machine(
     return chosen, gathered
 
 
-def longest_row(rows: list, processor: ChatGLMProcessor) -> tuple[int, int]:
+def longest_row(rows: list[list[Size]]) -> tuple[int, int]:
     """Positions of the longest row, and the most images in one.
 
     Args:
-        rows: Conversations, or what :func:`pack_conversations` made of them.
+        rows: Sizes of the conversations in each.
     """
-    measure = ConversationCollator(processor).measure
-    packed = [measure(row if isinstance(row[0], list) else [row]) for row in rows]
-    positions = max(sum(size.positions for size in row) for row in packed)
-    return positions, max(sum(size.images for size in row) for row in packed)
+    positions = max(sum(size.positions for size in row) for row in rows)
+    return positions, max(sum(size.images for size in row) for row in rows)
 
 
 def build_model(recipe: Recipe, base: Base | None = None) -> nn.Module:

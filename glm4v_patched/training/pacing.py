@@ -4,7 +4,7 @@ A gathered layer is released when the CPU has queued its work, but its memory ca
 when the GPU has done it. A CPU that is twenty layers ahead has twenty gathered layers in memory;
 where they do not fit, torch has to wait for the GPU before it can allocate. LoRA on two H200s, one
 image and 6,000 ids each, reserved 24 GiB with it and 32 without; which is faster was not told apart
-(README).
+(docs/performance.md).
 """
 
 from collections import deque

@@ -207,9 +207,6 @@ def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, r
 
 @pytest.mark.parametrize("name", BAD_PICTURES)
 def test_the_image_processor_refuses_what_the_check_refuses(tmp_path, processor, name):
-    # Checksums in a PNG are looked at by the check alone.
-    if name == "PNG with a flipped byte":
-        return
     (tmp_path / "b.png").write_bytes(BAD_PICTURES[name][0])
     with pytest.raises(ValueError):
         processor.image_processor(str(tmp_path / "b.png"))
@@ -317,7 +314,7 @@ def test_rows_are_skipped_if_asked_for_and_counted(tmp_path, run, capsys):
     long = turns(rounds=30)
     path = write(tmp_path, turns(answer=""), turns("a.png"), turns("bad.png"), long, turns())
     options = {"max_positions": 200}
-    with pytest.raises(ValueError, match=r'3 of 5 rows(.|\n)*:1:(.|\n)*:3:(.|\n)*:4:.*\n.*"skip"'):
+    with pytest.raises(ValueError, match=r"(?s)3 of 5 rows.*:1:.*:3:.*:4:.*\nmend .*skip\)$"):
         run(path, **options)
     checked = run(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 5) and checked.skipped == 3
@@ -356,7 +353,7 @@ def decoded(monkeypatch) -> list[str]:
 @pytest.fixture
 def any_age(monkeypatch):
     """Pictures of this test are young, and remembered even so."""
-    monkeypatch.setattr(check, "NANOSECONDS_UNTIL_SURE", 0)
+    monkeypatch.setattr(check, "NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
 
 
 def test_a_second_check_decodes_and_renders_only_what_is_new(
@@ -410,6 +407,45 @@ def test_a_picture_that_may_change_within_a_tick_is_not_remembered(tmp_path, run
     for _ in range(2):
         run(path)
     assert len(decoded) == 2
+
+
+def test_the_age_of_a_picture_is_that_before_it_is_read(tmp_path, run, decoded, monkeypatch):
+    monkeypatch.setattr(check, "NANOSECONDS_UNTIL_SURE", 10**9 // 10)
+    look = check.look_at_all
+
+    def slowly(*of):
+        yield from look(*of)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(check, "look_at_all", slowly)
+    draw(tmp_path / "a.png")
+    path = write(tmp_path, turns("a.png"))
+    for _ in range(3):
+        run(path)
+    assert len(decoded) == 2
+
+
+def test_what_was_decoded_before_a_check_was_stopped_is_remembered(
+    tmp_path, run, decoded, any_age, monkeypatch
+):
+    monkeypatch.setattr(check, "KEPT_AT_ONCE", 2)
+    look = check.look_at_all
+
+    def stopped(paths, processes):
+        for number, facts in enumerate(look(paths, processes)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield facts
+
+    names = [draw(tmp_path / f"{n}.png").name for n in range(5)]
+    path = write(tmp_path, *map(turns, names))
+    monkeypatch.setattr(check, "look_at_all", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(path)
+    monkeypatch.setattr(check, "look_at_all", look)
+    decoded.clear()
+    assert run(path).counts.pictures == 5
+    assert [Path(name).name for name in decoded] == names[2:]
 
 
 def test_a_bad_picture_is_not_remembered_as_good(tmp_path, run, any_age):
@@ -478,6 +514,15 @@ def test_the_memory_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     for other in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", other)
         assert default_path().parent == tmp_path / "home" / ".cache" / "glm4v-patched"
+
+    def nobody(*of):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert default_path() is None
+    memory = Memory(None)
+    memory.put({"a": 1})
+    assert memory.get(["a"]) == {}
 
 
 # What training processes read

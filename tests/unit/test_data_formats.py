@@ -176,7 +176,10 @@ REFUSED = {
             row(said("user", mark + "q", **({"image": "a.png"} if more else {})), ANSWER),
             "cannot be the picture's place" if more else "pictures: 0",
         )
-        for mark in ("<|begin_of_image|>", "<|image|>", "<|image_1|>", "<image_2>")
+        for mark in (
+            "<|begin_of_image|>", "<|image|>", "<|image_1|>", "<image_2>", "<|image_pad|>",
+            "<ImageHere>", "<img>a.png</img>",
+        )
         for more in (False, True)
     },
     "both ids": (

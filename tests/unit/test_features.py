@@ -347,6 +347,15 @@ def test_a_trained_tower_is_refused(weights, folder):
         TowerFeatures(model, folder).replace_pictures(one_picture())
 
 
+def test_a_tower_that_is_trained_from_some_step_on_is_refused_there(folder):
+    model = frozen_model()
+    features = TowerFeatures(model, folder)
+    train(model, 2 * [one_picture()], features)
+    model.transformer.vision.requires_grad_(True)
+    with pytest.raises(ValueError, match="parameters are trained"):
+        features.replace_pictures(one_picture())
+
+
 def test_a_model_without_a_tower_is_refused():
     with pytest.raises(ValueError, match="found 0 glm-4v in the model; expected exactly 1.*apply"):
         TowerFeatures(torch.nn.Linear(2, 2))
@@ -565,6 +574,19 @@ def test_what_a_killed_run_left_half_written_is_no_feature(tmp_path):
     runs = count_runs(model)
     train(model, epoch(grown_image()), TowerFeatures(model, folder))
     assert runs == [3, 1]
+
+
+def test_bytes_are_on_the_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (done.append(("flushed", os.fstat(file).st_size)), fsync(file))
+    )
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("named"), replace(old, new)))
+    model = frozen_model()
+    train(model, [one_picture()], TowerFeatures(model, tmp_path))
+    (path,) = files_in(tmp_path)
+    assert done == [("flushed", path.stat().st_size), "named"]
 
 
 def test_a_file_holds_the_towers_own_bytes(tmp_path):

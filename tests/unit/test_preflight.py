@@ -13,12 +13,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recipes import LEAST
 from tiny import tiny_model
 
 from glm4v_patched import demo
 from glm4v_patched.cli import main
 from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune.config import fields
 from glm4v_patched.finetune.preflight import (
     Placement,
     check,
@@ -26,7 +29,7 @@ from glm4v_patched.finetune.preflight import (
     place,
     saved_bytes,
 )
-from glm4v_patched.finetune.recipe_file import RecipeError
+from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.trainer import require_gpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -234,6 +237,11 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path
         "the Hub as zai-org/glm-4v-9b",
     ]
     assert not (tmp_path / "new").exists()
+
+
+def test_keys_that_are_there_twice_are_told_by_the_command_line(asked):
+    asked.write_text(asked.read_text() + "out: other\n")
+    assert told(asked) == ["out is there twice, in lines 2 and 12"]
 
 
 @pytest.mark.parametrize("arguments", [["--procesess", "1"], ["x", "--foo"]])
@@ -470,6 +478,54 @@ def test_the_saved_model_has_the_size_of_its_weights(model_folder, trained, prec
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     if trained != "lm":  # its tower is there twice
         assert checkpoint == pytest.approx(found + 12 * learned, rel=1e-3)
+
+
+# Any recipe
+
+FEW = settings(max_examples=150, derandomize=True, deadline=None)
+MANY = settings(max_examples=3000, derandomize=True, deadline=None)
+ANYTHING = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 5)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(["/dev/null", "/proc/1", "a/b", ".", "", "qlora", "lm", "adamw_8bit"])
+    | st.sampled_from([[], {}, {"train": "/no/such"}, {"x": 1}, "full", 2**70, 1e-300])
+)
+
+
+@pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has_gpus, profile):
+    """One whose fields are partly missing and partly anything."""
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "train.jsonl").write_text("{}\n")
+    right = {"model": str(model_folder), "out": str(folder / "out")}
+    right |= {"data.train": str(folder / "train.jsonl")}
+    right |= {f"trainer.{name}": value for name, value in LEAST["trainer"].items()}
+    right |= {"trainer.save_steps": 2}
+    has_gpus(2)
+
+    @profile
+    @given(
+        st.sets(st.sampled_from(sorted(right)), max_size=2),
+        st.dictionaries(st.sampled_from([name for name, _ in fields()]), ANYTHING, max_size=2),
+        st.none() | st.integers(1, 4),
+        st.sampled_from(["cuda", "cpu"]),
+    )
+    def attempt(missing, changed, processes, device):
+        values, _ = place_all({}, {k: v for k, v in right.items() if k not in missing} | changed)
+        (folder / "r.json").write_text(json.dumps(values))
+        try:
+            recipe, placement = check(folder / "r.json", (), processes, device)
+        except RecipeError as error:
+            for line in str(error).split("\n"):
+                assert line.startswith((f"{folder}/r.json:", "command line: "))
+            return
+        assert recipe.flat().keys() >= right.keys() and placement.on_cpu == (device == "cpu")
+        assert not (folder / "out").exists()
+
+    attempt()
 
 
 # The demo
