@@ -148,9 +148,9 @@ def pickled_as_the_only_weights(folder: Path, marker: Path) -> None:
     sign(folder)
 
 
-def adapter(listed: bool):
+def adapter(listed: bool, base: str = EVIL):
     def plant(folder: Path, marker: Path) -> None:
-        values = {"base_model_name_or_path": EVIL, "peft_type": "LORA"}
+        values = {"base_model_name_or_path": base, "peft_type": "LORA"}
         (folder / "adapter_config.json").write_text(json.dumps(values))
         sign(folder, *(["adapter_config.json"] if listed else []))
 
@@ -217,6 +217,7 @@ PLANTS = {
     "a pickle as the only weights": pickled_as_the_only_weights,
     "an adapter": adapter(listed=False),
     "a listed adapter": adapter(listed=True),
+    "a listed adapter of a folder": adapter(listed=True, base="/tmp/evil"),
     "auto_map of the config": fields("config.json", auto_map=AUTO),
     "auto_map of the tokenizer": fields("tokenizer_config.json", auto_map=AUTO),
     "auto_map of the processor": fields("processor_config.json", auto_map=AUTO),
