@@ -239,6 +239,15 @@ HARMLESS = {
 }
 
 
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("name", ["LICENSE", "notes.txt"])
+def test_a_raw_pickle_is_told_as_one_whatever_its_name(name, protocol, copy, marker):
+    pickled(name, protocol)(copy, marker)
+    checks = verifying.check_files(verifying.read_folder(copy))
+    assert checks.failed("nothing pickled")
+    assert name in checks.done["nothing pickled"].detail and not marker.exists()
+
+
 def test_without_a_payload_a_signed_copy_is_not_refused(copy):
     sign(copy)
     checks = verifying.check_files(verifying.read_folder(copy))
