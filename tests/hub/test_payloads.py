@@ -69,6 +69,8 @@ class Payload:
 def sign(folder: Path, *more: str, version: str = "9.9.9", code: tuple[str, ...] = ()) -> None:
     """Let the manifest agree with the files that are there, and list ``more`` and ``code``."""
     manifest = json.loads((folder / MANIFEST).read_text())
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace(f'"v{manifest["version"]}"', f'"v{version}"'))
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -81,8 +83,6 @@ def sign(folder: Path, *more: str, version: str = "9.9.9", code: tuple[str, ...]
         for name in manifest["weights"]["files"]
     }
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    card = folder / "README.md"
-    card.write_text(card.read_text().replace(f'"v{__version__}"', f'"v{version}"'))
 
 
 def amend(path: Path, **fields) -> None:
