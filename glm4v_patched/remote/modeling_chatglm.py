@@ -578,7 +578,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         return_last_logit: bool = False,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
@@ -592,6 +591,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
             shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
+                Not named above, because a Trainer would want it in every batch of an evaluation.
             return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
@@ -610,7 +610,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             images=images,
             image_features=image_features,
             labels=labels,
-            shift_labels=shift_labels,
             num_items_in_batch=num_items_in_batch,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -896,7 +895,9 @@ def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     if last_keys.shape[1] != known.last_keys.shape[1]:
         return known.next_position.new_full((len(last_keys), 1), -1)
     is_same = (last_keys[:, None] == known.last_keys.to(last_keys.device)).all(dim=-1)
-    next_position_B1 = known.next_position.to(is_same.device)
+    # Layers may stand on several devices.
+    next_position_B1 = known.next_position
+    is_same = is_same.to(next_position_B1.device)
     return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
 
 
@@ -934,6 +935,7 @@ def _known_keywords(given: dict) -> dict:
     unknown = [n for n in given if n not in ATTENTION_KEYWORDS and n not in REDUNDANT_KEYWORDS]
     if unknown:
         named = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
+        named.append("shift_labels")
         raise ValueError(
             f"forward was given {', '.join(unknown)}, which it does not know: it takes "
             f"{', '.join(named)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
