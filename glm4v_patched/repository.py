@@ -56,7 +56,8 @@ class Repository:
         except Exception as error:  # whatever else it is, who needs the file will tell
             # requests, httpx and httpx2 have no base in common, but these names.
             if type(error).__name__.endswith("Timeout"):
-                host = re.match(r"\w+://[^/]*", url)[0]
+                # Not what may stand before it: HF_ENDPOINT can hold a password.
+                host = re.sub(r"^(\w+://)([^/@]*@)?([^/]*).*", r"\1\3", url)
                 return (
                     f"{host} did not answer within {seconds:g} s (check the network and "
                     "HF_ENDPOINT, or wait longer with HF_HUB_ETAG_TIMEOUT)"

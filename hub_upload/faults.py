@@ -71,7 +71,8 @@ def _with_limit(session, seconds: float, old: bool):
             # The libraries have no base in common, but these names.
             if not type(error).__name__.endswith("Timeout"):
                 raise
-            host = re.match(r"\w+://[^/]*", str(request.url))[0]
+            # Not what may stand before it: HF_ENDPOINT can hold a password.
+            host = re.sub(r"^(\w+://)([^/@]*@)?([^/]*).*", r"\1\3", str(request.url))
             raise NoAnswer(
                 f"{host} did not answer within {seconds:g} s: check the network and HF_ENDPOINT, "
                 "or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"

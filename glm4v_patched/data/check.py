@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -89,7 +89,7 @@ class CheckedData:
 
     def write(self, path: Path) -> None:
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(asdict(self) | {"rules": RULES}), encoding="utf-8")
+        partial.write_text(json.dumps(vars(self) | {"rules": RULES}), encoding="utf-8")
         os.replace(partial, path)
 
     @classmethod

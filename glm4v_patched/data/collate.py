@@ -71,7 +71,7 @@ class ConversationCollator:
             images = ids.count(self.image_id)
             # In what the tokenizer writes, an image has one id for all its inner positions.
             positions = len(ids) + images * (self.processor.num_image_tokens - 1)
-            learned = sum(label != IGNORE_INDEX for label in self.labels(ids)[1:])
+            learned = sum(label != IGNORE_INDEX for label in self.labels(ids))
             sizes.append(Size(positions, len(ids), images, learned))
         return sizes
 

@@ -932,7 +932,9 @@ def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     if last_keys.shape[1] != known.last_keys.shape[1]:
         return known.next_position.new_full((len(last_keys), 1), -1)
     is_same = (last_keys[:, None] == known.last_keys.to(last_keys.device)).all(dim=-1)
-    next_position_B1 = known.next_position.to(is_same.device)
+    # Layers may stand on several devices.
+    next_position_B1 = known.next_position
+    is_same = is_same.to(next_position_B1.device)
     return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
 
 

@@ -31,6 +31,9 @@ def test_demo_trains_on_two_processes_and_a_stranger_judges_it(tmp_path, capsys)
     assert metrics["accuracy_before"] <= 0.2
     assert metrics["loss_last"] < 0.5 * metrics["loss_first"]
     assert f"{metrics['accuracy_after']:.3f}" in capsys.readouterr().out
+    # Weights may be read by whom the other files may.
+    for path in (tmp_path / "trained").iterdir():
+        assert path.stat().st_mode & 0o777 == (tmp_path / "metrics.json").stat().st_mode & 0o777
 
 
 @pytest.mark.two_gpu

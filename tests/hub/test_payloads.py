@@ -69,6 +69,8 @@ class Payload:
 def sign(folder: Path, *more: str, version: str = "9.9.9", code: tuple[str, ...] = ()) -> None:
     """Let the manifest agree with the files that are there, and list ``more`` and ``code``."""
     manifest = json.loads((folder / MANIFEST).read_text())
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace(f'"v{manifest["version"]}"', f'"v{version}"'))
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -81,8 +83,6 @@ def sign(folder: Path, *more: str, version: str = "9.9.9", code: tuple[str, ...]
         for name in manifest["weights"]["files"]
     }
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    card = folder / "README.md"
-    card.write_text(card.read_text().replace(f'"v{__version__}"', f'"v{version}"'))
 
 
 def amend(path: Path, **fields) -> None:
@@ -148,9 +148,9 @@ def pickled_as_the_only_weights(folder: Path, marker: Path) -> None:
     sign(folder)
 
 
-def adapter(listed: bool):
+def adapter(listed: bool, base: str = EVIL):
     def plant(folder: Path, marker: Path) -> None:
-        values = {"base_model_name_or_path": EVIL, "peft_type": "LORA"}
+        values = {"base_model_name_or_path": base, "peft_type": "LORA"}
         (folder / "adapter_config.json").write_text(json.dumps(values))
         sign(folder, *(["adapter_config.json"] if listed else []))
 
@@ -217,6 +217,7 @@ PLANTS = {
     "a pickle as the only weights": pickled_as_the_only_weights,
     "an adapter": adapter(listed=False),
     "a listed adapter": adapter(listed=True),
+    "a listed adapter of a folder": adapter(listed=True, base="/tmp/evil"),
     "auto_map of the config": fields("config.json", auto_map=AUTO),
     "auto_map of the tokenizer": fields("tokenizer_config.json", auto_map=AUTO),
     "auto_map of the processor": fields("processor_config.json", auto_map=AUTO),
@@ -236,6 +237,15 @@ HARMLESS = {
     "requirements": text("requirements.txt", "evil @ file:///tmp/evil\n--index-url CODE\n"),
     "a class of the tokenizer": fields("tokenizer_config.json", tokenizer_class="os.system"),
 }
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("name", ["LICENSE", "notes.txt"])
+def test_a_raw_pickle_is_told_as_one_whatever_its_name(name, protocol, copy, marker):
+    pickled(name, protocol)(copy, marker)
+    checks = verifying.check_files(verifying.read_folder(copy))
+    assert checks.failed("nothing pickled")
+    assert name in checks.done["nothing pickled"].detail and not marker.exists()
 
 
 def test_without_a_payload_a_signed_copy_is_not_refused(copy):

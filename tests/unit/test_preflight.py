@@ -289,7 +289,8 @@ def test_ids_of_the_hub_are_not_looked_up(asked, name):
     ["modle", "/no/such", "./org/name", "../x", "a/b/c", "a//b", "-a/b", "a/b-", "a/b.", "a--b/c"]
     + ["a/b..c", "a/b c", "ä/b", "~/model", "a/" + "b" * 95, "a/b.git", "x" * 5000],
 )
-def test_a_folder_that_is_not_there_is_told_as_such(asked, name):
+def test_a_folder_that_is_not_there_is_told_as_such(asked, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     [line] = told(asked, f"model={name}")
     assert "there is no such folder; expected a folder, or an id of the Hub" in line
     assert "Repo id" not in line
