@@ -107,7 +107,11 @@ def load_as_stranger(saved, out, before="", after="", order=ORDER) -> str:
 
 @pytest.mark.parametrize("order", [ORDER, ORDER[::-1]], ids=["config first", "tokenizer first"])
 def test_a_process_with_a_config_of_somebody_else_for_the_type(order, saved, tmp_path):
-    load_as_stranger(saved, tmp_path / "out", before=REGISTERED, order=order)
+    made = """
+made = AutoModelForCausalLM.from_config(found["AutoConfig"], trust_remote_code=True)
+assert type(made.config).__module__.startswith("transformers_modules."), type(made.config)
+"""
+    load_as_stranger(saved, tmp_path / "out", before=REGISTERED, after=made, order=order)
     config = json.loads((tmp_path / "out" / "again" / "config.json").read_text())
     # What a class adds of its own cannot be told from what its user did.
     assert config.pop("interleaved_qkv", None) in (False, None)

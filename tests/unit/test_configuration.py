@@ -185,7 +185,9 @@ def test_configs_of_other_classes_with_the_same_fields_become_ours():
     theirs = foreign_config_class()(**golden_json("config.json"))
     theirs.dtype = torch.float16
     theirs._attn_implementation = "flex_attention"
+    theirs._commit_hash = "0123abc"
     config = ChatGLMConfig.of(theirs)
+    assert config._commit_hash == "0123abc"
     assert type(config) is ChatGLMConfig
     for name in golden_json("config.json"):
         if name not in ("auto_map", "torch_dtype", "dtype", "transformers_version"):
