@@ -11,6 +11,7 @@ from it, each with a test:
 
 from dataclasses import dataclass
 from inspect import signature
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,17 @@ from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
 from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
 from .sharding import must_run_on_every_process, refuse_split_model
 from .visual import EVA2CLIPModel, PatchEmbedding
+
+# What frameworks pass on to attention: for packed rows, and for continuous batching by its name in
+# transformers 4.57 and in 5. Anything else beside the named arguments is a slip of the pen.
+ATTENTION_KEYWORDS = frozenset(
+    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal")
+    + ("cumulative_seqlens_q", "cumulative_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    + ("cache", "read_index", "write_index", "block_table", "logits_indices")
+    + ("logits_processor_args",)
+)
+# Said in other ways already: by the cache, and by positions that restart.
+REDUNDANT_KEYWORDS = frozenset(("cache_position", "seq_idx"))
 
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
@@ -186,6 +198,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     # Absent from some checkpoints; it follows from the config.
     _keys_to_ignore_on_load_missing = [r"rotary_pos_emb\.inv_freq"]
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers guesses from this file's text, in which it misses the name of its registry
+        # (attention.py has it). Both towers read the config at every call.
+        return True
+
     def train(self, mode: bool = True):
         """As usual. Raises ``ValueError`` for a split model among several processes."""
         if mode:
@@ -260,6 +278,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             num_image_tokens=self.config.vision.num_image_tokens,
             vocab_size=self.config.padded_vocab_size,
             max_positions=self.config.seq_length,
+            placeholder_id=self.config.pad_token_id,
         )
 
     def forward(
@@ -278,6 +297,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return_dict: bool | None = None,
         prompt_length: int | None = None,
         image_features: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over rows of text and images.
@@ -289,14 +310,22 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Args:
             input_ids: ``(B, L)`` int64, images in either form. Exactly one of this and
                 ``inputs_embeds``.
-            attention_mask: ``(B, cached + L)``, 0 at padding, as long as the rows are given.
-            position_ids: ``(B, L)``; made here when not given.
-            past_key_values: A ``Cache``; rows that follow one may bring new images.
+            attention_mask: ``(B, cached + L)``, 0 at padding and 1 elsewhere, as long as the rows
+                are given.
+            position_ids: ``(B, L)``; made here when not given. Where they restart at 0, without a
+                mask or under one of ones, another sample begins that sees nothing before it.
+            past_key_values: A ``Cache``; rows that follow one may bring new images. What position
+                comes next is known for rows that this model put there, whatever their order now;
+                for others, or after ``crop``, give ``position_ids``.
             inputs_embeds: ``(B, L, D)``; cannot be combined with images.
             pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
             images: Another name for ``pixel_values``, which the published code uses.
             labels: ``(B, L)``; grown with the rows and handed back.
+            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one,
+                as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
+            num_items_in_batch: What the summed loss will be divided by; refused if it counts
+                labels inside images, where nothing is learned.
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
             output_attentions: Accepted and without effect, as in the published code.
@@ -306,13 +335,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 :meth:`get_image_features` gives for them, from another time. The tower does not
                 run. Processes that gather it together must all be given features or none; without
                 images, ``N`` is 0, which also leaves out the blank image.
-            attention_kwargs: For the attention implementation, e.g. ``cu_seq_lens_q``.
+            attention_kwargs: For the attention implementation: :data:`ATTENTION_KEYWORDS`.
 
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        attention_kwargs = _known_keywords(attention_kwargs)
         if image_features is not None:
             self._check_features(image_features, pixel_values, images)
         pixel_values = self._one_image_tensor(pixel_values, images)
@@ -321,13 +351,17 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         given_images = pixel_values if image_features is None else image_features
         num_images = 0 if given_images is None else len(given_images)
-        if input_ids is None and num_images:
-            raise ValueError(
-                f"{num_images} images were given with inputs_embeds, which do not say where "
-                "images go: give input_ids"
-            )
+        if input_ids is None:
+            self._refuse_images_with_embeddings(given_images)
+        label_after = None
+        if shift_labels is not None:
+            # As transformers does: they win over labels. Nothing predicts the first id.
+            labels = F.pad(shift_labels[:, :-1], (1, 0), value=-100)
+            label_after = shift_labels[:, -1:]
+        given_ids = input_ids if inputs_embeds is None else self._ids_without_images(inputs_embeds)
+        _check_rows_of_cache(past_key_values, past_length, given_ids)
         rows = grow_rows(
-            input_ids if inputs_embeds is None else self._ids_without_images(inputs_embeds),
+            given_ids,
             self.image_format,
             num_images,
             attention_mask,
@@ -338,7 +372,19 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             prompt_length,
             # With a cache, a lone begin or end id may be one that generation drew.
             allow_unpaired=past_length > 0 and num_images == 0,
+            label_after=label_after,
+            num_items_in_batch=num_items_in_batch,
         )
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        given_length, length = given_ids.shape[1], rows.input_ids.shape[1]
+        if self.training and output_hidden_states and length != given_length:
+            raise ValueError(
+                f"rows of {given_length} ids take {length} positions here, and their hidden states "
+                "were asked for in training: a loss that reads them by the rows as given (reward "
+                "models and value heads do) would look inside images; give grown rows, as this "
+                "model's processor makes them"
+            )
         _check_room(past_key_values, past_length + rows.input_ids.shape[1])
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
         embeds_BRD, features_NKD = self._merge_images(
@@ -353,10 +399,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs
         )
         if past_key_values is not None:
-            _remember_next_position(past_key_values, rows.position_ids)
+            _remember_rows(past_key_values, rows.position_ids, past_length, num_images)
 
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
             past_key_values=past_key_values,
@@ -429,13 +473,23 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
+    def _refuse_images_with_embeddings(self, images) -> None:
+        if images is not None and len(images):
+            raise ValueError(
+                f"{len(images)} images were given with inputs_embeds, which do not say where "
+                "images go: give input_ids"
+            )
+
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
             raise ValueError("pixel_values and images are two names of one input: give one")
         images = pixel_values if images is None else images
+        if images is not None and not isinstance(images, Tensor):
+            # The published code's rows without an image have None in their place.
+            images = [image for image in images if image is not None]
         if images is None or len(images) == 0:
             return None
-        images = images if isinstance(images, Tensor) else torch.stack(list(images))
+        images = images if isinstance(images, Tensor) else torch.stack(images)
         if images.ndim != 4:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}; give (number of images, channels, side, "
@@ -524,6 +578,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        return_last_logit: bool = False,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
         """Predict the next token at every position. Inputs as in :meth:`ChatGLMModel.forward`.
@@ -535,6 +591,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
+            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
+            return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
@@ -552,23 +610,27 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             images=images,
             image_features=image_features,
             labels=labels,
+            shift_labels=shift_labels,
+            num_items_in_batch=num_items_in_batch,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
             **attention_kwargs,
         )
+        if return_last_logit:
+            logits_to_keep = 1
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         output_layer = self.transformer.output_layer
         hidden_BRD = output.last_hidden_state
         loss = logits = None
-        if labels is not None and skip_logits:
+        if output.labels is not None and skip_logits:
             chunked = output.labels, num_items_in_batch, self.config.loss_chunk_size
             if isinstance(output_layer, OutputLayer):
                 loss = output_layer(hidden_BRD, *chunked)
             else:  # wrapped by peft, or quantised
                 loss = chunked_next_token_loss(output_layer, hidden_BRD, *chunked)
-        elif labels is not None:
+        elif output.labels is not None:
             logits = output_layer(hidden_BRD)
             loss = next_token_loss(logits, output.labels, num_items_in_batch)
         else:
@@ -605,6 +667,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         past_length = _cached_length(past_key_values)
         inputs = {"past_key_values": past_key_values}
         if inputs_embeds is not None:
+            self.transformer._refuse_images_with_embeddings(
+                self.transformer._one_image_tensor(pixel_values, images)
+            )
             new = 1 if past_length else inputs_embeds.shape[1]
             inputs["attention_mask"] = attention_mask
             if position_ids is not None:
@@ -622,7 +687,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             rows = grow_rows(
                 input_ids,
                 self.transformer.image_format,
-                num_images=None,
+                num_images=_possible_numbers(images, past_key_values, past_length, len(input_ids)),
                 attention_mask=attention_mask,
                 position_ids=_continued(position_ids, input_ids.shape[1]),
                 prompt_length=prompt_length,
@@ -655,7 +720,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
     ):
         """Repeat rows for beams or several answers, with each row's images kept together.
 
-        Also notes where the prompt ends. Raises ``ValueError`` for ``image_features``.
+        Also notes where the prompt ends, unless ``prompt_length`` is given, as it is to a model
+        that assists another one. Raises ``ValueError`` for ``image_features``.
         """
         if model_kwargs.get("image_features") is not None:
             raise ValueError(
@@ -666,7 +732,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
         if images is not None and expand_size > 1:
-            counts = count_images(input_ids, self.transformer.image_format).tolist()
+            counts = count_images(input_ids, self.transformer.image_format, len(images))
             if sum(counts) != len(images):
                 raise ValueError(
                     f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
@@ -683,7 +749,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         )
         if images is not None:
             model_kwargs["pixel_values"] = images
-        if input_ids is not None:
+        if input_ids is not None and model_kwargs.get("prompt_length") is None:
             # Called once, before the first token is drawn.
             model_kwargs["prompt_length"] = input_ids.shape[1]
         return input_ids, model_kwargs
@@ -751,21 +817,110 @@ def _check_room(cache: Cache | None, length: int) -> None:
         )
 
 
+class _CachedRows(NamedTuple):
+    """What a cache's entries do not say, as of the last time that this model filled it.
+
+    Attributes:
+        length: Positions in the cache.
+        next_position: ``(B, 1)``; an image has more entries than positions.
+        last_keys: ``(B, bytes)`` uint8, some layer's keys at the last position: by them rows are
+            found again that were reordered, selected, repeated or copied since. ``None`` for a
+            cache that does not keep keys as they are.
+        num_images: Pictures in all rows; ``None`` if not known.
+    """
+
+    length: int
+    next_position: Tensor
+    last_keys: Tensor | None
+    num_images: int | None
+
+
+def _cached_rows(cache: Cache | None) -> _CachedRows | None:
+    return getattr(cache, "glm4v_rows", None)
+
+
+def _remember_rows(cache: Cache, position_ids: Tensor, past_length: int, num_images: int) -> None:
+    length = past_length + position_ids.shape[1]
+    before = _cached_rows(cache)
+    earlier_images = 0 if past_length == 0 else None if before is None else before.num_images
+    cache.glm4v_rows = _CachedRows(
+        length,
+        position_ids.amax(dim=1, keepdim=True) + 1,
+        _last_keys(cache, length),
+        None if earlier_images is None else earlier_images + num_images,
+    )
+
+
+def _last_keys(cache: Cache, length: int) -> Tensor | None:
+    # The last layer's, for they depend on the whole row; layers that were left out have none.
+    filled = [layer for layer in cache.layers if layer.is_initialized]
+    keys = filled[-1].keys if filled else None
+    if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[2] < length:
+        return None
+    return keys[:, :, length - 1].flatten(1).clone().view(torch.uint8)
+
+
 def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
-    """The position that follows each row of the cache, if it was filled by this model."""
-    length, position_B1 = getattr(cache, "glm4v_next_position", (past_length, None))
-    if past_length and length != past_length:
+    """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
+    if not past_length:
+        return None
+    known = _cached_rows(cache)
+    if known is None:
         raise ValueError(
-            f"the cache holds {past_length} positions but was filled to {length}: what position "
-            "comes next is not known any more; give position_ids"
+            f"the cache holds {past_length} positions that were not put there by this model, or "
+            "it was made anew from its tensors: what position comes next is not known (an image "
+            "has more entries than positions); give position_ids"
         )
-    return position_B1 if past_length else None
+    if known.length != past_length:
+        raise ValueError(
+            f"the cache holds {past_length} positions but was filled to {known.length}: what "
+            "position comes next is not known any more; give position_ids"
+        )
+    last_keys = _last_keys(cache, past_length)
+    if last_keys is None or known.last_keys is None:
+        raise ValueError(
+            f"a {type(cache).__name__} with {past_length} positions does not show its keys, by "
+            "which its rows are known again: give position_ids"
+        )
+    if last_keys.shape[1] != known.last_keys.shape[1]:
+        return known.next_position.new_full((len(last_keys), 1), -1)
+    is_same = (last_keys[:, None] == known.last_keys.to(last_keys.device)).all(dim=-1)
+    next_position_B1 = known.next_position.to(is_same.device)
+    return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
 
 
-def _remember_next_position(cache: Cache, position_ids: Tensor) -> None:
-    # The cache's length does not tell: an image has more entries than positions.
-    next_position_B1 = position_ids.amax(dim=1, keepdim=True) + 1
-    cache.glm4v_next_position = (_cached_length(cache), next_position_B1)
+def _check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
+    keys = cache.layers[0].keys if past_length and cache.layers else None
+    if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != len(input_ids):
+        raise ValueError(
+            f"the cache holds {len(keys)} rows but {len(input_ids)} are given: select or repeat "
+            "the rows of both alike"
+        )
+
+
+def _possible_numbers(
+    images: Tensor | None, cache: Cache | None, past_length: int, rows: int
+) -> list[int] | None:
+    """How many images the whole rows may hold: the given ones are all, or follow the cache's."""
+    given = 0 if images is None else len(images)
+    if not past_length:
+        return [given]
+    known = _cached_rows(cache)
+    if known is None or known.num_images is None or len(known.next_position) != rows:
+        return None
+    return [given, known.num_images, known.num_images + given]
+
+
+def _known_keywords(given: dict) -> dict:
+    """Those that attention takes. Raises ``ValueError`` for what nobody takes."""
+    unknown = [n for n in given if n not in ATTENTION_KEYWORDS and n not in REDUNDANT_KEYWORDS]
+    if unknown:
+        named = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
+        raise ValueError(
+            f"forward was given {', '.join(unknown)}, which it does not know: it takes "
+            f"{', '.join(named)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
+        )
+    return {name: value for name, value in given.items() if name in ATTENTION_KEYWORDS}
 
 
 def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
@@ -780,8 +935,18 @@ def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> T
     """The images whose begin is not in the cache yet; all given ones, if they are just those."""
     if images is None:
         return None
-    columns = ((rows.input_ids == begin_id) & rows.image_mask).nonzero()[:, 1]
-    is_new = columns >= past_length
-    if not is_new.any():
+    is_begin = (rows.input_ids == begin_id) & rows.image_mask
+    columns = torch.arange(is_begin.shape[1], device=is_begin.device)
+    is_cut = rows.image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
+    places = (is_begin | is_cut).nonzero()
+    places = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
+    if any(is_cut for _, is_cut in places):
+        raise ValueError(
+            f"the cache ends at position {past_length}, inside of an image, which is there as a "
+            "whole or not at all: crop before it (assistant models and prompt lookup crop by ids: "
+            "give them grown rows, as this model's processor makes them)"
+        )
+    new = [number for number, (column, _) in enumerate(places) if column >= past_length]
+    if not new:
         return None
-    return images[is_new] if len(images) == len(is_new) else images
+    return images[new] if len(images) == len(places) and len(new) < len(places) else images

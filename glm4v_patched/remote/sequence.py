@@ -6,8 +6,12 @@ between them: one id (the published three-id form), or one id for every position
 
 An image costs three positions: begin keeps ``p``, all its inner positions share ``p + 1``, end
 has ``p + 2``.
+
+A model can draw begin and end ids, and answers come back in later rows. Where such stray ids stand,
+only what is filled as an image is one, if there are as many of those as pictures.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ class GrownRows(NamedTuple):
         attention_mask: ``(B, P + R)``, ``None`` if none was given and none is needed, or a given
             4D mask unchanged.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and where a row or sample starts.
+            ``(B, R + 1)`` with a label after the last id.
         packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
             sample; ``None`` unless positions were given without a mask, as packed rows have them.
     """
@@ -39,19 +44,23 @@ class GrownRows(NamedTuple):
 
 
 class ImageFormat(NamedTuple):
-    """How images are written in a row, and the limits rows are checked against."""
+    """How images are written in a row, and the limits rows are checked against.
+
+    ``placeholder_id`` fills the three-id form. It only matters beside stray begin and end ids.
+    """
 
     begin_id: int
     end_id: int
     num_image_tokens: int
     vocab_size: int
     max_positions: int
+    placeholder_id: int | None = None
 
 
 def grow_rows(
     input_ids: Tensor,
     image_format: ImageFormat,
-    num_images: int | None,
+    num_images: int | Collection[int] | None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     labels: Tensor | None = None,
@@ -59,6 +68,8 @@ def grow_rows(
     next_position: Tensor | None = None,
     prompt_length: int | None = None,
     allow_unpaired: bool = False,
+    label_after: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
 ) -> GrownRows:
     """Bring rows of either form, with any number of images each, to the grown form.
 
@@ -66,44 +77,63 @@ def grow_rows(
 
     Args:
         input_ids: ``(B, L)`` int64.
-        num_images: Pictures that come with these rows; ``None`` skips that check.
-        attention_mask: ``(B, P + L)``, 0 at padding; or a 4D mask for rows that need no growing.
-            See :func:`unmask_images`.
+        num_images: Pictures that come with these rows, or the numbers that may be; ``None`` skips
+            that check.
+        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for rows that
+            need no growing. See :func:`unmask_images`.
         position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
             with an image's positions shared, or one more for every position (what a collator
-            makes that knows nothing of images).
+            makes that knows nothing of images). Where they restart at 0 a new sample of a packed
+            row begins; a mask of ones beside them says nothing and is left out.
         labels: ``(B, L)`` int64.
         past_length: ``P``, positions already in the cache.
-        next_position: ``(B, 1)``, the position that follows the cache; default ``past_length``.
+        next_position: ``(B, 1)``, the position that follows the cache, -1 where it is not known;
+            default ``past_length``.
         prompt_length: Columns from here on were drawn by generation: a begin or end id among them
             is an ordinary token. Default: all columns are the prompt.
         allow_unpaired: Take begin and end ids that enclose no image for ordinary tokens too.
+        label_after: ``(B, 1)`` int64, the label of what follows the last id, if there is one.
+        num_items_in_batch: What the summed loss will be divided by, if that was given.
 
     Raises:
         ValueError: names both numbers and the cure.
     """
     _check_shapes(input_ids, attention_mask, position_ids, labels, past_length)
-    spans = _find_images(input_ids, image_format, prompt_length)
-    padding_mask = current_mask = None
-    if attention_mask is not None and attention_mask.ndim == 2:
-        current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
-        padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
-        attention_mask = padding_mask
-
-    counted = _count_positions(input_ids, position_ids, current_mask, past_length, next_position)
-    positions = _share_image_positions(counted, spans)
-    width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
-    length = _check_rows(
-        input_ids, image_format, spans, positions, width, num_images, allow_unpaired
-    )
-    image_mask = spans.is_inside | spans.is_begin | spans.is_end
-    packed = position_ids is not None and attention_mask is None and past_length == 0
     if labels is not None:
-        unlearned = spans.is_inside | _starts(positions, current_mask, packed)
-        labels = labels.to(input_ids.device, torch.long).masked_fill(unlearned, -100)
+        labels = labels.to(input_ids.device, torch.long)
+    if label_after is not None:
+        label_after = label_after.to(input_ids.device, torch.long)
+    spans = _find_images(input_ids, image_format, prompt_length)
+    given = (input_ids, image_format, attention_mask, position_ids, past_length, next_position)
+    rows = _read_rows(spans, *given, labels, label_after)
+    fault = _fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
+    if fault is not None:
+        spans = _without_strays(spans, rows.current_mask, input_ids, image_format, num_images)
+        if spans is None:
+            raise ValueError(fault)
+        rows = _read_rows(spans, *given, labels, label_after)
+    _check_rows(rows, image_format, labels, past_length, num_items_in_batch)
+
+    current_mask, positions, width = rows.current_mask, rows.positions, rows.width
+    padding_mask, length = rows.padding_mask, rows.facts.length
+    is_packed = position_ids is not None and past_length == 0
+    if padding_mask is not None:
+        # A mask of ones cannot tell the samples apart that the positions tell apart.
+        is_packed &= rows.facts.restarts > 0
+        if is_packed:
+            padding_mask = current_mask = None
+        attention_mask = padding_mask
+    else:
+        is_packed &= attention_mask is None
+    image_mask = spans.is_inside | spans.is_begin | spans.is_end
+    if labels is not None:
+        unlearned = spans.is_inside | _starts(positions, current_mask, is_packed)
+        labels = labels.masked_fill(unlearned, -100)
 
     if length == input_ids.shape[1]:
-        packed_ids = _count_within_samples(positions) if packed else None
+        packed_ids = _count_within_samples(positions) if is_packed else None
+        if label_after is not None:
+            labels = torch.cat((labels, label_after), dim=1)
         return GrownRows(input_ids, positions, image_mask, attention_mask, labels, packed_ids)
 
     if attention_mask is not None and padding_mask is None:
@@ -122,7 +152,7 @@ def grow_rows(
 
     grown_positions = grow(positions, 0)
     if padding_mask is None and bool((width.sum(1) != length).any()):
-        if packed:
+        if is_packed:
             raise ValueError(
                 f"rows given with position_ids and without attention_mask grow to different "
                 f"lengths (up to {length}): pack grown rows, or give an attention_mask"
@@ -131,13 +161,17 @@ def grow_rows(
         padding_mask = current_mask.new_ones(len(input_ids), past_length + input_ids.shape[1])
     if padding_mask is not None:
         padding_mask = torch.cat((padding_mask[:, :past_length], grow(current_mask, 0)), dim=1)
+    if labels is not None:
+        labels = grow(labels, -100)
+        if label_after is not None:
+            labels = torch.cat((labels, label_after), dim=1)
     return GrownRows(
         input_ids=grow(input_ids, 0),
         position_ids=grown_positions,
         image_mask=grow(image_mask, False),
         attention_mask=padding_mask,
-        labels=None if labels is None else grow(labels, -100),
-        packed_position_ids=_count_within_samples(grown_positions) if packed else None,
+        labels=labels,
+        packed_position_ids=_count_within_samples(grown_positions) if is_packed else None,
     )
 
 
@@ -149,9 +183,14 @@ def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: Image
     return attention_mask.masked_fill(_find_images(input_ids, image_format).is_inside, 1)
 
 
-def count_images(input_ids: Tensor, image_format: ImageFormat) -> Tensor:
-    """Images in each row ``(B,)`` int64."""
-    return _find_images(input_ids, image_format).is_begin.sum(dim=1)
+def count_images(input_ids: Tensor, image_format: ImageFormat, num_images: int) -> list[int]:
+    """Images in each row ``(B,)``, of ``num_images`` in all as far as stray ids allow."""
+    spans = _find_images(input_ids, image_format)
+    counts = spans.is_begin.sum(dim=1).tolist()
+    if sum(counts) != num_images:
+        others = _without_strays(spans, None, input_ids, image_format, num_images)
+        counts = counts if others is None else others.is_begin.sum(dim=1).tolist()
+    return counts
 
 
 class _ImageSpans(NamedTuple):
@@ -258,55 +297,217 @@ def _check_shapes(input_ids, attention_mask, position_ids, labels, past_length) 
         )
 
 
-def _check_rows(
-    input_ids, image_format, spans, positions, width, num_images, allow_unpaired
-) -> int:
-    """Raise ``ValueError`` for rows that cannot be computed; return the grown length."""
+class _Facts(NamedTuple):
+    """Numbers on the host, for all that is checked: one transfer from the device."""
+
+    begins: int
+    ends: int
+    found: int
+    misfit: int
+    smallest_id: int
+    largest_id: int
+    smallest_label: int
+    largest_label: int
+    labels_inside: int
+    last_position: int
+    unknown_positions: int
+    wrong_mask_values: int
+    masked: int
+    restarts: int
+    steps_back: int
+    length: int
+
+
+class _ReadRows(NamedTuple):
+    """Rows before they grow; ``padding_mask`` ``(B, P + L)`` and ``current_mask`` ``(B, L)``."""
+
+    facts: _Facts
+    padding_mask: Tensor | None
+    current_mask: Tensor | None
+    positions: Tensor
+    width: Tensor
+
+
+def _read_rows(
+    spans: _ImageSpans,
+    input_ids: Tensor,
+    image_format: ImageFormat,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past_length: int,
+    next_position: Tensor | None,
+    labels: Tensor | None,
+    label_after: Tensor | None,
+) -> _ReadRows:
+    padding_mask = current_mask = None
+    if attention_mask is not None and attention_mask.ndim == 2:
+        current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
+        padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
+    counted = _count_positions(input_ids, position_ids, current_mask, past_length, next_position)
+    positions = _share_image_positions(counted, spans)
+    width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
+
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
     misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
-    # One transfer from the device for all that is checked.
-    facts = torch.stack(
-        [
-            ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
-            ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
-            spans.is_begin.sum(),
-            misfits[(misfits - 1).abs().argmax()],
-            input_ids.amin(),
-            input_ids.amax(),
-            positions.amax(),
-            width.sum(dim=1).amax(),
-        ]
-    ).tolist()
-    begins, ends, found, misfit, smallest_id, largest_id, last_position, length = facts
-    offender = smallest_id if smallest_id < 0 else largest_id
+    none = input_ids.new_zeros(())
+    facts = {
+        "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
+        "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
+        "found": spans.is_begin.sum(),
+        "misfit": misfits[(misfits - 1).abs().argmax()],
+        "smallest_id": input_ids.amin(),
+        "largest_id": input_ids.amax(),
+        "last_position": positions.amax(),
+        "length": width.sum(dim=1).amax(),
+    }
+    if labels is not None:
+        every = labels if label_after is None else torch.cat((labels, label_after), dim=1)
+        learned = every.masked_fill(every == -100, 0)
+        facts["smallest_label"], facts["largest_label"] = learned.amin(), learned.amax()
+        facts["labels_inside"] = ((labels != -100) & spans.is_inside).sum()
+    if position_ids is None and next_position is not None:
+        facts["unknown_positions"] = (next_position < 0).sum()
+    if padding_mask is not None:
+        facts["wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
+        facts["masked"] = (padding_mask == 0).sum()
+        if position_ids is not None:
+            is_token = current_mask != 0
+            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+            columns = columns.expand_as(input_ids)
+            last_token = columns.masked_fill(~is_token, -1).cummax(dim=1).values[:, :-1]
+            before = counted.gather(1, last_token.clamp(min=0))
+            now, follows = counted[:, 1:], is_token[:, 1:] & (last_token >= 0)
+            facts["restarts"] = (follows & (now == 0)).sum()
+            facts["steps_back"] = (follows & (now < before) & (now != 0)).sum()
+    numbers = torch.stack([facts.get(name, none).long() for name in _Facts._fields]).tolist()
+    return _ReadRows(_Facts(*numbers), padding_mask, current_mask, positions, width)
+
+
+def _fault_of_images(
+    facts: _Facts, image_format: ImageFormat, num_images, allow_unpaired: bool
+) -> str | None:
+    """What is wrong with the images that were found, if anything."""
+    begins, ends, found = facts.begins, facts.ends, facts.found
+    if not allow_unpaired and not begins == ends == found:
+        return (
+            f"input_ids holds {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
+            f"end-of-image ids ({image_format.end_id}), of which {found} pairs belong together: "
+            "every begin needs its end later in the same row; was a row truncated inside an image?"
+        )
+    if facts.misfit != 1:
+        return (
+            f"an image has {facts.misfit} ids between its begin and its end, but takes 1 (to be "
+            f"grown here) or {image_format.num_image_tokens} (grown already, at this model's "
+            "image_size)"
+        )
+    if num_images is not None and found not in _numbers(num_images):
+        return (
+            f"{_numbers(num_images)[0]} images were given for {found} begin-of-image ids in "
+            "input_ids: give one image for each, in the order of their ids"
+        )
+    return None
+
+
+def _numbers(num_images: int | Collection[int]) -> list[int]:
+    return [num_images] if isinstance(num_images, int) else list(num_images)
+
+
+def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in_batch) -> None:
+    """Raise ``ValueError`` for rows that cannot be computed."""
+    facts = rows.facts
+    offender = facts.smallest_id if facts.smallest_id < 0 else facts.largest_id
     if not 0 <= offender < image_format.vocab_size:
         raise ValueError(
             f"input_ids holds id {offender}, but the vocabulary has {image_format.vocab_size} "
             "entries: use the tokenizer of this model, or resize_token_embeddings"
         )
-    if not allow_unpaired and not begins == ends == found:
+    offender = facts.smallest_label if facts.smallest_label < 0 else facts.largest_label
+    if not 0 <= offender < image_format.vocab_size:
         raise ValueError(
-            f"input_ids holds {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
-            f"end-of-image ids ({image_format.end_id}), of which {found} pairs belong together: "
-            "every begin needs its end later in the same row; was a row truncated inside an image?"
+            f"labels holds {offender}, but the vocabulary has {image_format.vocab_size} entries: "
+            "give an id of the vocabulary, or -100 where nothing is learned"
         )
-    if misfit != 1:
+    if facts.wrong_mask_values:
+        wrong = rows.padding_mask[(rows.padding_mask != 0) & (rows.padding_mask != 1)]
         raise ValueError(
-            f"an image has {misfit} ids between its begin and its end, but takes 1 (to be grown "
-            f"here) or {image_format.num_image_tokens} (grown already, at this model's image_size)"
+            f"attention_mask holds {wrong[0].item()} and {facts.wrong_mask_values - 1} more values "
+            "other than 0 (padding) and 1: give 0 and 1; packed rows have no mask but position_ids "
+            "that restart at 0 with each sample"
         )
-    if num_images is not None and num_images != found:
+    if facts.steps_back or (facts.restarts and (facts.masked or past_length)):
         raise ValueError(
-            f"{num_images} images were given for {found} begin-of-image ids in input_ids: give "
-            "one image for each, in the order of their ids"
+            f"position_ids restart {facts.restarts + facts.steps_back} times within rows whose "
+            f"attention_mask has {facts.masked} zeros, after {past_length} cached positions: "
+            "samples in one row are told apart without a cache, without padding and by positions "
+            "that restart at 0; give packed rows no attention_mask"
         )
-    if last_position >= image_format.max_positions:
+    if facts.unknown_positions:
         raise ValueError(
-            f"a row reaches position {last_position}, but the position table ends at "
+            f"{facts.unknown_positions} rows of the cache are not rows as this model filled them: "
+            "what position comes next in them is not known; give position_ids"
+        )
+    if facts.last_position >= image_format.max_positions:
+        raise ValueError(
+            f"a row reaches position {facts.last_position}, but the position table ends at "
             f"{image_format.max_positions - 1} (seq_length {image_format.max_positions}): shorten "
             "the row"
         )
-    return length
+    if facts.labels_inside and num_items_in_batch is not None:
+        # As a Trainer counts them, which knows nothing of images. The only further transfer.
+        counted, divisor = int((labels[:, 1:] != -100).sum()), int(num_items_in_batch)
+        if divisor >= counted:
+            raise ValueError(
+                f"labels holds {facts.labels_inside} labels inside images, where nothing is "
+                f"learned, and num_items_in_batch {divisor} counts them (this batch has "
+                f"{counted} labels): the loss would be divided by too much; set labels inside "
+                "images to -100"
+            )
+
+
+def _without_strays(
+    spans: _ImageSpans, current_mask, input_ids, image_format: ImageFormat, num_images
+) -> _ImageSpans | None:
+    """Only the images that are filled as such; all other begin and end ids are ordinary tokens.
+
+    ``None`` if their number is not that of the pictures, or if an image seems to be cut: a begin
+    before, or an end after, one id that repeats.
+    """
+    is_token = torch.ones_like(input_ids, dtype=torch.bool)
+    if current_mask is not None:
+        is_token = current_mask != 0
+    repeats = (input_ids == input_ids.roll(1, dims=1)) & is_token & is_token.roll(1, dims=1)
+    repeats[:, 0] = False
+    # Of the ids up to each column, how many differ from the one before.
+    changes = (~repeats).long().cumsum(dim=1)
+    length = input_ids.shape[1]
+    columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+    first = (columns + 1).clamp(max=length - 1)
+    last = (columns + spans.inner_length).clamp(min=0, max=length - 1)
+    is_even = changes.gather(1, first) == changes.gather(1, last)
+    is_filled = (spans.inner_length == image_format.num_image_tokens) & is_even
+    if image_format.placeholder_id is not None:
+        is_placed = input_ids.gather(1, first) == image_format.placeholder_id
+        is_filled |= (spans.inner_length == 1) & is_placed
+    is_begin = spans.is_begin & is_filled
+
+    # From a begin to its end, both inside: +1 where one begins, -1 after the end.
+    ends_at = (columns + spans.inner_length + 1).clamp(min=0, max=length - 1)
+    is_end = torch.zeros_like(is_begin, dtype=torch.long)
+    is_end = is_end.scatter_add(1, ends_at, is_begin.long()).bool()
+    is_inside = (is_begin.long() - is_end.long()).cumsum(dim=1).bool() & ~is_begin
+    is_stray_begin = (input_ids == image_format.begin_id) & spans.is_prompt & ~is_begin
+    is_stray_end = (input_ids == image_format.end_id) & spans.is_prompt & ~is_end
+    is_cut = is_stray_begin & repeats.roll(-2, dims=1) & (columns < length - 2)
+    is_cut |= is_stray_end & _shift_right(repeats)
+    found, cut = torch.stack([is_begin.sum(), is_cut.sum()]).tolist()
+    if cut or (num_images is not None and found not in _numbers(num_images)):
+        return None
+    return spans._replace(
+        is_begin=is_begin,
+        is_inside=is_inside,
+        is_end=is_end,
+        is_placeholder=_shift_right(is_begin & (spans.inner_length == 1)),
+    )
 
 
 def _cummin_from_right(values: Tensor) -> Tensor:

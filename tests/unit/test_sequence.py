@@ -503,3 +503,166 @@ def test_takes_a_4d_mask_for_grown_rows(model):
         got = model(input_ids=row, pixel_values=pictures(1), attention_mask=mask).logits
         want = model(input_ids=row, pixel_values=pictures(1)).logits
     assert (got - want).abs().max() <= ATOL
+
+
+# Masks and positions that contradict each other
+
+
+@pytest.mark.parametrize(
+    "mask, named",
+    [
+        ([1, 1, 2, 2], "2"),
+        ([0, 1, 3, 1], "3"),
+        ([-1, 1, 1, 1], "-1"),
+        ([0.0, 0.5, 1.0, 1.0], "0.5"),
+        ([float("-inf"), 0.0, 0.0, 0.0], "-inf"),
+        ([float("nan"), 1.0, 1.0, 1.0], "nan"),
+    ],
+    ids=str,
+)
+def test_refuses_mask_values_other_than_zero_and_one(model, mask, named):
+    with pytest.raises(ValueError, match=f"attention_mask holds {re.escape(named)} and"):
+        model(input_ids=torch.tensor([text(4)]), attention_mask=torch.tensor([mask]))
+
+
+def test_refuses_mask_values_over_the_cache(model):
+    ids = torch.tensor([text(4)])
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    mask = torch.tensor([[2, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="attention_mask holds 2 and 0 more"):
+        model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_masks_of_zeros_and_ones_may_have_any_dtype(model, dtype):
+    batch = padded(rows_with(grown_image()), "left") | {"pixel_values": pictures(NUM_IMAGES)}
+    want = model(**batch).logits
+    got = model(**batch | {"attention_mask": batch["attention_mask"].to(dtype)}).logits
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+def test_a_mask_of_ones_beside_positions_that_restart_changes_nothing(image, implementation):
+    model = tiny_model(attn_implementation=implementation, use_cache=False)
+    batch = pack(rows_with(image)) | {"pixel_values": pictures(NUM_IMAGES)}
+    ones = torch.ones_like(batch["input_ids"])
+    loss, grads = gradients(model, **batch)
+    got_loss, got = gradients(model, **batch, attention_mask=ones)
+    assert torch.equal(got_loss, loss)
+    for name, gradient in grads.items():
+        assert torch.equal(got[name], gradient), name
+    with torch.no_grad():
+        assert torch.equal(model(**batch, attention_mask=ones).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize(
+    "mask, positions, times",
+    [
+        ([1, 1, 1, 1, 1, 0], [0, 1, 2, 0, 1, 0], 1),
+        ([0, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 1], 2),
+        ([1, 1, 0, 0, 1, 1], [0, 1, 0, 0, 0, 1], 1),
+        ([1, 1, 1, 1, 1, 1], [0, 1, 2, 1, 2, 3], 1),
+        ([1, 1, 1, 0, 1, 1], [4, 5, 6, 0, 5, 6], 1),
+    ],
+    ids=str,
+)
+def test_refuses_positions_that_restart_under_a_mask(model, mask, positions, times):
+    with pytest.raises(ValueError, match=f"position_ids restart {times} times.*no attention_mask"):
+        model(
+            input_ids=torch.tensor([text(6)]),
+            attention_mask=torch.tensor([mask]),
+            position_ids=torch.tensor([positions]),
+        )
+
+
+def test_refuses_positions_that_restart_after_a_cache(model):
+    ids = torch.tensor([text(4)])
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="position_ids restart 1 times.*after 4 cached positions"):
+        model(
+            input_ids=ids,
+            past_key_values=cache,
+            attention_mask=torch.ones(1, 8),
+            position_ids=torch.tensor([[4, 5, 0, 1]]),
+        )
+
+
+# Labels
+
+
+@pytest.mark.parametrize("wrong", [512, -1, -101, 151329])
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_refuses_labels_outside_the_vocabulary(model, skip_logits, wrong):
+    ids = torch.tensor([text(5)])
+    labels = ids.clone()
+    labels[0, 3] = wrong
+    with pytest.raises(ValueError, match=f"labels holds {wrong}, but the vocabulary has 512"):
+        model(input_ids=ids, labels=labels, skip_logits=skip_logits)
+    with pytest.raises(ValueError, match=f"labels holds {wrong}, but the vocabulary has 512"):
+        model(input_ids=ids, shift_labels=labels.roll(1, dims=1), skip_logits=skip_logits)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+def test_refuses_a_count_of_labels_that_holds_those_inside_images(model, image, as_tensor):
+    """As a Trainer counts, which knows nothing of images."""
+    ids = torch.tensor([[*text(3), *image, *text(4)]])
+    batch = {"input_ids": ids, "labels": ids, "pixel_values": pictures(1)}
+    inside = len(image) - 2
+    count = torch.tensor(ids.numel()) if as_tensor else ids.numel()
+    message = f"{inside} labels inside images.*num_items_in_batch {ids.numel()} counts them"
+    with pytest.raises(ValueError, match=message):
+        model(**batch, num_items_in_batch=count)
+    # Over several batches, and with the first label left out.
+    for divisor in (10 * ids.numel(), ids.numel() - 1):
+        with pytest.raises(ValueError, match=f"num_items_in_batch {divisor}"):
+            model(**batch, num_items_in_batch=divisor)
+    # A number that cannot hold them: the labels that are learned, or a divisor of one's own.
+    learned = ids.numel() - 1 - inside
+    with torch.no_grad():
+        mean = model(**batch).loss
+        assert model(**batch, num_items_in_batch=learned).loss.item() == mean.item()
+        model(**batch, num_items_in_batch=1)
+        masked = ids.clone()
+        masked[0, 4 : 4 + inside] = -100
+        got = model(**batch | {"labels": masked}, num_items_in_batch=10 * ids.numel()).loss
+    assert got.item() == pytest.approx(mean.item() * learned / (10 * ids.numel()))
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+def test_shifted_labels_are_learned_as_labels(image, side, skip_logits):
+    model = tiny_model().train()
+    batch = padded(rows_with(image), side) | {"pixel_values": pictures(NUM_IMAGES)}
+    labels = labels_for(batch)
+    want, grads = gradients(model, **batch, labels=labels, skip_logits=skip_logits)
+    # transformers lets them win over labels, which Trainer gives along.
+    for also in ({}, {"labels": torch.full_like(labels, 7)}):
+        got, got_grads = gradients(
+            model, **batch, **also, shift_labels=shifted(labels), skip_logits=skip_logits
+        )
+        assert torch.equal(got, want)
+        for name, gradient in grads.items():
+            assert torch.equal(got_grads[name], gradient), name
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+@torch.no_grad()
+def test_the_last_id_learns_the_shifted_label_after_it(model, image, skip_logits):
+    """As in a part of a row that goes on on another process."""
+    row = [*text(3, seed=1), *image, *text(4, seed=2)]
+    labels = torch.full((1, len(row)), -100)
+    labels[0, -1] = 9
+    options = {"pixel_values": pictures(1), "skip_logits": skip_logits}
+    got = model(input_ids=torch.tensor([row]), shift_labels=labels, **options).loss
+    labels = torch.tensor([[-100] * len(row) + [9]])
+    want = model(input_ids=torch.tensor([[*row, 5]]), labels=labels, **options).loss
+    assert got.item() == pytest.approx(want.item(), abs=1e-5)
