@@ -175,12 +175,16 @@ class GLMTransformer(nn.Module):
         self.layers = nn.ModuleList(GLMBlock(config, i) for i in range(config.num_layers))
         self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, x_BRD: Tensor, *attention_inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The normalised output, and what went into each layer and came out of the last."""
+    def forward(
+        self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The normalised output; if asked, what went into each layer and came out of the last."""
         states = [x_BRD]
         for layer in self.layers:
-            states.append(layer(states[-1], *attention_inputs))
-        return self.final_layernorm(states[-1]), tuple(states)
+            x_BRD = layer(x_BRD, *attention_inputs)
+            if keep_states:
+                states.append(x_BRD)
+        return self.final_layernorm(x_BRD), tuple(states) if keep_states else None
 
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
@@ -396,7 +400,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if rows.packed_position_ids is not None:
             attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
         hidden_BRD, states = self.encoder(
-            embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs
+            *(embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs),
+            keep_states=output_hidden_states,
         )
         if past_key_values is not None:
             _remember_rows(past_key_values, rows.position_ids, past_length, num_images)
@@ -404,7 +409,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
             past_key_values=past_key_values,
-            hidden_states=states if output_hidden_states else None,
+            hidden_states=states,
             labels=rows.labels,
             image_hidden_states=features_NKD,
         )

@@ -45,7 +45,9 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize(("page", "number"), RECIPES, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(
+    ("page", "number"), RECIPES, ids=lambda value: getattr(value, "name", None)
+)
 def test_recipes_are_read(page, number, tmp_path):
     (tmp_path / "recipe.yaml").write_text(blocks(page, "yaml")[number])
     assert Recipe.read(tmp_path / "recipe.yaml").trainer.max_steps > 0
