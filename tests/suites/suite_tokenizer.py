@@ -1,0 +1,33 @@
+"""transformers' suite of tokenizers, on a small BPE with GLM-4's special tokens."""
+
+import tempfile
+import unittest
+
+from transformers_tests import test_tokenization_common
+from unit.conftest import train_backend
+
+from glm4v_patched import applied
+from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+
+
+class Tokenizer(test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):
+    tokenizer_class = rust_tokenizer_class = ChatGLM4Tokenizer
+    test_slow_tokenizer = False  # transformers 4 asks; 5 has one kind
+    from_pretrained_kwargs = {}
+
+    @classmethod
+    def setUpClass(cls):
+        # The suite loads by AutoTokenizer, too.
+        cls.enterClassContext(applied())
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        ChatGLM4Tokenizer(tokenizer_object=train_backend(), model_max_length=512).save_pretrained(
+            folder
+        )
+        cls.from_pretrained_id = [folder]
+        super().setUpClass()
+
+    def setUp(self):
+        super().setUp()
+        ChatGLM4Tokenizer.from_pretrained(self.from_pretrained_id[0]).save_pretrained(
+            self.tmpdirname
+        )
