@@ -404,7 +404,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             keep_states=output_hidden_states,
         )
         if past_key_values is not None:
-            _remember_rows(past_key_values, rows.position_ids, past_length, num_images)
+            _remember_rows(past_key_values, rows, past_length, num_images)
 
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
@@ -689,10 +689,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
                 # positions without a mask would say that rows are packed.
                 attention_mask = torch.ones_like(input_ids)
+            is_drawing = prompt_length is not None and input_ids.shape[1] > prompt_length
             rows = grow_rows(
                 input_ids,
                 self.transformer.image_format,
-                num_images=_possible_numbers(images, past_key_values, past_length, len(input_ids)),
+                num_images=_possible_numbers(images, past_key_values, past_length, is_drawing),
+                num_cached=past_length,
                 attention_mask=attention_mask,
                 position_ids=_continued(position_ids, input_ids.shape[1]),
                 prompt_length=prompt_length,
@@ -832,27 +834,36 @@ class _CachedRows(NamedTuple):
             found again that were reordered, selected, repeated or copied since. ``None`` for a
             cache that does not keep keys as they are.
         num_images: Pictures in all rows; ``None`` if not known.
+        images_end: Positions up to the end of the last of them.
     """
 
     length: int
     next_position: Tensor
     last_keys: Tensor | None
     num_images: int | None
+    images_end: int
+
+    def images_up_to(self, length: int) -> int | None:
+        """Pictures in the rows as far as that; ``None`` if not known."""
+        return self.num_images if self.images_end <= length <= self.length else None
 
 
 def _cached_rows(cache: Cache | None) -> _CachedRows | None:
     return getattr(cache, "glm4v_rows", None)
 
 
-def _remember_rows(cache: Cache, position_ids: Tensor, past_length: int, num_images: int) -> None:
-    length = past_length + position_ids.shape[1]
-    before = _cached_rows(cache)
-    earlier_images = 0 if past_length == 0 else None if before is None else before.num_images
+def _remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
+    length = past_length + rows.input_ids.shape[1]
+    before, earlier_images, images_end = _cached_rows(cache), 0, 0
+    if past_length:
+        earlier_images = None if before is None else before.images_up_to(past_length)
+        images_end = 0 if before is None else before.images_end
     cache.glm4v_rows = _CachedRows(
         length,
-        position_ids.amax(dim=1, keepdim=True) + 1,
+        rows.position_ids.amax(dim=1, keepdim=True) + 1,
         _last_keys(cache, length),
         None if earlier_images is None else earlier_images + num_images,
+        past_length + rows.images_end if num_images else images_end,
     )
 
 
@@ -904,16 +915,23 @@ def _check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tenso
 
 
 def _possible_numbers(
-    images: Tensor | None, cache: Cache | None, past_length: int, rows: int
-) -> list[int] | None:
-    """How many images the whole rows may hold: the given ones are all, or follow the cache's."""
+    images: Tensor | None, cache: Cache | None, past_length: int, is_drawing: bool
+) -> list[tuple[int, int]] | int | None:
+    """How many images whole rows may hold, and how many of them may come after the cache.
+
+    The given images are those of the whole rows or of what follows the cache; once a token was
+    drawn they are in it.
+    """
     given = 0 if images is None else len(images)
     if not past_length:
-        return [given]
+        return given
     known = _cached_rows(cache)
-    if known is None or known.num_images is None or len(known.next_position) != rows:
+    in_cache = None if known is None else known.images_up_to(past_length)
+    if in_cache is None:
         return None
-    return [given, known.num_images, known.num_images + given]
+    if is_drawing:
+        return [(in_cache, 0)]
+    return [(given, given - in_cache), (in_cache + given, given)]
 
 
 def _known_keywords(given: dict) -> dict:

@@ -33,6 +33,7 @@ class GrownRows(NamedTuple):
             ``(B, R + 1)`` with a label after the last id.
         packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
             sample; ``None`` unless positions were given without a mask, as packed rows have them.
+        images_end: Columns up to the end of the last image of all rows; 0 without images.
     """
 
     input_ids: Tensor
@@ -41,6 +42,7 @@ class GrownRows(NamedTuple):
     attention_mask: Tensor | None
     labels: Tensor | None
     packed_position_ids: Tensor | None
+    images_end: int
 
 
 class ImageFormat(NamedTuple):
@@ -60,7 +62,7 @@ class ImageFormat(NamedTuple):
 def grow_rows(
     input_ids: Tensor,
     image_format: ImageFormat,
-    num_images: int | Collection[int] | None,
+    num_images: int | Collection[tuple[int, int]] | None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     labels: Tensor | None = None,
@@ -70,6 +72,7 @@ def grow_rows(
     allow_unpaired: bool = False,
     label_after: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
+    num_cached: int = 0,
 ) -> GrownRows:
     """Bring rows of either form, with any number of images each, to the grown form.
 
@@ -77,8 +80,8 @@ def grow_rows(
 
     Args:
         input_ids: ``(B, L)`` int64.
-        num_images: Pictures that come with these rows, or the numbers that may be; ``None`` skips
-            that check.
+        num_images: Pictures that come with these rows; or what may be, pairs of all images and of
+            those that begin after ``num_cached`` grown positions. ``None`` skips that check.
         attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for rows that
             need no growing. See :func:`unmask_images`.
         position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
@@ -104,14 +107,15 @@ def grow_rows(
     if label_after is not None:
         label_after = label_after.to(input_ids.device, torch.long)
     spans = _find_images(input_ids, image_format, prompt_length)
-    given = (input_ids, image_format, attention_mask, position_ids, past_length, next_position)
-    rows = _read_rows(spans, *given, labels, label_after)
+    masks = attention_mask, position_ids, past_length, next_position
+    given = (input_ids, image_format, *masks, labels, label_after, num_cached)
+    rows = _read_rows(spans, *given)
     fault = _fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
     if fault is not None:
-        spans = _without_strays(spans, rows.current_mask, input_ids, image_format, num_images)
-        if spans is None:
+        spans = _without_strays(spans, rows.current_mask, input_ids, image_format)
+        rows = None if spans is None else _read_rows(spans, *given)
+        if rows is None or not _is_number(rows.facts, num_images):
             raise ValueError(fault)
-        rows = _read_rows(spans, *given, labels, label_after)
     _check_rows(rows, image_format, labels, past_length, num_items_in_batch)
 
     current_mask, positions, width = rows.current_mask, rows.positions, rows.width
@@ -134,7 +138,8 @@ def grow_rows(
         packed_ids = _count_within_samples(positions) if is_packed else None
         if label_after is not None:
             labels = torch.cat((labels, label_after), dim=1)
-        return GrownRows(input_ids, positions, image_mask, attention_mask, labels, packed_ids)
+        end = rows.facts.images_end
+        return GrownRows(input_ids, positions, image_mask, attention_mask, labels, packed_ids, end)
 
     if attention_mask is not None and padding_mask is None:
         raise ValueError(
@@ -172,6 +177,7 @@ def grow_rows(
         attention_mask=padding_mask,
         labels=labels,
         packed_position_ids=_count_within_samples(grown_positions) if is_packed else None,
+        images_end=rows.facts.images_end,
     )
 
 
@@ -188,8 +194,9 @@ def count_images(input_ids: Tensor, image_format: ImageFormat, num_images: int) 
     spans = _find_images(input_ids, image_format)
     counts = spans.is_begin.sum(dim=1).tolist()
     if sum(counts) != num_images:
-        others = _without_strays(spans, None, input_ids, image_format, num_images)
-        counts = counts if others is None else others.is_begin.sum(dim=1).tolist()
+        spans = _without_strays(spans, None, input_ids, image_format)
+        others = counts if spans is None else spans.is_begin.sum(dim=1).tolist()
+        counts = others if sum(others) == num_images else counts
     return counts
 
 
@@ -303,6 +310,7 @@ class _Facts(NamedTuple):
     begins: int
     ends: int
     found: int
+    found_after_cache: int
     misfit: int
     smallest_id: int
     largest_id: int
@@ -315,6 +323,7 @@ class _Facts(NamedTuple):
     masked: int
     restarts: int
     steps_back: int
+    images_end: int
     length: int
 
 
@@ -338,6 +347,7 @@ def _read_rows(
     next_position: Tensor | None,
     labels: Tensor | None,
     label_after: Tensor | None,
+    num_cached: int,
 ) -> _ReadRows:
     padding_mask = current_mask = None
     if attention_mask is not None and attention_mask.ndim == 2:
@@ -350,15 +360,20 @@ def _read_rows(
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
     misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
     none = input_ids.new_zeros(())
+    ends = width.cumsum(dim=1)
+    length = ends[:, -1].amax()
+    ends = ends + length - ends[:, -1:]  # one column after each id, in the grown rows
     facts = {
         "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
         "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
         "found": spans.is_begin.sum(),
+        "found_after_cache": (spans.is_begin & (ends > num_cached)).sum(),
         "misfit": misfits[(misfits - 1).abs().argmax()],
         "smallest_id": input_ids.amin(),
         "largest_id": input_ids.amax(),
         "last_position": positions.amax(),
-        "length": width.sum(dim=1).amax(),
+        "images_end": ends.masked_fill(~spans.is_end, 0).amax(),
+        "length": length,
     }
     if labels is not None:
         every = labels if label_after is None else torch.cat((labels, label_after), dim=1)
@@ -400,16 +415,19 @@ def _fault_of_images(
             f"grown here) or {image_format.num_image_tokens} (grown already, at this model's "
             "image_size)"
         )
-    if num_images is not None and found not in _numbers(num_images):
+    if not _is_number(facts, num_images):
+        given = num_images if isinstance(num_images, int) else next(iter(num_images))[0]
         return (
-            f"{_numbers(num_images)[0]} images were given for {found} begin-of-image ids in "
-            "input_ids: give one image for each, in the order of their ids"
+            f"{given} images were given for {found} begin-of-image ids in input_ids: give one "
+            "image for each, in the order of their ids"
         )
     return None
 
 
-def _numbers(num_images: int | Collection[int]) -> list[int]:
-    return [num_images] if isinstance(num_images, int) else list(num_images)
+def _is_number(facts: _Facts, num_images: int | Collection[tuple[int, int]] | None) -> bool:
+    if num_images is None or isinstance(num_images, int):
+        return num_images is None or num_images == facts.found
+    return (facts.found, facts.found_after_cache) in num_images
 
 
 def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in_batch) -> None:
@@ -465,12 +483,11 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
 
 
 def _without_strays(
-    spans: _ImageSpans, current_mask, input_ids, image_format: ImageFormat, num_images
+    spans: _ImageSpans, current_mask, input_ids, image_format: ImageFormat
 ) -> _ImageSpans | None:
     """Only the images that are filled as such; all other begin and end ids are ordinary tokens.
 
-    ``None`` if their number is not that of the pictures, or if an image seems to be cut: a begin
-    before, or an end after, one id that repeats.
+    ``None`` if an image seems to be cut: a begin before, or an end after, one id that repeats.
     """
     is_token = torch.ones_like(input_ids, dtype=torch.bool)
     if current_mask is not None:
@@ -499,8 +516,7 @@ def _without_strays(
     is_stray_end = (input_ids == image_format.end_id) & spans.is_prompt & ~is_end
     is_cut = is_stray_begin & repeats.roll(-2, dims=1) & (columns < length - 2)
     is_cut |= is_stray_end & _shift_right(repeats)
-    found, cut = torch.stack([is_begin.sum(), is_cut.sum()]).tolist()
-    if cut or (num_images is not None and found not in _numbers(num_images)):
+    if is_cut.any():
         return None
     return spans._replace(
         is_begin=is_begin,

@@ -1,10 +1,14 @@
 """Generation: cached equals uncached, batches equal rows, whatever images the rows have."""
 
+import copy
+
 import pytest
 import torch
+import transformers
 from tiny import (
     BOI,
     EOI,
+    FILL,
     PAD,
     grown_image,
     padded,
@@ -13,7 +17,13 @@ from tiny import (
     three_id_image,
     tiny_model,
 )
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+)
 
 # fp32, cached against one pass. Measured 8.5e-6; positions that continue from the cache's length,
 # not from the image's three, must fail.
@@ -366,3 +376,224 @@ def test_training_mode_generates_the_same(model):
         assert torch.equal(new_tokens(model.train(), batch), want)
     finally:
         model.eval()
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "images"])
+def test_refuses_images_beside_embeddings(model, name):
+    embeds = model.get_input_embeddings()(torch.tensor([text(4)])).detach()
+    with pytest.raises(ValueError, match="2 images were given with inputs_embeds.*give input_ids"):
+        model.generate(inputs_embeds=embeds, **{name: pictures(2)}, **GREEDY)
+    ids = torch.tensor([three_id_image()])
+    with pytest.raises(ValueError, match="1 images were given with inputs_embeds.*give input_ids"):
+        model.generate(ids, inputs_embeds=embeds, **{name: pictures(1)}, **GREEDY)
+
+
+# Begin and end ids that an earlier round drew
+
+STRAYS = pytest.mark.parametrize(
+    "drawn",
+    [[BOI], [EOI], [BOI, EOI], [EOI, 7, BOI], [BOI, 7, 8, EOI, 3], [BOI, 7, EOI], [7, BOI, 8, BOI]],
+    ids=str,
+)
+
+
+@torch.no_grad()
+def logits_with_strays(model, row: list[int], drawn: range, images) -> torch.Tensor:
+    """Of the whole row: in the first rounds its drawn ids are given as such."""
+    output = model(input_ids=torch.tensor([row[: drawn.start]]), pixel_values=images)
+    logits = [output.logits]
+    for token in row[drawn.start : drawn.stop]:
+        output = model(input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values)
+        logits.append(output.logits)
+    for token in row[drawn.stop :]:
+        output = model(input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)[0]
+
+
+@FORMS
+@STRAYS
+@pytest.mark.parametrize("prompt", ["text", "image"])
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_rows_that_hold_drawn_ids_are_learned(model, image, drawn, prompt, skip_logits):
+    """What GRPO does with prompt and answer, or anybody who feeds an answer back."""
+    first = [*text(3, seed=1), *(image if prompt == "image" else []), *text(2, seed=2)]
+    row = [*first, *drawn, *text(3, seed=3)]
+    images = pictures(1) if prompt == "image" else None
+    want = logits_with_strays(model, row, range(len(first), len(first) + len(drawn)), images)
+    inputs = {"input_ids": torch.tensor([row]), "pixel_values": images}
+    with torch.no_grad():
+        assert (model(**inputs).logits[0] - want).abs().max() <= ATOL
+    # And beside another row, padded.
+    other = [*image, *text(9, seed=4)]
+    batch = padded([row, other], "left")
+    both = pictures(1).repeat(2 if prompt == "image" else 1, 1, 1, 1)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        output = model(**batch, pixel_values=both, labels=labels, skip_logits=skip_logits)
+        assert output.loss.isfinite()
+        if not skip_logits:
+            assert (output.logits[0, -len(want) :] - want).abs().max() <= ATOL
+
+
+@FORMS
+@STRAYS
+@pytest.mark.parametrize("keeps_cache", [False, True])
+@pytest.mark.parametrize("brings_image", [False, True])
+def test_a_later_round_takes_drawn_ids_for_what_they_are(
+    model, image, drawn, keeps_cache, brings_image
+):
+    first = [*text(3, seed=1), *image, *text(2, seed=2)]
+    draws = LogitsProcessorList([Draws(len(first), drawn)])
+    cache = DynamicCache(config=model.config)
+    ids = model.generate(
+        torch.tensor([first]),
+        pixel_values=pictures(1),
+        past_key_values=cache,
+        logits_processor=draws,
+        **GREEDY,
+    )[0].tolist()
+    assert ids[len(first) : len(first) + len(drawn)] == drawn
+    second = [*text(2, seed=3), *(image if brings_image else []), *text(3, seed=4)]
+    images = pictures(2) if brings_image else pictures(1)
+    row = [*ids, *second]
+    batch = {"input_ids": torch.tensor([row])}
+    if keeps_cache:
+        given = [images, images[1:]] if brings_image else [images, None]
+        caches = [copy.deepcopy(cache) for _ in given]
+        answers = [
+            new_tokens(model, batch | {"pixel_values": of, "past_key_values": kept})
+            for of, kept in zip(given, caches, strict=True)
+        ]
+    else:
+        answers = [new_tokens(model, batch | {"pixel_values": images})]
+        answers.append(new_tokens(model, batch | {"pixel_values": images}, use_cache=False))
+        two = {"num_beams": 2, "num_return_sequences": 2}
+        new_tokens(model, batch | {"pixel_values": images}, **two)
+    # By hand: the first round's cache, the rest of the row, then a token at a time.
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.tensor([[row[len(ids) - 1]]]), past_key_values=copy.deepcopy(cache)
+        )
+        output = model(
+            input_ids=torch.tensor([second]),
+            pixel_values=images[1:] if brings_image else None,
+            past_key_values=output.past_key_values,
+        )
+        want = []
+        for _ in range(8):
+            want.append(output.logits[0, -1].argmax().item())
+            output = model(
+                input_ids=torch.tensor([want[-1:]]), past_key_values=output.past_key_values
+            )
+    for tokens in answers:
+        assert tokens[0].tolist() == want
+
+
+@FORMS
+def test_a_row_that_was_cut_inside_an_image_is_no_row_with_a_stray(model, image):
+    whole = [*text(2), *image]
+    cut = [*text(2), BOI, *[FILL] * 3]
+    for row in (cut, [*whole, *cut], [FILL, FILL, EOI, *whole]):
+        images = pictures(1) if EOI in row and BOI in row else None
+        with pytest.raises(ValueError, match="was a row truncated inside an image"):
+            model(input_ids=torch.tensor([row]), pixel_values=images)
+    # The picture of the cut image is still there.
+    row = [*whole, BOI]
+    with pytest.raises(ValueError, match="was a row truncated inside an image"):
+        model(input_ids=torch.tensor([row]), pixel_values=pictures(2))
+
+
+# Prompt lookup of transformers 4.57 wants an id to stop at.
+ASSISTED = {"eos_token_id": 498}
+
+
+@pytest.mark.parametrize("assistant", ["same", "other", "lookup"])
+@pytest.mark.parametrize("prompt", ["text", "image"])
+@pytest.mark.parametrize("drawn", [[], [BOI, 7, EOI], [7, EOI, BOI, 8, BOI]], ids=str)
+def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, prompt, drawn):
+    row = [*rows_with(grown_image())[0 if prompt == "text" else 1], 7, 8, 7, 8, 7]
+    batch = {"input_ids": torch.tensor([row])}
+    if prompt == "image":
+        batch["pixel_values"] = pictures(1)
+    draws = LogitsProcessorList([Draws(len(row), drawn)])
+    want = new_tokens(model, batch, logits_processor=draws)
+    if assistant == "lookup":
+        options = {"prompt_lookup_num_tokens": 3} | ASSISTED
+    else:
+        other = tiny_model()
+        # Several rounds, of which the later ones find drawn ids in what they are given.
+        other.generation_config.num_assistant_tokens = 2
+        other.generation_config.num_assistant_tokens_schedule = "constant"
+        if assistant == "other":
+            with torch.no_grad():
+                other.transformer.output_layer.weight.add_(0.2)
+        options = {"assistant_model": other}
+    got = new_tokens(model, batch, logits_processor=draws, **options)
+    assert torch.equal(got, want)
+
+
+def test_assisted_generation_of_rows_that_grow_is_right_or_refused(model):
+    """The cache is cropped by the number of ids, which here is less than what it holds."""
+    for row in [*rows_with(three_id_image()), [*text(20, seed=1), *three_id_image()]]:
+        batch = {"input_ids": torch.tensor([row])}
+        if BOI in row:
+            batch["pixel_values"] = pictures(row.count(BOI))
+        want = new_tokens(model, batch)
+        try:
+            got = new_tokens(model, batch, prompt_lookup_num_tokens=2, **ASSISTED)
+        except ValueError as error:
+            assert "inside of an image" in str(error) and BOI in row
+        else:
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("drawn", [[BOI], [BOI, 7, EOI]], ids=str)
+def test_assisted_generation_of_a_later_round(model, drawn):
+    first = [*text(3, seed=1), *grown_image(), *text(2, seed=2)]
+    row = [*first, *drawn, *text(2, seed=3), *grown_image(), 7, 8, 7, 8, 7]
+    batch = {"input_ids": torch.tensor([row]), "pixel_values": pictures(2)}
+    want = new_tokens(model, batch)
+    for options in ({"prompt_lookup_num_tokens": 3} | ASSISTED, {"assistant_model": model}):
+        assert torch.equal(new_tokens(model, batch, **options), want)
+
+
+# Continuous batching
+
+
+def generate_batch(model, rows: list[list[int]]) -> list:
+    from transformers import ContinuousBatchingConfig
+
+    sizes = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
+    config = GenerationConfig(**GREEDY)
+    config.eos_token_id = -1  # transformers puts it there itself, with a warning
+    answers = model.generate_batch(
+        rows, generation_config=config, continuous_batching_config=sizes, progress_bar=False
+    )
+    return list(answers.values())
+
+
+continuous_batching = pytest.mark.skipif(
+    not hasattr(transformers, "ContinuousBatchingConfig"),
+    reason="continuous batching of transformers 4.57 runs on GPUs only",
+)
+
+
+@continuous_batching
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_continuous_batching_gives_the_tokens_of_generate(implementation):
+    model = tiny_model(attn_implementation=implementation)
+    rows = [text(9, seed=1), text(5, seed=2)]
+    want = [new_tokens(model, {"input_ids": torch.tensor([row])})[0].tolist() for row in rows]
+    answers = generate_batch(model, rows)
+    assert [answer.generated_tokens for answer in answers] == want
+    assert model.config._attn_implementation == implementation
+
+
+@continuous_batching
+@FORMS
+def test_continuous_batching_refuses_rows_with_images(image):
+    """It hands on no pictures."""
+    (answer,) = generate_batch(tiny_model(), [[*text(3, seed=1), *image, 5]])
+    assert "0 images were given for 1 begin-of-image ids" in str(answer.error)
+    assert not answer.generated_tokens

@@ -1,5 +1,6 @@
 """The model as a module: one path for training and evaluation, tables, dtypes, initialisation."""
 
+import inspect
 import weakref
 
 import pytest
@@ -346,3 +347,105 @@ def test_layers_inputs_are_kept_only_when_asked_for(asked):
     assert (output.hidden_states is not None) is asked
     # The last layer's own input is in use.
     assert alive == [asked, asked, asked, True]
+
+
+# Keywords
+
+
+@pytest.mark.parametrize(
+    "name", ["atention_mask", "pixel_value", "image", "positions", "token_type_ids", "foo"]
+)
+@pytest.mark.parametrize("of", ["model", "base"])
+def test_refuses_a_keyword_that_it_does_not_know(model, of, name):
+    called = model if of == "model" else model.transformer
+    with pytest.raises(ValueError, match=f"forward was given {name}, which .* it takes input_ids,"):
+        called(input_ids=torch.tensor([text(4)]), **{name: torch.ones(1, 4)})
+
+
+@torch.no_grad()
+def test_takes_what_frameworks_pass_on(model):
+    """Packed rows of transformers' collator, generate of 4.57, and all its named arguments."""
+    ids = torch.tensor([text(6)])
+    want = model(input_ids=ids).logits
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
+    got = model(
+        input_ids=ids,
+        **packed,
+        seq_idx=torch.zeros(1, 6, dtype=torch.int32),
+        cache_position=torch.arange(6),
+        output_attentions=False,
+        return_dict=True,
+        use_cache=False,
+        num_items_in_batch=None,
+        prompt_length=None,
+    )
+    assert torch.equal(got.logits, want)
+
+
+def test_names_of_the_arguments_are_those_that_trainers_look_for(model):
+    """A Trainer keeps the columns of a dataset that forward names, and asks for some of them."""
+    names = set(inspect.signature(model.forward).parameters)
+    assert {"labels", "pixel_values", "images", "position_ids", "num_items_in_batch"} <= names
+    assert {"shift_labels", "logits_to_keep", "skip_logits", "image_features"} <= names
+
+
+@torch.no_grad()
+def test_the_published_name_for_the_last_logits(model):
+    ids = torch.tensor([text(6)])
+    last = model(input_ids=ids, return_last_logit=True).logits
+    assert torch.equal(last, model(input_ids=ids, logits_to_keep=1).logits)
+    assert last.shape == (1, 1, 512)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "images"])
+@torch.no_grad()
+def test_rows_without_an_image_may_have_none_in_its_place(model, name):
+    inputs = batch()
+    images = inputs.pop("pixel_values")
+    want = model(**inputs, pixel_values=images).logits
+    assert torch.equal(model(**inputs, **{name: [images[0], None]}).logits, want)
+    ids = torch.tensor([text(6)])
+    got = model(input_ids=ids, **{name: [None]}).logits
+    assert torch.equal(got, model(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="0 images were given for 1 begin-of-image ids"):
+        model(**inputs, **{name: [None, None]})
+
+
+# Losses that are computed outside
+
+
+def test_hidden_states_of_rows_that_grow_are_refused_in_training():
+    """A reward model reads its score where the mask of the rows as given ends: inside an image."""
+    model = tiny_model().train()
+    with pytest.raises(ValueError, match="rows of 10 ids take 13 positions.*give grown rows"):
+        model(**batch(three_id_image()), output_hidden_states=True)
+    assert len(model(**batch(grown_image()), output_hidden_states=True).hidden_states) == 3
+    assert model(**batch(three_id_image())).loss.isfinite()
+
+
+# Attention implementations
+
+
+@pytest.mark.parametrize("before, after", [("sdpa", "eager"), ("eager", "sdpa")])
+@torch.no_grad()
+def test_set_attn_implementation_reaches_both_towers(before, after, monkeypatch):
+    model = tiny_model(attn_implementation=before)
+    want = model(**batch()).logits
+    assert model._can_set_attn_implementation() and model.transformer._can_set_attn_implementation()
+    model.set_attn_implementation(after)
+    assert model.config._attn_implementation == after
+    used = []
+    attention = inspect.getmodule(type(model.transformer.vision))
+    for module in (attention, inspect.getmodule(type(model))):
+        attend = module.attend
+
+        def noted(module, query, key, value, mask, implementation, attend=attend, **kwargs):
+            used.append((type(module).__name__, implementation))
+            return attend(module, query, key, value, mask, implementation, **kwargs)
+
+        monkeypatch.setattr(module, "attend", noted)
+    got = model(**batch()).logits
+    assert set(used) == {("Attention", after), ("SelfAttention", after)}
+    valid = batch()["attention_mask"].bool()
+    assert (got[valid] - want[valid]).abs().max() <= ATOL
