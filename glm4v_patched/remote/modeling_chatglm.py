@@ -11,15 +11,23 @@ from it, each with a test:
 
 from dataclasses import dataclass
 from inspect import signature
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+)
+from transformers.utils import logging
 
 from .attention import PackedSamples, attend, group_samples
 from .checkpointing import CheckpointedLayer
@@ -27,7 +35,9 @@ from .configuration_chatglm import ChatGLMConfig
 from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
 from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
 from .sharding import must_run_on_every_process, refuse_split_model
-from .visual import EVA2CLIPModel, PatchEmbedding
+from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
+
+logger = logging.get_logger(__name__)
 
 # What frameworks pass on to attention: for packed rows, and for continuous batching by its name in
 # transformers 4.57 and in 5. Anything else beside the named arguments is a slip of the pen.
@@ -172,15 +182,19 @@ class GLMBlock(CheckpointedLayer):
 class GLMTransformer(nn.Module):
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
+        self.config = config
         self.layers = nn.ModuleList(GLMBlock(config, i) for i in range(config.num_layers))
         self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
 
     def forward(
         self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The normalised output; if asked, what went into each layer and came out of the last."""
+        """The normalised output; if asked, what went into each layer and came out of the last.
+
+        ``config.num_layers`` may be less than there are: generate leaves out the last layers so.
+        """
         states = [x_BRD]
-        for layer in self.layers:
+        for layer in islice(self.layers, self.config.num_layers):
             x_BRD = layer(x_BRD, *attention_inputs)
             if keep_states:
                 states.append(x_BRD)
@@ -207,6 +221,32 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         # transformers guesses from this file's text, in which it misses the name of its registry
         # (attention.py has it). Both towers read the config at every call.
         return True
+
+    def _weights_to_keep(
+        self, layers: nn.ModuleList, output_attentions: bool | None
+    ) -> list[Tensor] | None:
+        """A list for the attention weights of ``layers``, if they are asked for and made."""
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if not output_attentions:
+            return None
+        implementation = self.config._attn_implementation
+        if implementation != "eager":
+            # transformers' own models warn, too, and return none.
+            logger.warning_once(
+                f"output_attentions=True: the attention implementation {implementation!r} makes "
+                "no weights and none are returned; choose another one, e.g. by "
+                'model.set_attn_implementation("eager")'
+            )
+            return None
+        recomputed = sum(layer.gradient_checkpointing for layer in layers)
+        if recomputed and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"output_attentions=True in training, where {recomputed} of {len(layers)} layers "
+                "recompute their activations: the weights of a recomputed layer have no "
+                "gradients; disable activation checkpointing or leave output_attentions out"
+            )
+        return []
 
     def train(self, mode: bool = True):
         """As usual. Raises ``ValueError`` for a split model among several processes."""
@@ -332,13 +372,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 labels inside images, where nothing is learned.
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
-            output_attentions: Accepted and without effect, as in the published code.
+            output_attentions: Also return each layer's attention weights ``(B, H, R, cached +
+                R)``. Only eager attention makes them; any other warns and returns none.
             prompt_length: Ids from this column on were drawn by generation; begin- and
                 end-of-image ids among them are ordinary tokens.
             image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
-                :meth:`get_image_features` gives for them, from another time. The tower does not
-                run. Processes that gather it together must all be given features or none; without
-                images, ``N`` is 0, which also leaves out the blank image.
+                :meth:`get_image_features` gives for them (its output, too), from another time.
+                The tower does not run. Processes that gather it together must all be given
+                features or none; without images, ``N`` is 0, which also leaves out the blank
+                image.
             attention_kwargs: For the attention implementation: :data:`ATTENTION_KEYWORDS`.
 
         Raises:
@@ -347,6 +389,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         attention_kwargs = _known_keywords(attention_kwargs)
+        if isinstance(image_features, BaseModelOutputWithPooling):
+            image_features = image_features.pooler_output
         if image_features is not None:
             self._check_features(image_features, pixel_values, images)
         pixel_values = self._one_image_tensor(pixel_values, images)
@@ -399,6 +443,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         mask = _causal_mask(self.config, embeds_BRD, rows, past_key_values, past_length)
         if rows.packed_position_ids is not None:
             attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
+        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
+        if weights is not None:
+            attention_kwargs = {"kept_weights": weights, **attention_kwargs}
         hidden_BRD, states = self.encoder(
             *(embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs),
             keep_states=output_hidden_states,
@@ -410,18 +457,54 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             last_hidden_state=hidden_BRD,
             past_key_values=past_key_values,
             hidden_states=states,
+            attentions=None if weights is None else tuple(weights),
             labels=rows.labels,
             image_hidden_states=features_NKD,
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
-    def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Encode images ``(N, 3, S, S)`` to ``(N, num_image_tokens + 2, D)``, begin and end
-        vectors included. Raises ``ValueError`` for another size than the configured one.
+    def get_image_features(
+        self,
+        pixel_values: Tensor,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple | Tensor:
+        """Encode images ``(N, 3, S, S)``, as transformers' own models do.
 
         A tower without trainable weights records no gradients, unless ``pixel_values`` requires
         grad itself.
+
+        Returns:
+            With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, what takes an
+            image's place in its row, begin and end vectors included; ``last_hidden_state``
+            ``(N, T, V)`` of the tower; on request ``hidden_states`` and ``attentions`` of its
+            layers (see :meth:`forward`). With transformers 4: what ``pooler_output`` would be,
+            unless ``return_dict`` is given.
+
+        Raises:
+            ValueError: images of another size than the configured one.
         """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        layers = self.vision.transformer.layers
+        record = TowerRecord(
+            states=[] if output_hidden_states else None,
+            weights=self._weights_to_keep(layers, output_attentions),
+        )
+        features_NKD = self._encode(pixel_values, record)
+        if return_dict is None and Version(transformers.__version__).major < 5:
+            return features_NKD
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=record.last_state,
+            pooler_output=features_NKD,
+            hidden_states=None if record.states is None else tuple(record.states),
+            attentions=None if record.weights is None else tuple(record.weights),
+        )
+        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _encode(self, pixel_values: Tensor, record: TowerRecord | None = None) -> Tensor:
+        """Features ``(N, num_image_tokens + 2, D)`` of images of the configured size."""
         vision = self.config.vision
         wanted = (vision.in_channels, vision.image_size, vision.image_size)
         if tuple(pixel_values.shape[1:]) != wanted:
@@ -430,16 +513,16 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"(number of images, {', '.join(map(str, wanted))}): resize them with this "
                 "model's image processor; positions are not interpolated"
             )
-        return self._run_tower(pixel_values)
+        return self._run_tower(pixel_values, record)
 
-    def _run_tower(self, pixels_N3SS: Tensor) -> Tensor:
+    def _run_tower(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
         # Frameworks make what goes into a layer require grad, for its checkpoint's sake: a frozen
         # tower would then keep all its activations for a backward pass that leads nowhere.
         leads_nowhere = not pixels_N3SS.requires_grad and not any(
             parameter.requires_grad for parameter in self.vision.parameters()
         )
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leads_nowhere):
-            return self.vision(pixels_N3SS)
+            return self.vision(pixels_N3SS, *(() if record is None else (record,)))
 
     def _check_features(self, image_features, pixel_values, images) -> None:
         if pixel_values is not None or images is not None:
@@ -462,9 +545,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """The embeddings with the images in their places, and the images' features, if any."""
         if pixel_values is not None:
-            features_NKD = self.get_image_features(
-                pixel_values.to(embeds_BRD.device, embeds_BRD.dtype)
-            )
+            features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
         if features_NKD is not None:
             if len(features_NKD) == 0:
                 return embeds_BRD, None
@@ -565,6 +646,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             value = OutputLayer.from_linear(value)
         self.transformer.output_layer = value
 
+    def get_image_features(self, pixel_values: Tensor, **options):
+        """As :meth:`ChatGLMModel.get_image_features`."""
+        return self.transformer.get_image_features(pixel_values, **options)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -619,6 +704,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             num_items_in_batch=num_items_in_batch,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             return_dict=True,
             **attention_kwargs,
         )
@@ -648,6 +734,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            attentions=output.attentions,
             image_hidden_states=output.image_hidden_states,
         )
         return result if _wants_dict(return_dict, self.config) else result.to_tuple()
@@ -675,14 +762,17 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             self.transformer._refuse_images_with_embeddings(
                 self.transformer._one_image_tensor(pixel_values, images)
             )
-            new = 1 if past_length else inputs_embeds.shape[1]
-            inputs["attention_mask"] = attention_mask
-            if position_ids is not None:
-                inputs["position_ids"] = position_ids[:, -new:]
-            if past_length:
-                inputs["input_ids"] = input_ids[:, -new:]
+            # Until a token is drawn there are no ids, unless they are given beside embeddings.
+            is_first = past_length == 0 or input_ids.shape[1] == 0
+            new = 1
+            if is_first or kwargs.get("is_first_iteration"):
+                new = _not_cached_yet(inputs_embeds, past_length)
+                inputs["inputs_embeds"] = inputs_embeds[:, -new:]
             else:
-                inputs["inputs_embeds"] = inputs_embeds
+                inputs["input_ids"] = input_ids[:, -new:]
+            inputs["attention_mask"] = attention_mask
+            if position_ids is not None and not _holds_images(past_key_values, past_length):
+                inputs["position_ids"] = position_ids[:, -new:]
         else:
             images = self.transformer._one_image_tensor(pixel_values, images)
             if attention_mask is None:
@@ -903,6 +993,24 @@ def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     is_same = (last_keys[:, None] == known.last_keys.to(last_keys.device)).all(dim=-1)
     next_position_B1 = known.next_position.to(is_same.device)
     return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
+
+
+def _holds_images(cache: Cache | None, past_length: int) -> bool:
+    """Whether images are known to be in the cache: generate's positions count them too long."""
+    known = _cached_rows(cache) if past_length else None
+    return known is not None and bool(known.images_up_to(past_length))
+
+
+def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
+    """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
+    new = inputs_embeds.shape[1] - past_length
+    if new < 1:
+        raise ValueError(
+            f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
+            f"{past_length} already: give generate the embeddings of whole rows, those in the "
+            "cache included"
+        )
+    return new
 
 
 def _check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
