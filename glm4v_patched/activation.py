@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,13 @@ class Options:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+        for name, value in given.items():
+            wanted = str if name == "attn_implementation" else bool
+            if value is not None and not isinstance(value, wanted):
+                raise ValueError(
+                    f"{name} is {value!r}: give "
+                    + ("the name of one" if wanted is str else "True or False")
+                )
         return cls(**given)
 
     def said(self) -> dict:
@@ -69,6 +77,11 @@ class _Activation:
         self.blocks = 0
 
     def activate(self, options: Options) -> None:
+        if not issubclass(GLM4VForCausalLM, pkgutil.resolve_name("transformers:PreTrainedModel")):
+            raise RuntimeError(
+                "transformers was imported anew since glm4v_patched was, whose classes belong to "
+                "the first one: take both out of sys.modules, or start a new process"
+            )
         if self.patches is not None:
             in_force = asdict(self.options)
             # Not said is off.
@@ -110,7 +123,9 @@ def apply(**options) -> None:
         rms_norm, swiglu: Liger-Kernel's kernels in the language model. They round differently.
 
     Raises:
-        ValueError: an unknown option; options that contradict those in force; kernels without GPU.
+        ValueError: an unknown option or value; options that contradict those in force; kernels
+            without GPU.
+        RuntimeError: transformers was imported anew since this package was.
         ImportError: kernels were asked for and Liger-Kernel is not there.
         AttributeError: transformers has moved something; nothing was patched.
     """

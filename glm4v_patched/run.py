@@ -93,15 +93,22 @@ def environment_options() -> dict:
     if value in ("", "0", "1"):
         return {}
     try:
-        options = json.loads(value)
+        options = json.loads(value, object_pairs_hook=_without_repetition)
     except ValueError:
         options = None
     if not isinstance(options, dict):
         raise ValueError(
             f"{VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
-            'glm4v_patched.apply, such as {"fused_linear_cross_entropy": true}'
+            'glm4v_patched.apply, each once, such as {"fused_linear_cross_entropy": true}; 0 or '
+            "nothing is off"
         )
     return options
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key comes twice")
+    return dict(pairs)
 
 
 def set_environment(options: dict) -> None:

@@ -3,14 +3,33 @@
 The computation is upstream's: PIL bicubic resize to a square without keeping the aspect ratio,
 division by 255, normalisation with the CLIP constants, float32, channels first. It needs Pillow
 and numpy, not torchvision, and is the same code on transformers 4.57 and 5.x.
+
+A picture has the same pixels whichever way it comes. What it is made of and which way is up are
+read here and nowhere else; what cannot be told is refused (:func:`as_picture`).
 """
 
+import base64
+import binascii
+import io
+import os
+import urllib.request
+from http.client import HTTPException
+
 import numpy as np
+import torch
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
-from transformers.image_transforms import to_pil_image
-from transformers.image_utils import ImageInput, make_flat_list_of_images
+from transformers.image_utils import ImageInput
+from transformers.utils import is_vision_available
+
+if is_vision_available():
+    import PIL.Image
+    import PIL.ImageOps
 
 PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, written out so that importing needs no Pillow
+ORIENTATION = 0x0112  # the EXIF tag
+SECONDS_TO_ANSWER = 60
+# Pillow hands these to another program.
+RUN_BY_OTHERS = ("EPS",)
 
 
 class ChatGLMImageProcessor(BaseImageProcessor):
@@ -59,8 +78,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         """Preprocess images.
 
         Args:
-            images: A PIL image, an array or tensor (height, width and channels in either order,
-                0..255 or 0..1), a path or URL, or a (nested) list of those.
+            images: A picture as :func:`as_picture` takes it, or a (nested) list of those; arrays
+                and tensors of four dimensions are several.
             do_convert_rgb: Overrides the attribute for this call.
             return_tensors: ``"pt"``, ``"np"``, or None for numpy.
 
@@ -68,22 +87,29 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             ``pixel_values``: float32 ``[number of images, 3, S, S]``, nested lists flattened.
 
         Raises:
-            ValueError: an image is not RGB and ``do_convert_rgb`` is off.
+            ValueError: an image cannot be read or is not clear, or is not RGB and
+                ``do_convert_rgb`` is off; names its number.
         """
         if do_convert_rgb is None:
             do_convert_rgb = self.do_convert_rgb
-        flat = make_flat_list_of_images(self.fetch_images(images))
-        pixels = [self._preprocess_one(image, do_convert_rgb) for image in flat]
+        flat, pixels = _flat(images), []
+        for number, image in enumerate(flat):
+            try:
+                pixels.append(self._preprocess_one(image, do_convert_rgb))
+            except ValueError as error:
+                raise ValueError(f"image {number} of {len(flat)}: {error}") from error
+        if not pixels:
+            raise ValueError("0 images were given: give at least 1")
         return BatchFeature({"pixel_values": np.stack(pixels)}, tensor_type=return_tensors)
 
     def _preprocess_one(self, image, do_convert_rgb: bool) -> np.ndarray:
-        pil = to_pil_image(image)
+        pil = as_picture(image)
         if do_convert_rgb:
             pil = pil.convert("RGB")
         elif pil.mode != "RGB":
             raise ValueError(
-                f"an image has mode {pil.mode!r} with {len(pil.getbands())} channels, the model "
-                "takes 3: convert it to RGB or leave do_convert_rgb on"
+                f"it has mode {pil.mode!r} with {len(pil.getbands())} channels, the model takes 3: "
+                "convert it to RGB or leave do_convert_rgb on"
             )
         side = (self.size["width"], self.size["height"])
         pixels = np.asarray(pil.resize(side, resample=self.resample), dtype=np.float32)
@@ -92,6 +118,145 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         mean = np.asarray(self.image_mean, dtype=np.float32)
         std = np.asarray(self.image_std, dtype=np.float32)
         return ((pixels - mean) / std).transpose(2, 0, 1)
+
+
+def as_picture(image) -> "PIL.Image.Image":
+    """A PIL image of 8 bits a channel, upright.
+
+    Args:
+        image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); an URL; base64, also
+            as ``data:image/...``; the bytes of a file; or an array or tensor, ``(height, width)``
+            or with 1, 3 or 4 channels first or last. Numbers are 0 to 255, or, in floating point,
+            0 to 1; ``bool`` is black and white. A picture that says in EXIF how it was held is
+            turned, a PIL image too.
+
+    Raises:
+        ValueError: it cannot be read; what counts as white in it is not known (16 or more bits, or
+            numbers of other ranges); where its channels are is not known.
+    """
+    if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
+        return _upright(_open(image))
+    if isinstance(image, PIL.Image.Image):
+        return _upright(image)
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        image = (image.float() if image.dtype == torch.bfloat16 else image).numpy()
+    elif not hasattr(image, "__array__"):
+        raise ValueError(
+            f"it is a {type(image).__name__}: give a PIL image, a path, an URL, base64, the bytes "
+            "of a file, an array or a tensor"
+        )
+    return _from_array(np.asarray(image))
+
+
+def _open(source) -> "PIL.Image.Image":
+    name = "what the bytes hold"
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        name, source = source, _fetched(source)
+    elif isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
+        name = source = os.fspath(source)
+    elif isinstance(source, os.PathLike):
+        raise ValueError(f"there is no file {os.fspath(source)}")
+    elif isinstance(source, str):
+        shown = source if len(source) <= 80 else f"{source[:77]}..."
+        name = f"there is no file {shown!r}; what it holds as base64"
+        source = _from_base64(source, shown)
+    try:
+        return PIL.Image.open(source if isinstance(source, str) else io.BytesIO(source))
+    except Exception as error:  # whatever a broken file makes Pillow's readers raise
+        raise ValueError(f"{name} cannot be read as a picture: {error}") from error
+
+
+def _fetched(url: str) -> bytes:
+    # Some hosts refuse Python's own name.
+    request = urllib.request.Request(url, headers={"User-Agent": "transformers"})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
+            return answer.read()
+    except (OSError, HTTPException) as error:
+        raise ValueError(f"{url} cannot be fetched: {error}") from error
+
+
+def _from_base64(text: str, shown: str) -> bytes:
+    encoded = text.partition(",")[2] if text.startswith("data:image/") else text
+    try:
+        # Lines may be broken anywhere.
+        return base64.b64decode("".join(encoded.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(
+            f"there is no file {shown!r}, and it is neither an URL nor base64 ({error})"
+        ) from error
+
+
+def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    name = getattr(image, "filename", "") or "it"
+    if image.format in RUN_BY_OTHERS:
+        raise ValueError(
+            f"{name} is {image.format}, which Pillow has another program draw: convert it to PNG"
+        )
+    try:
+        image.load()
+        turned = image.getexif().get(ORIENTATION, 1) != 1
+        image = PIL.ImageOps.exif_transpose(image) if turned else image
+    except Exception as error:  # as above: files are decoded here, not when they are opened
+        raise ValueError(f"{name} cannot be read as a picture: {error}") from error
+    if image.mode.startswith("I") or image.mode == "F":
+        raise ValueError(
+            f"{name} has mode {image.mode!r}, of more than 8 bits, and does not say which number "
+            "is white: scale it yourself, e.g. with white at 65535 "
+            "Image.fromarray((numpy.asarray(image) / 257).astype('uint8'))"
+        )
+    return image
+
+
+def _from_array(array: np.ndarray) -> "PIL.Image.Image":
+    array = _in_8_bits(_channels_last(array))
+    return PIL.Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+
+
+def _channels_last(array: np.ndarray) -> np.ndarray:
+    if array.ndim == 2 and array.size:
+        return array[..., None]
+    if array.ndim != 3 or not array.size:
+        raise ValueError(
+            f"it has shape {array.shape}: give (height, width), (height, width, channels) or "
+            "(channels, height, width)"
+        )
+    for channels in ((1, 3), (4,)):
+        first, last = array.shape[0] in channels, array.shape[2] in channels
+        if first and last:
+            raise ValueError(
+                f"it has shape {array.shape}, in which the channels may be the first or the last "
+                "dimension: give a PIL image"
+            )
+        if first or last:
+            return array if last else array.transpose(1, 2, 0)
+    raise ValueError(f"it has shape {array.shape}, without 1, 3 or 4 channels first or last")
+
+
+def _in_8_bits(array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == bool:
+        return array.astype(np.uint8) * np.uint8(255)
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"it holds {array.dtype}, not numbers")
+    smallest, largest = array.min(), array.max()
+    if array.dtype.kind == "f" and smallest >= 0 and largest <= 1:
+        return np.rint(array * 255).astype(np.uint8)
+    # Comparisons with NaN are false.
+    if smallest >= 0 and largest <= 255 and (array == np.rint(array)).all():
+        return array.astype(np.uint8)
+    raise ValueError(
+        f"it holds {array.dtype} from {smallest} to {largest}: give whole numbers from 0 to 255, "
+        "or floating point from 0 to 1"
+    )
+
+
+def _flat(images) -> list:
+    if isinstance(images, (list, tuple)):
+        return [image for item in images for image in _flat(item)]
+    return list(images) if getattr(images, "ndim", 0) == 4 else [images]
 
 
 def _square(size: int | dict[str, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
 from .image_processing_chatglm import ChatGLMImageProcessor
-from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer
+from .tokenization_chatglm import IMAGE_SOURCES, PROMPT_PREFIX, ChatGLM4Tokenizer
 
 DOWNLOAD_OPTIONS = (
     "cache_dir",
@@ -189,7 +189,10 @@ class ChatGLMProcessor(ProcessorMixin):
 
         Images are taken from the messages: under ``"image"`` in upstream's form, under
         ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
-        list. Each is a PIL image, an array, a tensor, or a string that says where it is.
+        list. Each is what the image processor takes: a PIL image, an array, a tensor, a path, an
+        URL, base64, or the bytes of a file. Keys that nothing reads are refused. The words
+        ``<image>`` in a text are text, for people may write about them; a warning says so once if
+        the conversation has no picture.
 
         Args:
             processor_kwargs: Options of `__call__`, as transformers 5 passes them.
@@ -201,7 +204,8 @@ class ChatGLMProcessor(ProcessorMixin):
             from transformers' own processors.
 
         Raises:
-            ValueError: an image part names no image; otherwise as `__call__` and the tokenizer.
+            ValueError: an image part names no image, or two; otherwise as `__call__` and the
+                tokenizer.
         """
         options = {
             "add_special_tokens": False,
@@ -410,8 +414,7 @@ def _find_images(messages: list[dict]) -> list:
         for part in content if isinstance(content, (list, tuple)) else ():
             if part.get("type") not in ("image", "image_url"):
                 continue
-            keys = ("image", "url", "path", "base64", "image_url")
-            image = next((part[key] for key in keys if part.get(key) is not None), None)
+            image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
             if isinstance(image, dict):
                 image = image.get("url")
             if image is None:

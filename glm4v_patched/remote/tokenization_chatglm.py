@@ -241,7 +241,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         ``"image"`` (upstream's form; anything but None stands for one image), or has a list of
         ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}`` as content. The images of
         a message come first, where the model was trained to find them, wherever they stand in
-        that list. Messages with neither image nor text are left out.
+        that list. Messages with neither image nor text are left out. Other keys are refused unless
+        they are None, because nothing would read them; a template of one's own may read more. The
+        words ``<image>`` in a text are text.
 
         With ``tokenize=True`` no string of ``conversation``, ``tools``, ``documents`` or
         ``kwargs`` becomes a special token, whatever the template: only what the template itself
@@ -258,9 +260,14 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
         Raises:
             ValueError: arguments that exclude each other, an empty conversation, a message that
-                is not a dict, or an unknown entry of ``tokenizer_kwargs``.
+                is not a dict or holds what nothing reads, or an unknown entry of
+                ``tokenizer_kwargs``.
         """
         kwargs.pop("sanitize_control_tokens", None)  # transformers 5.23: always the case here
+        conversations, is_batched = _as_batch(conversation)
+        own_template = self.get_chat_template(chat_template, tools) == CHAT_TEMPLATE
+        for messages in conversations:
+            _check_conversation(messages, kwargs, own_template)
         padding_options = tokenizer_kwargs or {}
         if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
@@ -291,7 +298,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "return_assistant_tokens_mask: the final message is left open"
             )
 
-        conversations, is_batched = _as_batch(conversation)
         escape = _Escaper(self._special_ids())
         if tools is not None:
             # Schemas are made here, so that docstrings are escaped like any other string.
@@ -501,6 +507,80 @@ def _as_batch(conversation: list) -> tuple[list[list], bool]:
     return [getattr(messages, "messages", messages) for messages in conversations], is_batched
 
 
+MESSAGE_KEYS = ("role", "content", "metadata", "tools", "image")
+IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURCES}
+
+
+def _check_conversation(messages: list, variables: Mapping, own_template: bool) -> None:
+    """Raise ``ValueError`` for what the template would drop, or write as the name of its type."""
+    for name in ("images", "image", "pixel_values", "videos", "audio"):
+        if variables.get(name) is not None:
+            raise ValueError(
+                f"apply_chat_template was given {name}, which nothing reads: put pictures into the "
+                "messages, under 'image'"
+            )
+    texts, has_image = [], False
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"a message must be a dict, got {type(message).__name__}")
+        place = f"message {number}"
+        content = message.get("content")
+        if not isinstance(content, (str, list, tuple)) and content is not None:
+            raise ValueError(
+                f"{place} has content of type {type(content).__name__}: give a string, or a list "
+                "of parts"
+            )
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        if own_template:
+            _refuse_other_keys(place, message, MESSAGE_KEYS)
+            metadata = message.get("metadata")
+            if metadata is not None and not isinstance(metadata, str):
+                raise ValueError(
+                    f"{place} has metadata of type {type(metadata).__name__}: give a string"
+                )
+            has_image |= message.get("image") is not None
+        for at, part in enumerate(parts):
+            if own_template:
+                _check_part(f"{place}, part {at},", part)
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                text = part.get("text")
+                if not isinstance(text, str):
+                    raise ValueError(
+                        f"{place}, part {at}, has text of type {type(text).__name__}: give a string"
+                    )
+                texts.append(text)
+            else:
+                has_image = True
+    if own_template and not has_image and any("<image>" in text for text in texts):
+        logger.warning_once(
+            "a conversation without a picture holds the words <image>, which are text here: "
+            "pictures stand under 'image' of a message"
+        )
+
+
+def _check_part(place: str, part: Any) -> None:
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{place} is a {type(part).__name__}: give a dict with a type")
+    if part.get("type") not in PART_KEYS:
+        return  # the template says so
+    _refuse_other_keys(place, part, ("type", *PART_KEYS[part["type"]]))
+    sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
+
+
+def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
+    # None is what a table has where a row has no such key.
+    for key, value in given.items():
+        if key not in known and value is not None:
+            raise ValueError(
+                f"{place} has the key {key!r}, which nothing reads: it may have "
+                f"{', '.join(known)}; one picture goes under 'image' of a message, several as "
+                "parts {'type': 'image', 'image': ...} of a list under 'content'"
+            )
+
+
 class _Escaper:
     """Deep copy of template inputs in which no string holds a special token.
 
@@ -518,9 +598,7 @@ class _Escaper:
                 found.add(rf"{re.escape(token[0])}(?={re.escape(token[1:end])}\Z)")
         self._pattern = re.compile("|".join(sorted(found)))
 
-    def message(self, message: Any) -> dict:
-        if not isinstance(message, Mapping):
-            raise ValueError(f"a message must be a dict, got {type(message).__name__}")
+    def message(self, message: Mapping) -> dict:
         # transformers 5 drops None values as well; templates would print "None".
         return {key: value for key, value in self(message).items() if value is not None}
 

@@ -505,6 +505,63 @@ def test_contradicting_options_are_refused_and_silence_is_not_one():
     glm4v_patched.apply(attn_implementation="sdpa")
 
 
+@pytest.mark.parametrize("first", [{}, {"rms_norm": False}], ids=["nothing said", "another"])
+@pytest.mark.parametrize(
+    "second", [{"attn_implementation": "eager"}, {"fused_linear_cross_entropy": True}], ids=str
+)
+def test_an_option_that_comes_after_silence_is_refused(first, second):
+    """What was loaded since the first call does not have it."""
+    glm4v_patched.apply(**first)
+    with pytest.raises(ValueError, match="applied already with .* contradicts: revert"):
+        glm4v_patched.apply(**second)
+    with pytest.raises(ValueError, match="contradicts"), glm4v_patched.applied(**second):
+        pass
+    glm4v_patched.revert()
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ({"fused_linear_cross_entropy": "false"}, "cross_entropy is 'false': give True or False"),
+        ({"rms_norm": 0}, "rms_norm is 0: give True or False"),
+        ({"attn_implementation": True}, "attn_implementation is True: give the name of one"),
+    ],
+    ids=str,
+)
+def test_values_that_only_look_like_one_are_refused(option, said):
+    before = entries()
+    with pytest.raises(ValueError, match=said):
+        glm4v_patched.apply(**option)
+    assert entries() == before
+
+
+@pytest.mark.parametrize("applied_before", [False, True])
+def test_another_transformers_in_the_process_is_refused(applied_before):
+    code = f"""
+import sys
+import glm4v_patched.activation
+if {applied_before}:
+    glm4v_patched.apply()
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+try:
+    glm4v_patched.apply()
+except RuntimeError as error:
+    print(error)
+for name in [n for n in sys.modules if n.partition(".")[0] in ("transformers", "glm4v_patched")]:
+    del sys.modules[name]
+import glm4v_patched.activation
+glm4v_patched.apply()
+import transformers
+print(transformers.AutoModel.from_pretrained.__func__.__code__.co_filename)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    error, where = done.stdout.splitlines()
+    assert error.startswith("transformers was imported anew since glm4v_patched was")
+    assert where == glm4v_patched.activation.__file__
+
+
 def test_options_are_off_by_default(published):
     assert Options().said() == {}
     glm4v_patched.apply()

@@ -246,6 +246,9 @@ def test_the_rank_that_launchers_insert_is_handed_on(spelling, quick):
         (["sh"], "", "sh is not a Python script; to patch what it starts: export GLM4V_PATCHED=1 "),
         (["script.py"], "{", "GLM4V_PATCHED='{' is neither 1 nor a JSON object"),
         (["script.py"], "[1]", "is neither 1 nor a JSON object"),
+        (["script.py"], "false", "is neither 1 nor a JSON object"),
+        (["script.py"], "null", "; 0 or nothing is off"),
+        (["script.py"], '{"swiglu": true, "swiglu": false}', "each once"),
         (["script.py"], '{"refused": 1}', "unknown option {'refused': 1}"),
     ],
 )
@@ -334,6 +337,7 @@ def test_options_of_the_variable_are_applied(quick):
     [
         ("{", "GLM4V_PATCHED='{' is neither 1 nor a JSON object"),
         ("yes", "GLM4V_PATCHED='yes' is neither 1 nor a JSON object"),
+        ("false", "0 or nothing is off"),
         ('{"refused": 1}', "unknown option {'refused': 1}"),
     ],
 )

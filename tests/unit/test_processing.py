@@ -1,6 +1,8 @@
 """The processor: grown rows, images and text together, saving and loading."""
 
 import json
+import logging
+import sys
 
 import numpy as np
 import pytest
@@ -361,3 +363,153 @@ def test_the_prefix_of_a_conversation_is_written_once(flag, processor):
     want = processor.apply_chat_template(messages, tokenize=True)
     options = {"add_special_tokens": flag}
     assert processor.apply_chat_template(messages, tokenize=True, processor_kwargs=options) == want
+
+
+# Messages that hold what nothing would read
+
+
+PICTURE_KEYS = ["images", "Image", "img", "picture", "image_url", "pixel_values"]
+
+
+def tokenized_and_not(part, messages, **options):
+    for tokenize in (True, False):
+        with pytest.raises(ValueError) as caught:
+            part.apply_chat_template(messages, tokenize=tokenize, **options)
+        yield str(caught.value)
+
+
+@pytest.mark.parametrize("key", [*PICTURE_KEYS, "tool_calls", "weight", "contents"])
+def test_refuses_keys_that_nothing_reads(processor, key):
+    messages = [*user("hi"), {"role": "user", "content": "cat", key: [picture()]}]
+    for part in (processor, processor.tokenizer):
+        for given in (messages, [user("hi"), messages]):
+            for message in tokenized_and_not(part, given):
+                assert message.startswith(f"message 1 has the key {key!r}, which nothing reads")
+                assert "one picture goes under 'image' of a message" in message
+    # None is what a table has where a row has no such key.
+    messages[1][key] = None
+    assert "cat" in processor.apply_chat_template(messages)
+
+
+def test_a_template_of_ones_own_may_read_other_keys(processor):
+    template = "{% for m in messages %}{{ m['weight'] }}{{ m['content'] }}{% endfor %}"
+    messages = [{"role": "user", "content": "cat", "weight": "2"}]
+    assert processor.apply_chat_template(messages, chat_template=template) == "2cat"
+    ids = processor.apply_chat_template(messages, chat_template=template, tokenize=True)
+    assert ids == [processor.tokenizer("2cat", add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"cat", "message 0 has content of type bytes: give a string, or a list of parts"),
+        (5, "message 0 has content of type int"),
+        ({"type": "text", "text": "cat"}, "message 0 has content of type dict"),
+        ([{"type": "text", "text": b"cat"}], "message 0, part 0, has text of type bytes"),
+        ([{"type": "text", "text": None}], "message 0, part 0, has text of type NoneType"),
+        ([{"type": "text", "content": "cat"}], "message 0, part 0, has the key 'content'"),
+        (["cat"], "message 0, part 0, is a str: give a dict with a type"),
+        ([{"type": "image", "img": "a.png"}], "message 0, part 0, has the key 'img'"),
+        (
+            [{"type": "image", "image": "a.png", "url": "b.png"}],
+            "message 0, part 0, has its image under image and url: give one of them",
+        ),
+    ],
+    ids=str,
+)
+def test_refuses_content_that_would_be_lost(processor, content, said):
+    for part in (processor, processor.tokenizer):
+        for message in tokenized_and_not(part, user(content)):
+            assert message.startswith(said)
+
+
+def test_refuses_metadata_that_is_no_string(processor):
+    for metadata in (b"tool", 5, {"name": "tool"}):
+        messages = [{"role": "assistant", "content": "cat", "metadata": metadata}]
+        for message in tokenized_and_not(processor, messages):
+            assert message.startswith("message 0 has metadata of type")
+
+
+@pytest.mark.parametrize("name", ["images", "image", "pixel_values", "videos", "audio"])
+def test_refuses_pictures_beside_the_messages(processor, name):
+    for part in (processor, processor.tokenizer):
+        for message in tokenized_and_not(part, user("cat"), **{name: [picture()]}):
+            assert f"was given {name}, which nothing reads: put pictures into" in message
+
+
+def test_bytes_are_a_picture_where_a_picture_stands(processor, tmp_path):
+    picture().save(tmp_path / "p.png")
+    data = (tmp_path / "p.png").read_bytes()
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    want = processor.apply_chat_template(user("cat", image=picture()), **options)
+    for image in (data, tmp_path / "p.png"):
+        got = processor.apply_chat_template(user("cat", image=image), **options)
+        assert torch.equal(got["input_ids"], want["input_ids"])
+        assert torch.equal(got["pixel_values"], want["pixel_values"])
+
+
+def test_words_for_a_picture_are_text_and_are_mentioned_once(processor):
+    """People write about them; whoever meant a picture is told."""
+    module = sys.modules[ChatGLM4Tokenizer.__module__]
+    module.logger.warning_once.cache_clear()
+    messages = user("what does <image> do in SVG?")
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger(module.__name__)
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            out = processor.apply_chat_template(messages, tokenize=True, return_dict=True)
+        processor.apply_chat_template(user("<image>cat", image=picture()), tokenize=True)
+        processor.apply_chat_template(user("an image"), tokenize=True)
+    finally:
+        logger.removeHandler(handler)
+    assert "<image>" in processor.decode(out["input_ids"][0])
+    assert "pixel_values" not in out
+    assert [message.split(",")[0] for message in said] == [
+        "a conversation without a picture holds the words <image>"
+    ]
+
+
+def test_images_of_a_message_come_first_then_those_of_its_parts(processor):
+    parts = [
+        {"type": "image", "image": picture("green")},
+        {"type": "text", "text": "cat"},
+        {"type": "image", "image": picture("blue")},
+    ]
+    out = processor.apply_chat_template(
+        user(parts, image=picture("red")), tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert decode(processor, out["input_ids"][0]).endswith(f"{GROWN * 3}cat")
+    for pixels, color in zip(out["pixel_values"], ["red", "green", "blue"], strict=True):
+        assert torch.equal(pixels, processor.image_processor(picture(color))["pixel_values"][0])
+
+
+@pytest.mark.parametrize("default", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("of", ["processor", "tokenizer"])
+def test_the_padding_side_of_a_call_holds_for_the_assistant_mask(processor, of, side, default):
+    processor.tokenizer.padding_side = default
+    conversations = [
+        [*user("cat"), {"role": "assistant", "content": "A dog."}],
+        [*user("the cat and the dog"), {"role": "assistant", "content": "A mat on a dog."}],
+    ]
+    options = {"padding_side": side}
+    if of == "tokenizer":
+        options = {"tokenizer_kwargs": options}
+    part = processor if of == "processor" else processor.tokenizer
+    out = part.apply_chat_template(
+        conversations,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        padding=True,
+        return_tensors="pt",
+        **options,
+    )
+    assert out["attention_mask"][0, 0 if side == "left" else -1] == 0
+    for ids, mask, said in zip(
+        out["input_ids"], out["assistant_masks"], ["A dog.", "A mat on a dog."], strict=True
+    ):
+        assert processor.decode(ids[mask.bool()]) == f"\n{said}"

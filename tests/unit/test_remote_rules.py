@@ -14,11 +14,25 @@ ENTRIES = ["modeling_chatglm.py", "processing_chatglm.py"]
 # torch, transformers, and what transformers itself requires.
 ALLOWED = {"torch", "transformers", "numpy", "tokenizers", "packaging"}
 STANDARD = set(sys.stdlib_module_names)
+# What transformers does without: the loader asks for a package unless it is imported under this.
+OPTIONAL = {"is_vision_available()": "PIL"}
+
+
+def is_import(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def imports(path: Path) -> list[ast.stmt]:
+    """All imports but the optional ones where they belong."""
     tree = ast.parse(path.read_text())
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    optional = [
+        node
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) in OPTIONAL
+        for node in filter(is_import, branch.body)
+        if {name.name.split(".")[0] for name in node.names} == {OPTIONAL[ast.unparse(branch.test)]}
+    ]
+    return [node for node in filter(is_import, ast.walk(tree)) if node not in optional]
 
 
 def siblings(path: Path) -> set[str]:
