@@ -668,7 +668,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         return_last_logit: bool = False,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
@@ -681,8 +680,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
-            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
             return_last_logit: The published code's name for ``logits_to_keep=1``.
+            attention_kwargs: Also ``shift_labels`` ``(B, L)``, in place of ``labels``: at each id
+                the label of the next one. It has no name of its own here, because a Trainer takes
+                every argument named so for labels that each batch must bring.
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
@@ -700,7 +701,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             images=images,
             image_features=image_features,
             labels=labels,
-            shift_labels=shift_labels,
             num_items_in_batch=num_items_in_batch,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -1047,6 +1047,7 @@ def _known_keywords(given: dict) -> dict:
     unknown = [n for n in given if n not in ATTENTION_KEYWORDS and n not in REDUNDANT_KEYWORDS]
     if unknown:
         named = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
+        named.append("shift_labels")
         raise ValueError(
             f"forward was given {', '.join(unknown)}, which it does not know: it takes "
             f"{', '.join(named)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
