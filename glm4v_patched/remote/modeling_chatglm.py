@@ -50,6 +50,8 @@ ATTENTION_KEYWORDS = frozenset(
 # Said in other ways already: by the cache, and by positions that restart.
 REDUNDANT_KEYWORDS = frozenset(("cache_position", "seq_idx"))
 
+MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
+
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
 
@@ -319,7 +321,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return ImageFormat(
             begin_id=self.config.boi_token_id,
             end_id=self.config.eoi_token_id,
-            num_image_tokens=self.config.vision.num_image_tokens,
+            num_image_tokens=self.vision.vision_config.num_image_tokens,
             vocab_size=self.config.padded_vocab_size,
             max_positions=self.config.seq_length,
             placeholder_id=self.config.pad_token_id,
@@ -361,7 +363,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             past_key_values: A ``Cache``; rows that follow one may bring new images. What position
                 comes next is known for rows that this model put there, whatever their order now;
                 for others, or after ``crop``, give ``position_ids``.
-            inputs_embeds: ``(B, L, D)``; cannot be combined with images.
+            inputs_embeds: ``(B, L, D)``. Images go where these are the embeddings of begin- and
+                end-of-image ids, in rows of the grown form.
             pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
             images: Another name for ``pixel_values``, which the published code uses.
@@ -399,14 +402,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         given_images = pixel_values if image_features is None else image_features
         num_images = 0 if given_images is None else len(given_images)
-        if input_ids is None:
-            self._refuse_images_with_embeddings(given_images)
         label_after = None
         if shift_labels is not None:
             # As transformers does: they win over labels. Nothing predicts the first id.
             labels = F.pad(shift_labels[:, :-1], (1, 0), value=-100)
             label_after = shift_labels[:, -1:]
-        given_ids = input_ids if inputs_embeds is None else self._ids_without_images(inputs_embeds)
+        given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
         _check_rows_of_cache(past_key_values, past_length, given_ids)
         rows = grow_rows(
             given_ids,
@@ -432,6 +433,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 "were asked for in training: a loss that reads them by the rows as given (reward "
                 "models and value heads do) would look inside images; give grown rows, as this "
                 "model's processor makes them"
+            )
+        if inputs_embeds is not None and length != given_length:
+            raise ValueError(
+                f"inputs_embeds has {given_length} positions but its rows take {length} with their "
+                "images grown, which embeddings cannot be: give those of grown rows, as this "
+                "model's processor makes them, or input_ids"
             )
         _check_room(past_key_values, past_length + rows.input_ids.shape[1])
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
@@ -505,7 +512,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
     def _encode(self, pixel_values: Tensor, record: TowerRecord | None = None) -> Tensor:
         """Features ``(N, num_image_tokens + 2, D)`` of images of the configured size."""
-        vision = self.config.vision
+        vision = self.vision.vision_config
         wanted = (vision.in_channels, vision.image_size, vision.image_size)
         if tuple(pixel_values.shape[1:]) != wanted:
             raise ValueError(
@@ -532,7 +539,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 "image_features: give the images of a batch in one form"
             )
         # Begin and end of an image are features, too.
-        wanted = (self.config.vision.num_image_tokens + 2, self.config.hidden_size)
+        wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
         if tuple(image_features.shape[1:]) != wanted:
             raise ValueError(
                 f"image_features have shape {tuple(image_features.shape)} but this model takes "
@@ -554,17 +561,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if past_length == 0 and must_run_on_every_process(self.vision):
             # Another process may have an image; the smallest stand-in keeps this one in step and
             # changes no number.
-            side, channels = self.vision.smallest_side, self.config.vision.in_channels
+            side, channels = self.vision.smallest_side, self.vision.vision_config.in_channels
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
-
-    def _refuse_images_with_embeddings(self, images) -> None:
-        if images is not None and len(images):
-            raise ValueError(
-                f"{len(images)} images were given with inputs_embeds, which do not say where "
-                "images go: give input_ids"
-            )
 
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
@@ -604,11 +604,25 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return DynamicCache(config=self.config)
         return past_key_values
 
-    def _ids_without_images(self, inputs_embeds: Tensor) -> Tensor:
-        """Ids that only say how long the rows are."""
+    def _ids_of(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
+        """Ids that say how long the rows are and, if there are images, where they begin and end.
+
+        Raises ``ValueError`` if images are given and no position holds a begin's embedding.
+        """
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
-        return torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
+        ids = torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
+        if num_images:
+            vectors = self.embedding(torch.tensor(markers, device=ids.device))
+            for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
+                ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
+            if not (ids == markers[0]).any():
+                raise ValueError(
+                    f"{num_images} images were given with inputs_embeds, in which 0 positions hold "
+                    f"the embedding of the begin-of-image id {markers[0]}: embed the ids of grown "
+                    "rows, or give input_ids"
+                )
+        return ids
 
 
 class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
@@ -759,15 +773,13 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         past_length = _cached_length(past_key_values)
         inputs = {"past_key_values": past_key_values}
         if inputs_embeds is not None:
-            self.transformer._refuse_images_with_embeddings(
-                self.transformer._one_image_tensor(pixel_values, images)
-            )
             # Until a token is drawn there are no ids, unless they are given beside embeddings.
             is_first = past_length == 0 or input_ids.shape[1] == 0
             new = 1
             if is_first or kwargs.get("is_first_iteration"):
                 new = _not_cached_yet(inputs_embeds, past_length)
                 inputs["inputs_embeds"] = inputs_embeds[:, -new:]
+                inputs |= {"pixel_values": pixel_values, "images": images}
             else:
                 inputs["input_ids"] = input_ids[:, -new:]
             inputs["attention_mask"] = attention_mask
@@ -829,7 +841,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
         if images is not None and expand_size > 1:
-            counts = count_images(input_ids, self.transformer.image_format, len(images))
+            ids, embeds = input_ids, model_kwargs.get("inputs_embeds")
+            if embeds is not None:
+                ids = self.transformer._ids_of(embeds, len(images))
+            counts = count_images(ids, self.transformer.image_format, len(images))
             if sum(counts) != len(images):
                 raise ValueError(
                     f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
@@ -879,10 +894,10 @@ def _causal_mask(
         # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
         "position_ids": rows.packed_position_ids,
     }
-    parameters = signature(create_causal_mask).parameters
     # transformers 4.57 spells it input_embeds, and wants to be told where the queries stand.
-    arguments["inputs_embeds" if "inputs_embeds" in parameters else "input_embeds"] = embeds_BRD
-    if "cache_position" in parameters:
+    spelled = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
+    arguments[spelled] = embeds_BRD
+    if "cache_position" in MASK_PARAMETERS:
         arguments["cache_position"] = torch.arange(
             past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
         )
@@ -891,8 +906,8 @@ def _causal_mask(
 
 def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
     """Whether no row of a 2D mask has a token after padding. False for a mask of another kind."""
-    if attention_mask.ndim != 2:
-        return False
+    if attention_mask.ndim != 2 or torch.compiler.is_compiling():
+        return False  # a graph cannot depend on values
     is_token = attention_mask.bool()
     # A transfer from the device, in the place of transformers' own for a mask of ones.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())

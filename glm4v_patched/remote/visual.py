@@ -150,7 +150,8 @@ class EVA2CLIPModel(nn.Module):
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        vision = config.vision
+        # Read once: compilation cannot follow how the config makes it.
+        self.vision_config = vision = config.vision
         self.patch_embedding = PatchEmbedding(config)
         self.transformer = Transformer(config)
         self.linear_proj = GLU(config)
