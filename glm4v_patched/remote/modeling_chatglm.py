@@ -658,6 +658,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         # Resizing makes a plain Linear.
         if type(value) is nn.Linear:
             value = OutputLayer.from_linear(value)
+            value._is_hf_initialized = True  # post_init would draw its weights anew
         self.transformer.output_layer = value
 
     def get_image_features(self, pixel_values: Tensor, **options):

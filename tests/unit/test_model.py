@@ -331,6 +331,15 @@ def test_a_given_cache_is_filled_and_returned(model):
     assert cache.get_seq_length() == output.logits.shape[1]
 
 
+def test_a_resized_output_layer_is_not_initialised_again():
+    model = tiny_model()
+    model.resize_token_embeddings(520)
+    weight = model.get_output_embeddings().weight
+    want = weight.detach().clone()
+    model.post_init()
+    assert torch.equal(weight, want)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
 def test_layers_inputs_are_kept_only_when_asked_for(asked):
