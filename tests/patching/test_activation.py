@@ -535,13 +535,11 @@ def test_values_that_only_look_like_one_are_refused(option, said):
     assert entries() == before
 
 
-@pytest.mark.parametrize("applied_before", [False, True])
-def test_another_transformers_in_the_process_is_refused(applied_before):
-    code = f"""
+def test_another_transformers_in_the_process_is_refused():
+    code = """
 import sys
 import glm4v_patched.activation
-if {applied_before}:
-    glm4v_patched.apply()
+glm4v_patched.apply()
 for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
     del sys.modules[name]
 try:
@@ -555,7 +553,7 @@ glm4v_patched.apply()
 import transformers
 print(transformers.AutoModel.from_pretrained.__func__.__code__.co_filename)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     error, where = done.stdout.splitlines()
     assert error.startswith("transformers was imported anew since glm4v_patched was")

@@ -10,6 +10,7 @@ import torch
 import transformers
 from tiny import BOI, grown_image, padded, pictures, text, tiny_model
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
@@ -376,3 +377,36 @@ def test_refuses_a_filled_cache_in_checkpointed_training():
     model.train().gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="holds 3 positions.*disable one"):
         model(input_ids=ids, past_key_values=cache)
+
+
+@REENTRANT
+def test_an_empty_cache_stays_empty_in_checkpointed_training(use_reentrant):
+    """Recomputed layers would enter their keys a second time."""
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    cache = DynamicCache(config=model.config)
+    inputs = batch()
+    output = model(**inputs, past_key_values=cache, use_cache=True)
+    assert output.past_key_values is None
+    assert cache.get_seq_length() == 0
+    output.loss.backward()
+    assert cache.get_seq_length() == 0
+    want = tiny_model().train()
+    want(**inputs).loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad), name
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_embeddings_of_a_caller_stay_as_they_were(use_reentrant):
+    """What goes into a layer is made to require grad; the caller's own tensor is not."""
+    model = tiny_model().train()
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    ids = torch.tensor([[1, 2, 3, 4]])
+    embeds = model.get_input_embeddings()(ids).detach()
+    before = embeds.clone()
+    model(inputs_embeds=embeds, labels=ids).loss.backward()
+    assert not embeds.requires_grad and embeds.grad is None and embeds.is_leaf
+    assert torch.equal(embeds, before)
+    assert model.transformer.encoder.layers[0].mlp.dense_h_to_4h.weight.grad.norm() > 0

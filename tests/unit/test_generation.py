@@ -583,6 +583,33 @@ def test_assisted_generation_of_a_later_round(model, drawn):
         assert torch.equal(new_tokens(model, batch, **options), want)
 
 
+@FORMS
+@pytest.mark.parametrize("past", ["whole prompt", "one drawn"])
+@pytest.mark.parametrize("drawn", [[5, BOI, PAD, EOI, 6], [5, 6, BOI, FILL, FILL, FILL, FILL, EOI]])
+@torch.no_grad()
+def test_several_drawn_ids_that_look_like_an_image_are_none(model, image, past, drawn):
+    """What assisted decoding feeds at once. Among drawn ids nothing is an image, however filled."""
+    prompt = [*text(3, seed=1), *image, *text(2, seed=2)]
+    output = model(input_ids=torch.tensor([prompt]), pixel_values=pictures(1))
+    cache, want = copy.deepcopy(output.past_key_values), []
+    for token in drawn:
+        output = model(input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values)
+        want.append(output.logits[0, -1])
+    if past == "one drawn":
+        model(input_ids=torch.tensor([drawn[:1]]), past_key_values=cache)
+        want = want[1:]
+    inputs = model.prepare_inputs_for_generation(
+        torch.tensor([prompt + drawn]),
+        past_key_values=cache,
+        pixel_values=pictures(1),
+        prompt_length=len(prompt),
+    )
+    assert inputs["input_ids"][0].tolist() == drawn[-len(want) :]
+    assert inputs["prompt_length"] == (0 if past == "whole prompt" else -1)
+    got = model(**inputs).logits[0]
+    assert (got - torch.stack(want)).abs().max() <= ATOL
+
+
 # Continuous batching
 
 

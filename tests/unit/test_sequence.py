@@ -666,3 +666,20 @@ def test_the_last_id_learns_the_shifted_label_after_it(model, image, skip_logits
     labels = torch.tensor([[-100] * len(row) + [9]])
     want = model(input_ids=torch.tensor([[*row, 5]]), labels=labels, **options).loss
     assert got.item() == pytest.approx(want.item(), abs=1e-5)
+
+
+def test_rows_after_a_longer_cache_that_grow_unlike_get_a_mask_over_all_of_it(model):
+    """Without a mask; the cache holds more than the rows do."""
+    rows = [[*text(2, seed=1), *three_id_image()], text(5, seed=2)]
+    grown = grow_rows(torch.tensor(rows), FORMAT, 1, past_length=20)
+    assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
+    # And as a model computes it.
+    cached = [text(20, seed=3), text(20, seed=4)]
+    with torch.no_grad():
+        cache = model(input_ids=torch.tensor(cached), use_cache=True).past_key_values
+        got = model(
+            input_ids=torch.tensor(rows), past_key_values=cache, pixel_values=pictures(1)
+        ).logits
+    for first, row, logits, images in zip(cached, rows, got, (pictures(1), None), strict=True):
+        want = logits_alone(model, first + row, images)[20:]
+        assert (logits[-len(want) :] - want).abs().max() <= ATOL
