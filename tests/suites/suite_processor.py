@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import unittest
 
+from contexts import EntersContexts
 from transformers_tests import test_processing_common
 from unit.conftest import train_backend
 
@@ -13,13 +14,13 @@ from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 
 
-class Processor(test_processing_common.ProcessorTesterMixin, unittest.TestCase):
+class Processor(EntersContexts, test_processing_common.ProcessorTesterMixin, unittest.TestCase):
     processor_class = ChatGLMProcessor
     image_token = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 
     @classmethod
     def setUpClass(cls):
-        cls.enterClassContext(applied())
+        cls.enter(applied())
         if hasattr(test_processing_common.ProcessorTesterMixin, "setUpClass"):
             super().setUpClass()
         else:  # transformers 4.57

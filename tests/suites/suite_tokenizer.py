@@ -3,6 +3,7 @@
 import tempfile
 import unittest
 
+from contexts import EntersContexts
 from transformers_tests import test_tokenization_common
 from unit.conftest import train_backend
 
@@ -10,16 +11,16 @@ from glm4v_patched import applied
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 
 
-class Tokenizer(test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):
+class Tokenizer(EntersContexts, test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):
     tokenizer_class = rust_tokenizer_class = ChatGLM4Tokenizer
-    test_slow_tokenizer = False  # transformers 4 asks; 5 has one kind
+    test_slow_tokenizer = False  # for transformers 4, which has two kinds
     from_pretrained_kwargs = {}
 
     @classmethod
     def setUpClass(cls):
         # The suite loads by AutoTokenizer, too.
-        cls.enterClassContext(applied())
-        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        cls.enter(applied())
+        folder = cls.enter(tempfile.TemporaryDirectory())
         ChatGLM4Tokenizer(tokenizer_object=train_backend(), model_max_length=512).save_pretrained(
             folder
         )
@@ -31,3 +32,6 @@ class Tokenizer(test_tokenization_common.TokenizerTesterMixin, unittest.TestCase
         ChatGLM4Tokenizer.from_pretrained(self.from_pretrained_id[0]).save_pretrained(
             self.tmpdirname
         )
+
+    def get_tokenizers(self, fast=True, **options):
+        return [self.get_tokenizer(**options)]
