@@ -388,7 +388,8 @@ def _merge_options(
             "['do_convert_rgb']; the image size is the image processor's"
         )
     parameters = signature(ChatGLMProcessor.__call__).parameters
-    for name in sorted(options.keys() & text_options.keys()):
+    # apply_chat_template of transformers says add_special_tokens beside what its caller says.
+    for name in sorted((options.keys() & text_options.keys()) - {"add_special_tokens"}):
         said = options[name] != parameters[name].default
         if said and options[name] != text_options[name]:
             raise ValueError(
