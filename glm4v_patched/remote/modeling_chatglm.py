@@ -26,6 +26,7 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
 )
 from transformers.utils import logging
 
@@ -285,10 +286,13 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
         labels: ``(B, R)`` int64, grown with the rows; ``None`` if none were given.
         image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features as the tower
             made them, or as they were given; ``None`` without images.
+        attention_mask: ``(B, cached + R)``, grown with the rows; ``None`` if none was given or
+            needed.
     """
 
     labels: Tensor | None = None
     image_hidden_states: Tensor | None = None
+    attention_mask: Tensor | None = None
 
 
 @dataclass
@@ -467,6 +471,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             attentions=None if weights is None else tuple(weights),
             labels=rows.labels,
             image_hidden_states=features_NKD,
+            attention_mask=rows.attention_mask,
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
@@ -869,6 +874,129 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM
+
+
+class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
+    """glm-4v with a linear head on each row's last token: classifiers and reward models.
+
+    The published class of this name reads the last row of the batch and no images. The head is
+    named as in transformers' own models, ``score``, for whoever trains it beside adapters; the
+    output projection is left out.
+    """
+
+    _auto_class = "AutoModelForSequenceClassification"
+    _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]
+
+    def __init__(self, config: ChatGLMConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = ChatGLMModel(config)
+        del self.transformer.output_layer
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.set_input_embeddings(value)
+
+    def get_image_features(self, pixel_values: Tensor, **options):
+        """As :meth:`ChatGLMModel.get_image_features`."""
+        return self.transformer.get_image_features(pixel_values, **options)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        image_features: Tensor | None = None,
+        **attention_kwargs,
+    ) -> SequenceClassifierOutputWithPast | tuple:
+        """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
+
+        Args:
+            attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
+                that it ends with, as in transformers' own models.
+            labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
+                at once. What loss they are for ``config.problem_type`` says, or their dtype.
+
+        Returns:
+            ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
+
+        Raises:
+            ValueError: packed rows, which hold several samples.
+        """
+        if self.training:
+            refuse_split_model(self)
+        if attention_mask is None and input_ids is not None:
+            attention_mask = self._mask_of_ends(input_ids, _cached_length(past_key_values))
+        output = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            images=images,
+            image_features=image_features,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+            **attention_kwargs,
+        )
+        if attention_mask is not None and output.attention_mask is None:
+            raise ValueError(
+                f"position_ids restart within {len(attention_mask)} rows, which then hold more "
+                "than one sample each, but one score is read at the end of a row: give a row for "
+                "every sample"
+            )
+        hidden_BRD = output.last_hidden_state
+        last_B = self._last_tokens(hidden_BRD, output.attention_mask)
+        logits = self.score(hidden_BRD[torch.arange(len(last_B), device=last_B.device), last_B])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        result = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )
+        return result if _wants_dict(return_dict, self.config) else result.to_tuple()
+
+    def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
+        """Zeros at the padding ids that rows end with."""
+        is_token = input_ids != self.config.pad_token_id
+        follows_token = is_token.flip(1).cummax(dim=1).values.flip(1)
+        return F.pad(follows_token.long(), (past_length, 0), value=1)
+
+    def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Each row's last column ``(B,)`` that is no padding."""
+        length = hidden_BRD.shape[1]
+        columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
+        if attention_mask is None:
+            return columns[:, -1]
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
+                "last token, which a mask (rows, ids) says"
+            )
+        is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
+        return columns.masked_fill(~is_token, 0).amax(dim=1)
 
 
 def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:

@@ -9,13 +9,18 @@ from transformers_tests import test_modeling_common
 from transformers_tests.generation.test_utils import GenerationTesterMixin
 
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.modeling_chatglm import ChatGLMModel, GLM4VForCausalLM
+from glm4v_patched.remote.modeling_chatglm import (
+    ChatGLMForSequenceClassification,
+    ChatGLMModel,
+    GLM4VForCausalLM,
+)
 
 know_by_name(
     "chatglm",
     MODEL_MAPPING_NAMES="ChatGLMModel",
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES="GLM4VForCausalLM",
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES="GLM4VForCausalLM",
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES="ChatGLMForSequenceClassification",
 )
 
 
@@ -71,7 +76,7 @@ class Tester:
 
 
 class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
-    all_model_classes = (ChatGLMModel, GLM4VForCausalLM)
+    all_model_classes = (ChatGLMModel, GLM4VForCausalLM, ChatGLMForSequenceClassification)
     all_generative_model_classes = (GLM4VForCausalLM,)
     additional_model_inputs = ["pixel_values"]
     # Of transformers 4.57, for what models of other kinds had.
