@@ -17,8 +17,8 @@ HEAD = """# transformers' own shared suites
 
 transformers tests each of its models with suites that all models share. \
 `nox -f tests/noxfile.py -s suites` takes them from the sdist of each end of the supported \
-versions and runs them on this package's classes. It also writes this page; it fails if a test fails that \
-is not listed below, or if a listed one does not fail any more.
+versions and runs them on this package's classes. It also writes this page; it fails if a test \
+fails that is not listed below, or if a listed one does not fail any more.
 
 The models' suite runs four times: with rows of text, with an image in every row in the grown \
 form, with two, and with the published three ids. Not in an sdist, and so not run here, are the \
