@@ -700,10 +700,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
+            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
+                Not named above, because a Trainer would want it in every batch of an evaluation.
             return_last_logit: The published code's name for ``logits_to_keep=1``.
-            attention_kwargs: Also ``shift_labels`` ``(B, L)``, in place of ``labels``: at each id
-                the label of the next one. It has no name of its own here, because a Trainer takes
-                every argument named so for labels that each batch must bring.
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
@@ -1135,7 +1134,9 @@ def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     if last_keys.shape[1] != known.last_keys.shape[1]:
         return known.next_position.new_full((len(last_keys), 1), -1)
     is_same = (last_keys[:, None] == known.last_keys.to(last_keys.device)).all(dim=-1)
-    next_position_B1 = known.next_position.to(is_same.device)
+    # Layers may stand on several devices.
+    next_position_B1 = known.next_position
+    is_same = is_same.to(next_position_B1.device)
     return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
 
 

@@ -109,6 +109,8 @@ def grow_rows(
         labels = labels.to(input_ids.device, torch.long)
     if label_after is not None:
         label_after = label_after.to(input_ids.device, torch.long)
+    if next_position is not None:
+        next_position = next_position.to(input_ids.device)
     spans = _find_images(input_ids, image_format, prompt_length)
     masks = attention_mask, position_ids, past_length, next_position
     given = (input_ids, image_format, *masks, labels, label_after, num_cached)
