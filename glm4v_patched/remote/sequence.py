@@ -375,7 +375,7 @@ def _read_rows(
         "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
         "found": spans.is_begin.sum(),
         "found_after_cache": (spans.is_begin & (ends > num_cached)).sum(),
-        "misfit": misfits.take((misfits - 1).abs().argmax()),
+        "misfit": misfits.gather(0, (misfits - 1).abs().argmax(keepdim=True)).squeeze(),
         "smallest_id": input_ids.amin(),
         "largest_id": input_ids.amax(),
         "last_position": positions.amax(),

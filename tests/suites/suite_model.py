@@ -3,11 +3,13 @@
 import unittest
 
 import torch
+from contexts import EntersContexts
 from names import know_by_name
 from tiny import NUM_IMAGE_TOKENS, pictures, tiny_config
 from transformers_tests import test_modeling_common
 from transformers_tests.generation.test_utils import GenerationTesterMixin
 
+from glm4v_patched import applied
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import (
     ChatGLMForSequenceClassification,
@@ -75,7 +77,7 @@ class Tester:
     prepare_config_and_inputs = prepare_config_and_inputs_for_common
 
 
-class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
+class Suite(EntersContexts, test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
     all_model_classes = (ChatGLMModel, GLM4VForCausalLM, ChatGLMForSequenceClassification)
     all_generative_model_classes = (GLM4VForCausalLM,)
     additional_model_inputs = ["pixel_values"]
@@ -83,6 +85,12 @@ class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
     fx_compatible = test_torchscript = test_pruning = test_head_masking = False
     image = GROWN
     images_per_row = 1
+
+    @classmethod
+    def setUpClass(cls):
+        # The suite loads by Auto classes, too.
+        cls.enter(applied())
+        super().setUpClass()
 
     def setUp(self):
         super().setUp()
