@@ -610,6 +610,17 @@ def test_several_drawn_ids_that_look_like_an_image_are_none(model, image, past, 
     assert (got - torch.stack(want)).abs().max() <= ATOL
 
 
+@FORMS
+def test_generate_takes_a_cache_that_was_cropped_before_its_image(model, image):
+    row = [*text(6, seed=1), *image, *text(3, seed=2)]
+    batch = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
+    want = new_tokens(model, batch)
+    with torch.no_grad():
+        cache = model(**batch).past_key_values
+    cache.crop(4 - cache.get_seq_length())
+    assert torch.equal(new_tokens(model, batch | {"past_key_values": cache}), want)
+
+
 # Continuous batching
 
 

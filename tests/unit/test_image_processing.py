@@ -208,6 +208,12 @@ def test_an_array_of_truth_is_black_and_white(image_processor):
     assert torch.equal(image_processor(image.astype(np.float32))["pixel_values"], want)
 
 
+def test_floating_point_is_rounded_to_the_nearest_of_8_bits(image_processor):
+    for value, level in [(0.999, 255), (0.001, 0), (0.4999, 127), (0.5001, 128)]:
+        want = image_processor(np.full((8, 8, 3), level, dtype=np.uint8))["pixel_values"]
+        assert torch.equal(image_processor(np.full((8, 8, 3), value))["pixel_values"], want)
+
+
 DEEP = {
     "I;16": np.full((9, 7), 40_000, dtype=np.uint16),
     "I": np.full((9, 7), 70_000, dtype=np.int32),
