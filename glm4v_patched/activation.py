@@ -211,12 +211,16 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         config = kwargs.get("config")
+        repository = Repository(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             is_ours = is_glm4v(config.to_dict())
         else:
-            is_ours = Repository(pretrained_model_name_or_path, kwargs).holds_glm4v()
+            is_ours = repository.holds_glm4v()
         if not is_ours:
             return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
+        if repository.silence is not None:
+            logger.warning("%s: what is in the cache is loaded", repository.silence)
+            kwargs["local_files_only"] = True
         for name in AUTO_OPTIONS:
             kwargs.pop(name, None)
         return load(pretrained_model_name_or_path, *args, **kwargs)

@@ -6,18 +6,24 @@ from pathlib import Path
 
 from .bench.command import add_arguments as add_bench_arguments
 
+DEVICES = ("cuda", "cpu")
+
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    # argparse takes field=value only where no option stands before it.
+    if rest and (options.command != "train" or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
     try:
-        options.run(options)
+        return options.run(options) or 0
     except (ValueError, RuntimeError, FileNotFoundError) as error:
         print(f"glm4v-patched: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(f"glm4v-patched: {stop or 'stopped'}", file=sys.stderr)
         return 128 + getattr(stop, "number", 2)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,14 +33,28 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
     demo.set_defaults(run=_demo)
     demo.add_argument("--out", type=Path, default=Path("demo_output"), help="folder to write to")
-    demo.add_argument("--processes", type=_at_least_one, default=2, help="training processes")
+    most = "training processes; default: two, or one where there is only one GPU"
+    demo.add_argument("--processes", type=_at_least_one, metavar="N", help=most)
+    demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
     demo.add_argument("--steps", type=_at_least_one, default=300, help="training steps")
     demo.add_argument("--data", type=Path, help="JSONL of messages to train on instead")
 
-    train = commands.add_parser("train", help="run a recipe, or continue one that was stopped")
+    train = commands.add_parser(
+        "train",
+        help="run a recipe, or continue one that was stopped",
+        usage="glm4v-patched train RECIPE [field=value ...] [options]",
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     train.set_defaults(run=_train)
+    train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
     train.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML or JSON file")
-    train.add_argument("--processes", type=_at_least_one, default=1, help="training processes")
+    instead = "instead of what the file says, as engine.compile=true; YAML"
+    train.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
+    every = "training processes, each on a GPU of its own; default: all GPUs"
+    train.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
+    device = "cpu: train without GPUs (slow: for trials of small models)"
+    train.add_argument("--device", choices=DEVICES, default="cuda", help=device)
     start = train.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
@@ -43,6 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     start.add_argument(
         "--resume-from", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint"
+    )
+
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove what earlier runs wrote to the recipe's folder (out), and nothing else",
+    )
+    train.add_argument(
+        "--accept-changed-data",
+        action="store_true",
+        help="continue although rows or pictures have changed, and say which",
     )
 
     bench = commands.add_parser("bench", help="measure training on this machine")
@@ -55,9 +86,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import run_demo
+    from .demo import place_demo, run_demo
 
-    metrics = run_demo(options.out, options.processes, options.steps, options.data)
+    placement = place_demo(options.processes, options.device)
+    metrics = run_demo(options.out, placement, options.steps, options.data)
     print(
         f"""
 exact match on pictures it has not seen, answered by a fresh process without this package:
@@ -71,19 +103,47 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
     )
 
 
-def _train(options: argparse.Namespace) -> None:
-    from .finetune.config import Recipe
+def _train(options: argparse.Namespace) -> int:
+    from .finetune.preflight import check
+    from .finetune.recipe_file import RecipeError
+
+    overrides = [*options.overrides, *options.rest]
+    try:
+        recipe, placement = check(options.recipe, overrides, options.processes, options.device)
+    except RecipeError as error:
+        print(error, file=sys.stderr)  # each line begins with where it is
+        return 1
     from .finetune.launch import launch
 
-    recipe = Recipe.read(options.recipe)
-    launch(recipe, options.processes, options.resume_from or options.resume)
+    launch(
+        recipe,
+        placement,
+        resume=options.resume_from or options.resume,
+        overwrite=options.overwrite,
+        accept_changed_data=options.accept_changed_data,
+    )
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> None:
     from .bench.command import run
 
     run(options)
+
+
+class _HelpWithFields(argparse.Action):
+    """Prints the fields of a recipe below the options."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
+        from .finetune.config import describe_fields
+
+        parser.epilog = f"fields of a recipe:\n\n{describe_fields()}"
+        parser.print_help()
+        parser.exit()
 
 
 def _at_least_one(text: str) -> int:

@@ -8,6 +8,7 @@
 """
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -18,7 +19,10 @@ from pathlib import Path
 from . import __version__
 from .data.formats import read_conversations, write_conversations
 from .finetune.config import Data, Engine, Recipe, TrainerFields
-from .finetune.launch import launch, runs_on_cpu
+from .finetune.launch import launch
+from .finetune.preflight import Device, Placement, place
+from .finetune.run_folder import locked
+from .training.gpus import find_gpus
 from .training.pictures import draw_data_set
 from .training.plots import draw_contact_sheet, plot_loss
 from .training.scratch import IMAGE_SIDE, build_from_scratch
@@ -27,25 +31,87 @@ from .training.zero import require_deepspeed
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
 MICRO_BATCH, LEARNING_RATE, ZERO_STAGE, SEED = 16, 2e-3, 3, 0
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate")
+# What it writes to its folder beside the data, and what says that it did.
+WRITTEN = ["initial", "trained", "requests.json", "replies.json"]
+WRITTEN += ["loss.png", "answers.png", "metrics.json"]
+RECORD = "demo.txt"
 # Run as a file and never imported: it makes this package unimportable.
 STRANGER = Path(__file__).parent / "training" / "stranger.py"
 
 
-def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
+def place_demo(processes: int | None, device: Device | None) -> Placement:
+    """Two processes by default, or one where there is one GPU; on the CPU where there is none.
+
+    Raises:
+        RecipeError: there are GPUs, but fewer than the processes that are asked for.
+    """
+    gpus = find_gpus()
+    if device is None and not gpus.found:
+        print(f"the demo runs on the CPU, as there is no GPU: {gpus.reason}", flush=True)
+        device = "cpu"
+    if processes is None:
+        processes = 1 if device != "cpu" and len(gpus) == 1 else 2
+    return place(processes, device or "cuda")
+
+
+def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> dict:
     """Run it; returns the figures that also go to ``out/metrics.json``.
 
     Args:
-        out: Folder for all that is written; files of an earlier run there are replaced.
+        out: Folder for all that is written; what an earlier demo left there is replaced.
         data: JSONL of conversations to use instead of the drawn pictures; one in ten is held out.
+            Neither it nor any of its pictures is written to.
 
     Raises:
-        ValueError: the data cannot be used; RuntimeError: training cannot run or failed.
+        ValueError: the data cannot be used, or ``out`` holds what is not the demo's and would be
+            replaced; RuntimeError: training cannot run or failed.
     """
-    require_deepspeed(runs_on_cpu(processes))
+    require_deepspeed(placement.on_cpu)
+    conversations = None if data is None else _read_data(data)
+    with locked(out):
+        out = out.resolve()
+        _require_replaceable(out, data, conversations)
+        (out / RECORD).write_text("What lies beside this file was written by glm4v-patched demo.\n")
+        return _run(out, placement, steps, data, conversations)
+
+
+def _require_replaceable(
+    out: Path, data: Path | None, conversations: list[list[dict]] | None
+) -> None:
+    """Raises ``ValueError`` if the demo would write over the reader's data or another's files."""
+    written = [*WRITTEN, "data" if data is None else "train.jsonl"]
+    present = [name for name in written if os.path.lexists(out / name)]
+    cure = "expected --out to be another folder"
+    if present and not (out / RECORD).is_file():
+        raise ValueError(f"{out} holds {', '.join(present)}, which no demo has written; {cure}")
+    for name in present:
+        if (out / name).is_symlink():
+            raise ValueError(f"{out / name} is a link, and would be written through; {cure}")
+    if data is None:
+        return
+    pictures = {
+        Path(message["image"])
+        for messages in conversations
+        for message in messages
+        if "image" in message
+    }
+    for path in {data} | pictures:
+        for name in written:
+            place = out / name
+            same = place.is_file() and path.samefile(place)
+            if same or place in (path.resolve(), *path.resolve().parents):
+                raise ValueError(f"--data has {path}, and the demo would replace {place}; {cure}")
+
+
+def _run(
+    out: Path,
+    placement: Placement,
+    steps: int,
+    data: Path | None,
+    conversations: list[list[dict]] | None,
+) -> dict:
     started = time.time()
-    out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    train_file, held_out = _prepare_data(out, data)
+    train_file, held_out = _prepare_data(out, data, conversations)
     build_from_scratch(out / "initial", read_conversations(train_file), SEED)
     print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
 
@@ -57,17 +123,19 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
         engine=Engine(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            per_device_train_batch_size=MICRO_BATCH,
+            # A single process has the samples of two: with half of them 300 steps do not suffice.
+            per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
         ),
     )
     print(
-        f"training {steps} steps on {processes} processes, ZeRO-{ZERO_STAGE}, bf16, activation "
-        "checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, once)",
+        f"training {steps} steps on {placement.processes} processes, ZeRO-{ZERO_STAGE}, bf16, "
+        "activation checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, "
+        "once)",
         flush=True,
     )
-    launch(recipe, processes)
+    launch(recipe, placement, overwrite=True)
     report = json.loads((out / "trained" / "training.json").read_text())
 
     prompts = [messages[:-1] for messages in held_out]
@@ -108,20 +176,26 @@ def run_demo(out: Path, processes: int, steps: int, data: Path | None) -> dict:
     return metrics
 
 
-def _prepare_data(out: Path, data: Path | None) -> tuple[Path, list[list[dict]]]:
-    """The file to train on, and the conversations held out from it."""
-    if data is None:
-        drawn = out / "data"
-        conversations = draw_data_set(drawn / "train", NUM_TRAIN, SEED, IMAGE_SIDE)
-        write_conversations(drawn / "train.jsonl", conversations)
-        held_out = draw_data_set(drawn / "held_out", NUM_HELD_OUT, SEED + 1, IMAGE_SIDE)
-        write_conversations(drawn / "held_out.jsonl", held_out)
-        return drawn / "train.jsonl", read_conversations(drawn / "held_out.jsonl")
+def _read_data(data: Path) -> list[list[dict]]:
     conversations = read_conversations(data)
     if len(conversations) < 2:
         raise ValueError(
             f"{data}: {len(conversations)} conversations; at least 2 are needed, one to hold out"
         )
+    return conversations
+
+
+def _prepare_data(
+    out: Path, data: Path | None, conversations: list[list[dict]] | None
+) -> tuple[Path, list[list[dict]]]:
+    """The file to train on, and the conversations held out from it."""
+    if data is None:
+        drawn = out / "data"
+        conversations = draw_data_set(drawn / "train", NUM_TRAIN, SEED, IMAGE_SIDE)
+        write_conversations(drawn / "train.jsonl", conversations, overwrite=True)
+        held_out = draw_data_set(drawn / "held_out", NUM_HELD_OUT, SEED + 1, IMAGE_SIDE)
+        write_conversations(drawn / "held_out.jsonl", held_out, overwrite=True)
+        return drawn / "train.jsonl", read_conversations(drawn / "held_out.jsonl")
     random.Random(SEED).shuffle(conversations)
     number = max(len(conversations) // 10, 1)
     train_file = out / "train.jsonl"

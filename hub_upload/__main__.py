@@ -12,6 +12,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser(argv[:1] == ["publish"]).parse_args(argv)
     try:
+        from .faults import end_silence
+
+        end_silence()
         status = options.run(options)
         sys.stdout.flush()
         return status
@@ -56,6 +59,12 @@ def _parser(publishing: bool) -> argparse.ArgumentParser:
     build.add_argument(
         "--check", action="store_true", help="write nothing; status 1 if DIR differs from a build"
     )
+    build.add_argument(
+        "--fine-tune-of", metavar="ORG/NAME", help="the weights were trained from those of this id"
+    )
+    build.add_argument(
+        "--trained", metavar="TEXT", help="with that: what was trained and on what, for the card"
+    )
 
     verify = commands.add_parser("verify", help="check a built folder or a repository of the Hub")
     verify.set_defaults(run=_verify)
@@ -66,6 +75,11 @@ def _parser(publishing: bool) -> argparse.ArgumentParser:
     )
     verify.add_argument(
         "--code-only", action="store_true", help="it is meant to be without weights"
+    )
+    verify.add_argument(
+        "--run-code",
+        action="store_true",
+        help="run its code even where it is not this clone's, without a token but with your rights",
     )
     verify.add_argument(
         "--json", metavar="FILE", help="write the checks there as JSON; - for standard output"
@@ -86,11 +100,13 @@ def _parser(publishing: bool) -> argparse.ArgumentParser:
 def _build(options: argparse.Namespace) -> int:
     from . import build
 
+    fine_tune = build.FineTune.of(options.fine_tune_of, options.trained)
     if options.check:
-        found = build.differences(options.weights, options.out, options.name)
+        found = build.differences(options.weights, options.out, options.name, fine_tune)
         print("\n".join(found) or f"{options.out} is what a build writes")
         return 1 if found else 0
-    print(build.describe(build.build(options.weights, options.out, options.name, options.copy)))
+    built = build.build(options.weights, options.out, options.name, options.copy, fine_tune)
+    print(build.describe(built))
     return 0
 
 
@@ -102,6 +118,8 @@ def _verify(options: argparse.Namespace) -> int:
         options.revision,
         check_weights=options.weights,
         code_only=options.code_only,
+        run_code=options.run_code,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.json == "-":
         print(report.as_json())

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -29,16 +29,24 @@ from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.repository import is_glm4v
 
-from .faults import NotOfAHub, commit_of, during
+from .faults import NoAnswer, NotOfAHub, commit_of, during
+from .files import (
+    ID,
+    INDEX,
+    MANIFEST,
+    SINGLE_FILE,
+    files_in,
+    files_of,
+    read_manifest,
+    read_object,
+    shards_of_index,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 REMOTE = Path(glm4v_patched.__file__).parent / "remote"
 CARD = Path(__file__).with_name("MODEL_CARD.md")
 UPSTREAM = "zai-org/glm-4v-9b"
 
-MANIFEST = "CODE_MANIFEST.json"
-INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 WEIGHTS_LICENSE = "MODEL_LICENSE"
 ARCHITECTURE = "GLM4VForCausalLM"
 TOKENIZER_AUTO_MAP = {
@@ -61,8 +69,15 @@ SPECIAL_IDS = {
     "eoi_token_id": "<|end_of_image|>",
     "pad_token_id": "<|endoftext|>",
 }
-# What is taken from a repository of the Hub; never its code, nor anything pickled.
+# All that a build writes beside code, weights and its manifest.
+FILES = {*AUTO_MAPS, INDEX, WEIGHTS_LICENSE, "LICENSE", "README.md", "chat_template.jinja"}
+FILES |= {"generation_config.json", "requirements.txt", "tokenizer.json"}
+# What is read of a source; never its code, nor anything pickled.
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "LICENSE*", WEIGHTS_LICENSE]
+# The published config names this class; whoever loads and saves the model, another one.
+PUBLISHED_ARCHITECTURE = "ChatGLMModel"
+LEFT_BY_TRAINING = ("training.json", "trainer_state.json", "training_args.bin")
+OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 READ_AGAIN = "run the same command again"
 # transformers leaves these in a tokenizer's config; they say where it was loaded from.
 TRACES = ("chat_template", "is_local", "local_files_only", "name_or_path", "_commit_hash")
@@ -73,56 +88,88 @@ class Source:
     """What a build starts from.
 
     Attributes:
-        folder: Holds config, vocabulary, index and licence; the weights too if they are local.
+        name: As it was given.
+        contents: Config, vocabulary, index and licence: the small files that are there.
+        present: Names of all files that are there.
         weights: ``{"size", "sha256"}`` of each file of weights.
+        folder: Holds the weights; None if they are on the Hub.
         repository, revision: Where on the Hub the weights are; None for a local folder.
     """
 
-    folder: Path
+    name: str
+    contents: dict[str, bytes]
+    present: Collection[str]
     weights: dict[str, dict]
+    folder: Path | None = None
     repository: str | None = None
     revision: str | None = None
 
     @property
     def is_local(self) -> bool:
-        return self.repository is None
-
-    def read(self, name: str) -> bytes | None:
-        path = self.folder / name
-        return path.read_bytes() if path.is_file() else None
+        return self.folder is not None
 
     def read_json(self, name: str) -> dict:
-        content = self.read(name)
-        if content is None:
+        if name not in self.contents:
             raise ValueError(f"{self} has no {name}: give the original's folder or repository")
-        return _read_object(content, f"{self}: {name}")
+        return read_object(self.contents[name], f"{self}: {name}")
 
     def license_of_weights(self) -> tuple[str | None, bytes | None]:
         """Name and text of it; not that of our code, which lies in a source that is our build."""
         code = (ROOT / "LICENSE").read_bytes()
         for name in (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md"):
-            text = self.read(name)
+            text = self.contents.get(name)
             if text is not None and text != code:
                 return name, text
         return None, None
 
     def __str__(self) -> str:
-        return str(self.folder) if self.is_local else f"{self.repository}@{self.revision}"
+        return self.name
+
+
+@dataclass(frozen=True)
+class FineTune:
+    """What somebody says of weights that are not the published ones.
+
+    Attributes:
+        base: Id on the Hub of what was trained.
+        trained: What of it was trained, and on what; a sentence for the card.
+    """
+
+    base: str
+    trained: str
+
+    @classmethod
+    def of(cls, base: str | None, trained: str | None) -> "FineTune | None":
+        """Raise ``ValueError`` unless both are given, or neither."""
+        if base is None and trained is None:
+            return None
+        if not base or not re.fullmatch(ID, base, re.ASCII):
+            raise ValueError(f"--fine-tune-of {base}: give the id of the base as org/name")
+        if not trained or not trained.strip() or not trained.isprintable():
+            raise ValueError(
+                f"--fine-tune-of {base} takes --trained too: a sentence for the card that says "
+                "what was trained and on what, such as 'the language model, on 2,000 receipts'"
+            )
+        return cls(base, trained.strip())
 
 
 def read_source(text: str) -> Source:
     """Find what ``--weights`` names.
 
     Raises:
-        ValueError: neither a folder nor a pinned repository, or one without safetensors.
+        ValueError: neither a folder nor a pinned repository, one without safetensors, or one with
+            links that lead out of it.
         Failure: the Hub does not give its files.
     """
     folder = Path(text)
     if folder.is_dir():
-        names = _names_of_weights(folder, {path.name for path in folder.iterdir()}, text)
-        return Source(folder, {name: fingerprint(folder / name) for name in names})
+        paths = {name: path for name, path in files_of(folder).items() if "/" not in name}
+        contents = {name: path.read_bytes() for name, path in paths.items() if _is_small(name)}
+        names = _names_of_weights(contents, paths, text)
+        weights = {name: fingerprint(paths[name]) for name in names}
+        return Source(text, contents, set(paths), weights, folder)
     repository, _, revision = text.partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or text.startswith("."):
+    if not re.fullmatch(ID, repository) or text.startswith("."):
         raise ValueError(
             f"{text} is neither a folder nor a repository of the Hub: give an existing folder, or "
             f"{UPSTREAM}@<commit of 40 hex digits>"
@@ -132,11 +179,16 @@ def read_source(text: str) -> Source:
     return _read_repository(repository, revision)
 
 
+def _is_small(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
+
+
 def _ask_for_a_commit(repository: str, revision: str) -> str:
     try:
         commit = commit_of(HfApi().model_info(repository, revision=revision or None))
     except Exception as error:  # whatever the client raises, the cure below is what matters
-        now = f"its commit could not be asked for: {type(error).__name__}"
+        reason = error if isinstance(error, NoAnswer) else type(error).__name__
+        now = f"its commit could not be asked for: {reason}"
         commit = "<commit of 40 hex digits>"
     else:
         now = f"{revision or 'its main branch'} is at that commit now"
@@ -149,19 +201,20 @@ def _ask_for_a_commit(repository: str, revision: str) -> str:
 
 def _read_repository(repository: str, revision: str) -> Source:
     _, files = list_files(repository, revision)
-    names = [name for name in files if any(fnmatch(name, pattern) for pattern in SMALL_FILES)]
-    if "config.json" not in names:
-        raise ValueError(f"{repository}@{revision} has no config.json: give the original's")
-    folder = download(repository, revision, {name: files[name] for name in names})
+    small = {name: file for name, file in files.items() if _is_small(name)}
+    source = f"{repository}@{revision}"
+    if "config.json" not in small:
+        raise ValueError(f"{source} has no config.json: give the original's")
+    contents = download(repository, revision, small)
     weights = {}
-    for name in _names_of_weights(folder, files, f"{repository}@{revision}"):
+    for name in _names_of_weights(contents, files, source):
         if files[name].lfs is None:
             raise ValueError(
-                f"{repository}@{revision}: the Hub gives no sha256 of {name}, which is not stored "
+                f"{source}: the Hub gives no sha256 of {name}, which is not stored "
                 "as a large file: download the repository and give the folder"
             )
         weights[name] = {"size": files[name].size, "sha256": files[name].lfs.sha256}
-    return Source(folder, weights, repository, revision)
+    return Source(source, contents, set(files), weights, None, repository, revision)
 
 
 def list_files(repository: str, revision: str | None) -> tuple[str, dict[str, RepoSibling]]:
@@ -185,8 +238,8 @@ def list_files(repository: str, revision: str | None) -> tuple[str, dict[str, Re
 
 def download(
     repository: str, commit: str, files: dict[str, RepoSibling], cache: Path | None = None
-) -> Path:
-    """The folder of the client's cache that has these files of a commit, one at least, whole.
+) -> dict[str, bytes]:
+    """These files of a commit, whole: what was compared with the server's hashes is returned.
 
     Not by ``snapshot_download``: where the server fails, 0.36 gives what an earlier run left.
 
@@ -194,50 +247,44 @@ def download(
         Failure: they do not all arrive, or cannot be written.
     """
     with during(f"downloading from {repository}@{commit}", READ_AGAIN):
-        for name, file in files.items():
-            options = {"revision": commit, "cache_dir": cache}
-            path = Path(hf_hub_download(repository, name, **options))
-            if not _is_whole(path, file):
-                # 0.36 goes on behind whatever a fault has left of a file.
-                path.unlink()
-                path = Path(hf_hub_download(repository, name, **options, force_download=True))
-            if not _is_whole(path, file):
-                raise NotOfAHub(f"{name} has another hash than its list of files tells")
-    return path.parents[name.count("/")]
+        return {name: _download(repository, commit, name, files[name], cache) for name in files}
 
 
-def _is_whole(path: Path, file: RepoSibling) -> bool:
+def _download(
+    repository: str, commit: str, name: str, file: RepoSibling, cache: Path | None
+) -> bytes:
+    options = {"revision": commit, "cache_dir": cache}
+    path = Path(hf_hub_download(repository, name, **options))
     content = path.read_bytes()
+    if not _is_whole(content, file):
+        # 0.36 goes on behind whatever a fault has left of a file.
+        path.unlink()
+        content = Path(
+            hf_hub_download(repository, name, **options, force_download=True)
+        ).read_bytes()
+    if not _is_whole(content, file):
+        raise NotOfAHub(f"{name} has another hash than its list of files tells")
+    return content
+
+
+def _is_whole(content: bytes, file: RepoSibling) -> bool:
     if file.lfs:
         return _sha256(content) == file.lfs.sha256
     return git_hash(content) == file.blob_id
 
 
-def _names_of_weights(folder: Path, available: Collection[str], source: str) -> list[str]:
-    if INDEX in available:
-        index = _read_object((folder / INDEX).read_bytes(), f"{source}: {INDEX}")
-        if not isinstance(index.get("weight_map"), dict):
-            raise ValueError(f"{source}: {INDEX} has no weight_map: it is no index of weights")
-        names = sorted(set(index["weight_map"].values()))
-    else:
-        names = [SINGLE_FILE]
-    if odd := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
-        raise ValueError(f"{source}: {INDEX} names {odd}, expected *.safetensors in one folder")
+def _names_of_weights(
+    contents: dict[str, bytes], available: Collection[str], source: str
+) -> list[str]:
+    names = [SINGLE_FILE]
+    if INDEX in contents:
+        where = f"{source}: {INDEX}"
+        names = shards_of_index(read_object(contents[INDEX], where), where)
     if missing := [name for name in names if name not in available]:
         raise ValueError(
             f"{source} lacks {len(missing)} of {len(names)} files of weights: {', '.join(missing)}"
         )
     return names
-
-
-def _read_object(content: bytes, name: str) -> dict:
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{name} is no JSON ({error}): download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} holds a {type(values).__name__}, expected a JSON object")
-    return values
 
 
 def fingerprint(path: Path) -> dict:
@@ -246,7 +293,13 @@ def fingerprint(path: Path) -> dict:
     return {"size": path.stat().st_size, "sha256": digest}
 
 
-def build(source_text: str, out: Path, name: str, copy: bool = False) -> dict:
+def build(
+    source_text: str,
+    out: Path,
+    name: str,
+    copy: bool = False,
+    fine_tune: FineTune | None = None,
+) -> dict:
     """Write the folder; return its manifest.
 
     Args:
@@ -254,17 +307,18 @@ def build(source_text: str, out: Path, name: str, copy: bool = False) -> dict:
         out: Missing, empty, or an earlier build, which is replaced at once and only at the end.
         name: The repository's id on the Hub, for the card.
         copy: Copy local weights where they cannot be hard-linked.
+        fine_tune: What the weights are, if they are not the published ones.
 
     Raises:
         ValueError: the source cannot be published, or ``out`` holds what is not ours to replace.
         Failure: the Hub does not give the source's files.
     """
-    out = Path(os.path.abspath(out))
+    out = Path(os.path.realpath(out))
     _require_replaceable(out)
     source = read_source(source_text)
-    if out == Path(os.path.abspath(source.folder)):
+    if source.is_local and out == Path(os.path.realpath(source.folder)):
         raise ValueError(f"--out is the source itself, {out}: give another folder")
-    files = contents(source, name)
+    files = contents(source, name, fine_tune)
     with _replacement_of(out) as folder:
         for file_name, content in files.items():
             (folder / file_name).write_bytes(content)
@@ -273,10 +327,12 @@ def build(source_text: str, out: Path, name: str, copy: bool = False) -> dict:
     return json.loads(files[MANIFEST])
 
 
-def differences(source_text: str, out: Path, name: str) -> list[str]:
+def differences(
+    source_text: str, out: Path, name: str, fine_tune: FineTune | None = None
+) -> list[str]:
     """What in ``out`` is not what :func:`build` would write; weights may be left out or local."""
     source = read_source(source_text)
-    want = contents(source, name)
+    want = contents(source, name, fine_tune)
     if not out.is_dir():
         return [f"{out}: does not exist"]
     here = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
@@ -317,18 +373,19 @@ def describe(manifest: dict) -> str:
     return "\n".join(lines)
 
 
-def contents(source: Source, name: str) -> dict[str, bytes]:
+def contents(source: Source, name: str, fine_tune: FineTune | None = None) -> dict[str, bytes]:
     """Every file but the weights, by its name."""
+    fine_tune = _fine_tune_of(source, fine_tune)
     code = {path.name: path.read_bytes() for path in sorted(REMOTE.glob("*.py"))}
     del code["__init__.py"]
     files = _processor_files(source)
     config = _config(source, files)
     files["config.json"] = _json(config)
-    files["generation_config.json"] = source.read("generation_config.json") or _json(
+    files["generation_config.json"] = source.contents.get("generation_config.json") or _json(
         {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     )
-    if INDEX in os.listdir(source.folder):
-        files[INDEX] = (source.folder / INDEX).read_bytes()
+    if INDEX in source.contents:
+        files[INDEX] = source.contents[INDEX]
     files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
     license_name, license_text = source.license_of_weights()
     if license_text is not None:
@@ -336,10 +393,12 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = project["dependencies"]
     files["requirements.txt"] = "".join(f"{line}\n" for line in requirements).encode()
-    files["README.md"] = _card(source, name, license_name, requirements)
+    files["README.md"] = _card(source, name, fine_tune, license_name, requirements)
+    assert files.keys() <= FILES, files.keys() - FILES
     manifest = {
         "version": glm4v_patched.__version__,
         "upstream_revision": source.revision,
+        "fine_tune": fine_tune and asdict(fine_tune),
         "code": {file: _sha256(content) for file, content in code.items()},
         "weights": {
             "repository": source.repository,
@@ -394,11 +453,13 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     transformers 4 finds the image processor in its own file alone and 5 looks there too.
     """
     tokenizer = source.read_json("tokenizer_config.json")
-    processor = ChatGLMProcessor.from_pretrained(source.folder)
-    with tempfile.TemporaryDirectory() as folder:
-        processor.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as given, tempfile.TemporaryDirectory() as saved:
+        for name, content in source.contents.items():
+            Path(given, name).write_bytes(content)
+        processor = ChatGLMProcessor.from_pretrained(given)
+        processor.save_pretrained(saved)
         files = {
-            name: Path(folder, name).read_bytes()
+            name: Path(saved, name).read_bytes()
             for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
         }
     image_processor = json.loads(files["preprocessor_config.json"])
@@ -416,7 +477,44 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     return files
 
 
-def _card(source: Source, name: str, license_name: str | None, requirements: list[str]) -> bytes:
+def _fine_tune_of(source: Source, given: FineTune | None) -> FineTune | None:
+    """What the card says of the weights: what is given, or what an earlier build has of the same.
+
+    Raises:
+        ValueError: an adapter lies beside them, or they were trained and nobody says how.
+    """
+    if adapters := sorted(set(OF_ADAPTERS) & set(source.present)):
+        raise ValueError(
+            f"{source} holds an adapter ({', '.join(adapters)}), which a build leaves out: merge "
+            "it into the weights first (peft's merge_and_unload), and give that folder"
+        )
+    if given or source.repository == UPSTREAM:
+        return given
+    if MANIFEST in source.contents:
+        earlier = read_manifest(source.contents[MANIFEST], f"{source}: {MANIFEST}")
+        if earlier["weights"]["files"] == source.weights:
+            told = earlier.get("fine_tune")
+            return told and FineTune(**told)
+    signs = sorted(set(LEFT_BY_TRAINING) & set(source.present))
+    architectures = source.read_json("config.json").get("architectures")
+    if architectures != [PUBLISHED_ARCHITECTURE]:
+        signs.append(f"config.json names {architectures}, not {[PUBLISHED_ARCHITECTURE]}")
+    if signs:
+        raise ValueError(
+            f"{source} is not as {UPSTREAM} was published ({'; '.join(signs)}): for a card that "
+            f"says what it is, give --fine-tune-of {UPSTREAM} (or what else it was trained from) "
+            "and --trained 'what was trained, and on what'"
+        )
+    return None
+
+
+def _card(
+    source: Source,
+    name: str,
+    fine_tune: FineTune | None,
+    license_name: str | None,
+    requirements: list[str],
+) -> bytes:
     pinned = source.repository is not None and license_name is not None
     address = f"{UPSTREAM}/blob/main/LICENSE"
     if pinned:
@@ -428,7 +526,9 @@ def _card(source: Source, name: str, license_name: str | None, requirements: lis
         name=name,
         version=glm4v_patched.__version__,
         requirements=" ".join(f'"{line}"' for line in requirements),
-        base_model=source.repository or UPSTREAM,
+        base_model=fine_tune.base if fine_tune else source.repository or UPSTREAM,
+        trained=fine_tune and fine_tune.trained,
+        is_published=source.repository == UPSTREAM and not fine_tune,
         revision=source.revision,
         license_link=f"https://huggingface.co/{address}",
         license_file=license_name and WEIGHTS_LICENSE,
@@ -454,12 +554,11 @@ def _require_replaceable(out: Path) -> None:
     if not here:
         return
     try:
-        manifest = json.loads((out / MANIFEST).read_bytes())
-        known = {MANIFEST, *manifest["code"], *manifest["files"], *manifest["weights"]["files"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        known = files_in(read_manifest((out / MANIFEST).read_bytes()))
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{out} is not empty and holds no {MANIFEST} of an earlier build "
-            f"({type(error).__name__}): give a new folder, or empty this one"
+            f"({error}): give a new folder, or empty this one"
         ) from error
     if foreign := sorted(here - known):
         raise ValueError(

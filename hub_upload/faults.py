@@ -1,20 +1,26 @@
 """What servers, networks and disks do, in one line that says what to do about it."""
 
 import errno
+import functools
 import json
+import os
 import re
 import struct
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from huggingface_hub import ModelInfo, get_token
+import huggingface_hub
+from huggingface_hub import ModelInfo, constants, get_token
 from huggingface_hub.errors import FileMetadataError
+from huggingface_hub.utils import _http
 
 # 0.36 speaks through requests, 1.x through httpx, 2.x through httpx2: errors without a common base.
 HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
 # What the client says of answers that it looks at before it uses them.
 MALFORMED = "Malformed response|improperly formatted|Invalid server response"
+# A server may take its time over a commit; without the client's variable, so many seconds.
+LONGEST_SILENCE = 60
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -24,6 +30,60 @@ class Failure(Exception):
 
 class NotOfAHub(Exception):
     """An answer without what every Hub tells; the message says what is missing."""
+
+
+class NoAnswer(Exception):
+    """A server was silent for too long. The client does not know this class, so it asks no more."""
+
+
+def end_silence() -> None:
+    """From now on no request of this process waits for ever for the next byte of an answer.
+
+    As long as ``HF_HUB_DOWNLOAD_TIMEOUT`` says; most of the client's requests set no limit, and
+    those that look at files wait a minute, six times. Transfers of hf_xet have limits of its own.
+    """
+    seconds = LONGEST_SILENCE
+    if os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT"):
+        seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    # The client's own factories are private; 0.36 and newer call them differently.
+    if huggingface_hub.__version__.startswith("0."):
+        make = _http._default_backend_factory
+        huggingface_hub.configure_http_backend(lambda: _with_limit(make(), seconds, old=True))
+    else:
+        make = _http.default_client_factory
+        huggingface_hub.set_client_factory(lambda: _with_limit(make(), seconds, old=False))
+
+
+def _with_limit(session, seconds: float, old: bool):
+    """A session of requests, or a client of httpx, whose ``send`` has a time-out."""
+    send = session.send
+
+    @functools.wraps(send)
+    def send_with_limit(request, **options):
+        if old:
+            options["timeout"] = _least(options.get("timeout"), seconds)
+        else:
+            limits = request.extensions["timeout"]
+            limits |= {kind: _least(value, seconds) for kind, value in limits.items()}
+        try:
+            return send(request, **options)
+        except Exception as error:
+            # The libraries have no base in common, but these names.
+            if not type(error).__name__.endswith("Timeout"):
+                raise
+            # Not what may stand before it: HF_ENDPOINT can hold a password.
+            host = re.sub(r"^(\w+://)([^/@]*@)?([^/]*).*", r"\1\3", str(request.url))
+            raise NoAnswer(
+                f"{host} did not answer within {seconds:g} s: check the network and HF_ENDPOINT, "
+                "or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
+            ) from error
+
+    session.send = send_with_limit
+    return session
+
+
+def _least(given: float | tuple | None, seconds: float) -> float:
+    return min(given, seconds) if isinstance(given, (int, float)) else seconds
 
 
 def commit_of(info: ModelInfo) -> str:
@@ -63,6 +123,8 @@ def reason_of(error: BaseException, writing: bool = False) -> str | None:
         chain.append(cause)
     for link in chain:
         told = " ".join(str(link).split())
+        if isinstance(link, NoAnswer):
+            return told
         if status_of(link) is not None:
             return _reason_of_status(link, writing)
         if _errno(link) in FULL:
@@ -154,8 +216,14 @@ def _seconds_to_wait(headers) -> str:
     return f"{found[1]} seconds" if found else "a little"
 
 
+def printable(text: str) -> str:
+    """A line with escapes for what would move the cursor, turn the text or not print at all."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def without_secrets(message: str) -> str:
     """One line without the token and without the query of addresses, which may carry signatures."""
     if token := get_token():
         message = message.replace(token, "<token>")
-    return " ".join(re.sub(r"\?[\w.%-]+=[^\s'\"),;]*", "", message).split())
+    message = re.sub(r"\?[\w.%-]+=[^\s'\"),;]*", "", message)
+    return printable(" ".join(message.split()))

@@ -1,14 +1,15 @@
 """Brings a built folder to the Hub; the only file here that writes there.
 
-Everything is decided before anything is sent: the folder is compared with the head of the
-destination by content. What differs goes into one commit on that head, the commit is read back and
-compared, and only then tagged. So a run that stops anywhere leaves the branch either as it was or
-complete, and the next one finds what has arrived.
+Everything is decided before anything is sent: the folder is read once, passes what `verify` checks
+without running it, and is compared with the head of the destination by content. What differs goes
+into one commit on that head, the commit is read back and compared, and only then tagged. So a run
+that stops anywhere leaves the branch either as it was or complete, and the next one finds what has
+arrived.
 """
 
 import argparse
 import hashlib
-import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -38,13 +39,14 @@ from .faults import (
     NotOfAHub,
     commit_of,
     during,
+    printable,
     server_message,
     status_of,
     without_secrets,
 )
+from .files import ID, INDEX, MANIFEST, files_in, read_manifest
+from .verify import Target, check_files, read_folder
 
-MANIFEST = "CODE_MANIFEST.json"
-INDEX = "model.safetensors.index.json"
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 COPIES_ACROSS = "src_repo_id" in CommitOperationCopy.__dataclass_fields__
 COPIES_SINCE = "1.33"
@@ -64,18 +66,31 @@ class CopyRefused(Failure):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file that the destination is to have; ``path`` is ``None`` if it is only on the Hub."""
+    """A file that the destination is to have.
+
+    Attributes:
+        content: All of it, as it was hashed, and as it is sent; None for weights.
+        path: Where weights are; None if they are only on the Hub.
+    """
 
     size: int
     sha256: str
-    path: Path | None
+    content: bytes | None = None
+    path: Path | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.content is not None or self.path is not None
 
     def is_at(self, there: RepoFile | None) -> bool:
         if there is None or there.size != self.size:
             return False
         if there.lfs:
             return there.lfs.sha256 == self.sha256
-        return self.path is not None and there.blob_id == git_hash(self.path.read_bytes())
+        content = self.content
+        if content is None and self.path is not None:  # weights so small that they are in git
+            content = self.path.read_bytes()
+        return content is not None and there.blob_id == git_hash(content)
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class Destination:
     head: str | None = None
     private: bool = False
     files: dict[str, RepoFile] | None = None
-    manifest: dict | None = None
+    manifest: bytes | None = None
     tagged: str | None = None
 
 
@@ -151,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; the token comes from ``HF_TOKEN`` or ``hf auth login``, never from arguments."""
-    publish(options, HfApi(), lambda line: print(line, flush=True))
+    publish(options, HfApi(), lambda line: print(printable(line), flush=True))
     return 0
 
 
@@ -162,7 +177,7 @@ def publish(options: argparse.Namespace, api: HfApi, say: Say) -> None:
         Failure: whatever goes wrong outside of this program.
     """
     repo = options.repo
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+    if not re.fullmatch(ID, repo):
         raise PublishError(f"--repo {repo} is no id of a repository: give it as org/name")
     build = read_build(options.folder, options.code_only)
     if options.push and not (api.token or get_token()):
@@ -204,46 +219,52 @@ def publish(options: argparse.Namespace, api: HfApi, say: Say) -> None:
 def read_build(folder: Path, code_only: bool = False) -> Build:
     """Read a built folder, and see that it is as build left it (weights: when they are sent)."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        listed = manifest["code"] | manifest["files"]
-        weights = manifest["weights"]["files"]
-        revision = manifest["weights"]["revision"]
-        # All that is read of it later.
-        _ = manifest["version"], manifest["weights"]["repository"]
-        _ = [(weight["size"], weight["sha256"]) for weight in weights.values()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        here = read_folder(folder)
+        if MANIFEST not in here.contents:
+            raise ValueError(f"{MANIFEST} is missing")
+        manifest = read_manifest(here.contents[MANIFEST])
+    except ValueError as error:
         raise PublishError(
-            f"{folder} is no built folder ({MANIFEST}: {type(error).__name__}: {error}): make one "
-            "with `python -m hub_upload build`"
+            f"{folder} is no built folder ({error}): make one with `python -m hub_upload build`"
         ) from error
-    if manifest["weights"]["repository"] and not re.fullmatch("[0-9a-f]{40}", revision or ""):
-        raise PublishError(
-            f"{folder / MANIFEST} names {revision!r} as revision of the weights, which is no "
-            "commit (40 hex digits): build again with a pinned source"
-        )
-    here = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    files, wrong = {}, [f"{name}: missing" for name in sorted(listed.keys() - here.keys())]
-    for name, path in sorted(here.items()):
+    listed = manifest["code"] | manifest["files"]
+    weights = manifest["weights"]["files"]
+    files, wrong = {}, [f"{name}: missing" for name in sorted(listed.keys() - here.sizes.keys())]
+    for name, size in sorted(here.sizes.items()):
         if name in weights:
-            files[name] = Wanted(path.stat().st_size, weights[name]["sha256"], path)
-            if files[name].size != weights[name]["size"]:
-                wrong.append(f"{name}: {files[name].size} bytes, not {weights[name]['size']}")
-            continue
-        content = path.read_bytes()
-        files[name] = Wanted(len(content), hashlib.sha256(content).hexdigest(), path)
-        if name not in listed and name != MANIFEST:
+            files[name] = Wanted(size, weights[name]["sha256"], path=folder / name)
+            if size != weights[name]["size"]:
+                wrong.append(f"{name}: {size} bytes, not {weights[name]['size']}")
+        elif name not in listed and name != MANIFEST:
             wrong.append(f"{name}: not from the build")
-        elif name in listed and files[name].sha256 != listed[name]:
-            wrong.append(f"{name}: changed since the build")
+        else:
+            content = here.contents.get(name, b"")  # none is too large to be read
+            files[name] = Wanted(size, hashlib.sha256(content).hexdigest(), content)
+            if name in listed and files[name].sha256 != listed[name]:
+                wrong.append(f"{name}: changed since the build")
     if wrong:
         raise PublishError(
             f"{folder} is not what its {MANIFEST} lists: {'; '.join(wrong)}. Build it again"
         )
+    _check(here, weights, code_only)
     for name, file in weights.items():
-        files.setdefault(name, Wanted(file["size"], file["sha256"], None))
+        files.setdefault(name, Wanted(file["size"], file["sha256"]))
     if code_only:
         files = {name: file for name, file in files.items() if not _is_weight(name, weights)}
     return Build(manifest, dict(sorted(files.items())))
+
+
+def _check(here: Target, weights: Collection[str], code_only: bool) -> None:
+    """What ``verify`` finds without running anything, in the very bytes that are sent."""
+    if code_only:
+        here.code_only = True
+        here.sizes = {n: size for n, size in here.sizes.items() if not _is_weight(n, weights)}
+    checks = check_files(here)
+    failed = [f"{name}: {c.detail}" for name, c in checks.done.items() if checks.failed(name)]
+    if failed:
+        raise PublishError(
+            f"{here.name} does not pass `python -m hub_upload verify`: {'; '.join(failed)}"
+        )
 
 
 def _is_weight(name: str, weights: Collection[str]) -> bool:
@@ -265,10 +286,7 @@ def look(api: HfApi, repo: str, tag: str) -> Destination:
         url = hf_hub_url(repo, MANIFEST, revision=info.sha, endpoint=api.endpoint)
         answer = http_backoff("GET", url, headers=build_hf_headers(token=api.token))
         hf_raise_for_status(answer)
-        try:
-            manifest = answer.json()
-        except ValueError:
-            manifest = {}  # refused as none of ours, with the cure
+        manifest = answer.content
     return Destination(info.sha, bool(info.private), files, manifest, _tagged(api, repo, tag))
 
 
@@ -320,7 +338,7 @@ def make_plan(
     )
     beside_weights = options.code_only and our_weights & there.keys()
     whole = all(
-        Wanted(file["size"], file["sha256"], None).is_at(there.get(name))
+        Wanted(file["size"], file["sha256"]).is_at(there.get(name))
         for name, file in build.weights.items()
     ) and (INDEX in there or INDEX not in build.manifest["files"])
     if beside_weights and not whole:
@@ -334,7 +352,7 @@ def make_plan(
     weights = [name for name in changed if name in build.weights]
     why_not = _why_not_copied(api, build, weights)
     copied = [] if why_not else weights
-    missing = [name for name in weights if build.files[name].path is None]
+    missing = [name for name in weights if not build.files[name].is_here]
     if why_not and missing:
         raise PublishError(_cannot_send(missing, why_not))
     return Plan(
@@ -347,18 +365,17 @@ def make_plan(
     )
 
 
-def _files_of(manifest: dict | None) -> tuple[set[str], set[str]]:
+def _files_of(content: bytes | None) -> tuple[set[str], set[str]]:
     """Names of the files, and of those of them that are weights, that a manifest lists."""
-    if manifest is None:
+    if content is None:
         return set(), set()
     try:
-        weights = set(manifest["weights"]["files"])
-        return {MANIFEST, *manifest["code"], *manifest["files"], *weights}, weights
-    except (KeyError, TypeError) as error:
+        manifest = read_manifest(content, f"the {MANIFEST} at the destination")
+    except ValueError as error:
         raise PublishError(
-            f"the {MANIFEST} at the destination is none that a build of ours wrote ({error!r}): is "
-            "it the right repository? Delete that file there if it is"
+            f"{error}; is it the right repository? Delete that file there if it is"
         ) from error
+    return files_in(manifest), set(manifest["weights"]["files"])
 
 
 def _why_not_copied(api: HfApi, build: Build, names: list[str]) -> str | None:
@@ -458,7 +475,7 @@ def _show(
     if plan.why_uploaded:
         say(f"Weights are uploaded: {plan.why_uploaded}.")
     card = build.files.get("README.md")
-    if card and options.repo not in card.path.read_text(encoding="utf-8"):
+    if card and options.repo not in card.content.decode("utf-8"):
         say(f"Note: README.md does not name {options.repo}; `build --name {options.repo}` would.")
 
 
@@ -501,18 +518,19 @@ def _commit(
         }
         try:
             copies = _copies(api, build, plan.copied)
-            others = _additions(build, plan.uploaded, say) + _deletions(plan)
+            others = _additions(api, build, plan.uploaded, options, say) + _deletions(plan)
             with _copies_refused(bool(copies)):
                 commit = api.create_commit(operations=copies + others, **arguments)
         except CopyRefused as refusal:
-            missing = [name for name in plan.copied if build.files[name].path is None]
+            missing = [name for name in plan.copied if not build.files[name].is_here]
             if missing:
                 raise PublishError(f"{_cannot_send(missing, str(refusal))}; {state}") from refusal
             size = _human(sum(build.files[name].size for name in plan.copied))
             say(without_secrets(f"The server does not copy: {refusal}."))
             say(f"Uploading {len(plan.copied)} files, {size}.")
             # Operations carry the state of the attempt: these are new ones.
-            operations = _additions(build, plan.copied + plan.uploaded, say) + _deletions(plan)
+            names = plan.copied + plan.uploaded
+            operations = _additions(api, build, names, options, say) + _deletions(plan)
             commit = api.create_commit(operations=operations, **arguments)
     say(f"Committed {commit.oid}{f', {commit.pr_url}' if options.pr else ''}")
     with _during(
@@ -554,23 +572,43 @@ def _copies(api: HfApi, build: Build, names: list[str]) -> list[CommitOperationC
     ]
 
 
-def _additions(build: Build, names: list[str], say: Say) -> list[CommitOperationAdd]:
+def _additions(
+    api: HfApi, build: Build, names: list[str], options: argparse.Namespace, say: Say
+) -> list[CommitOperationAdd]:
+    """What is committed: small files as they were read, weights as the manifest lists them."""
+    files = {name: build.files[name] for name in names}
     weights = [name for name in names if name in build.weights]
     if weights:
-        size = _human(sum(build.files[name].size for name in weights))
+        size = _human(sum(files[name].size for name in weights))
         say(f"Reading {len(weights)} files of weights ({size}) to compare them with {MANIFEST}.")
-    operations = [CommitOperationAdd(name, build.files[name].path) for name in names]
-    for operation in operations:
-        name = operation.path_in_repo
-        if name not in build.weights:
-            continue
-        found, listed = operation.upload_info.sha256.hex(), build.weights[name]["sha256"]
+    before = {name: _state(files[name].path) for name in weights}
+    operations = {
+        name: CommitOperationAdd(name, file.path if file.content is None else file.content)
+        for name, file in files.items()
+    }
+    for name in weights:
+        found, listed = operations[name].upload_info.sha256.hex(), build.weights[name]["sha256"]
         if found != listed:
             raise PublishError(
                 f"{name} has sha256 {found}, but {MANIFEST} lists {listed}: the file has changed "
                 "since the build, or cannot be read without errors; nothing was sent, build again"
             )
-    return operations
+    if weights:
+        # They are read once more to be sent, and not every server compares what arrives.
+        sent = [operations[name] for name in weights]
+        api.preupload_lfs_files(options.repo, sent, create_pr=options.pr)
+        if changed := [name for name in weights if _state(files[name].path) != before[name]]:
+            raise PublishError(
+                f"{', '.join(changed)} changed while it was sent: nothing was committed; build "
+                "again, and let nothing write to the folder meanwhile"
+            )
+    return list(operations.values())
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Another one whenever the file was written to, or another took its place."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _deletions(plan: Plan) -> list[CommitOperationDelete]:

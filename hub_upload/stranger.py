@@ -110,8 +110,7 @@ class Stranger:
     """What is loaded by one check and used by the next.
 
     Args:
-        source: Folder, or id on the Hub.
-        revision: Commit of that; None for a folder.
+        source: Folder.
         given: What its config.json holds.
         tensors: Shape of every tensor in the files of weights; None where they are not at hand.
         names: Names of the tensors, also where only the index is at hand; None without that.
@@ -122,16 +121,14 @@ class Stranger:
     def __init__(
         self,
         source: str,
-        revision: str | None,
         given: dict,
         tensors: dict[str, list[int]] | None,
         names: list[str] | None,
         total_size: int | None,
         whole: bool,
     ):
-        self.options = {"trust_remote_code": True} | ({"revision": revision} if revision else {})
+        self.options = {"trust_remote_code": True, "local_files_only": True}
         self.source = source
-        self.revision = revision
         self.given = {k: v for k, v in given.items() if k not in OF_TRANSFORMERS}
         self.tensors = tensors
         self.names = names
@@ -189,9 +186,8 @@ class Stranger:
         import torch
         from transformers import AutoModelForCausalLM
 
-        code = {"code_revision": self.revision} if self.revision else {}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=True, **code)
+            model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=True)
         published(model)
         self.model_class = type(model)
         if self.names is None:
@@ -352,8 +348,6 @@ def main(request: Path) -> None:
     values = json.loads(request.read_text(encoding="utf-8"))
     results = Path(values.pop("results"))
     needs = values.pop("needs")
-    so_far = {check["name"]: Check(**check) for check in values.pop("so_far")}
-    blocked = set(values.pop("blocked"))
     stranger = Stranger(**values)
     with results.open("a", encoding="utf-8") as file:
 
@@ -361,7 +355,7 @@ def main(request: Path) -> None:
             file.write(json.dumps(asdict(check), ensure_ascii=False) + "\n")
             file.flush()
 
-        checks = Checks(needs, write, so_far, blocked)
+        checks = Checks(needs, write)
         for name in NAMES:
             checks.run(name, getattr(stranger, name.replace(" ", "_")))
 

@@ -1,8 +1,9 @@
 """Checks a built folder, or a repository of the Hub, as a careful person would before trusting it.
 
-What can be told from the files is told here. What needs the published code to run is told by
-:mod:`stranger` in a fresh process, and only if that code is what the manifest says: code that is
-not is never run.
+What can be told from the files is told here, of bytes that are read once. What needs the published
+code to run is told by :mod:`stranger` in a fresh process, from a copy of those bytes, offline and
+without a token; and only if nothing else has failed. Code that is not this clone's own, whatever
+its manifest says, is run for nobody but who asks for it.
 """
 
 import ast
@@ -15,53 +16,67 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.hf_api import RepoSibling
 from safetensors import safe_open
 
 from .build import (
     ARCHITECTURE,
     AUTO_MAPS,
-    INDEX,
-    MANIFEST,
+    FILES,
     READ_AGAIN,
     REMOTE,
-    SINGLE_FILE,
     SPECIAL_IDS,
+    UPSTREAM,
     download,
     fingerprint,
     list_files,
 )
-from .faults import Failure, during, without_secrets
-from .stranger import FAILED, NAMES, SKIPPED, Check, Checks, Skip, require, shorten
+from .faults import Failure, during, printable, without_secrets
+from .files import (
+    ID,
+    INDEX,
+    LARGEST_TO_READ,
+    MANIFEST,
+    PICKLES,
+    SINGLE_FILE,
+    files_of,
+    is_pickle,
+    read_manifest,
+    read_object,
+    shards_of_index,
+)
+from .stranger import FAILED, NAMES, PASSED, SKIPPED, Check, Checks, Skip, require, shorten
 
 STRANGER = Path(__file__).with_name("stranger.py")
 SECONDS = 3600
 # Larger weights are compared by names and shapes, with an empty model.
 LARGEST_TO_LOAD = 1_000_000_000
-# Loading these can run code that lies in them.
-PICKLES = (".bin", ".ckpt", ".dill", ".h5", ".joblib", ".keras", ".msgpack", ".npy", ".npz")
-PICKLES += (".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
-PICKLE_STARTS = (b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
 # git's own, which the Hub adds.
 NOT_OURS = {".gitattributes", ".gitignore"}
 ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 ITEM_SIZES |= {"I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+# Fields whose value may be the id of a repository: nothing is loaded from there.
+MAY_NAME_A_REPOSITORY = {"_name_or_path", "name_or_path"}
+# What the process that runs the code gets of this one's environment: no token, proxy or home.
+ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT"}
+ENVIRONMENT |= {"LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
 
-RUNS_CODE = ("manifest", "code", "loader files", "auto_map", "nothing pickled")
 NEEDS = {
     "code": ["manifest"],
+    "loader files": ["manifest"],
     "other files": ["manifest"],
     "weight files": ["manifest"],
     "card": ["manifest"],
     "index": ["weight files"],
     "sha256 of weights": ["manifest", "weight files"],
-    "config loads": [*RUNS_CODE, "config"],
     "tokenizer loads": ["config loads"],
-    "processor loads": ["tokenizer loads", "image size", "token ids"],
-    "parameter names": ["config loads", "weight files", "index"],
+    "processor loads": ["tokenizer loads"],
+    "parameter names": ["config loads"],
     "parameter shapes": ["parameter names"],
     "weights load": ["parameter names", "parameter shapes"],
     "generation": ["processor loads", "weights load"],
@@ -89,7 +104,7 @@ class Report:
 
     def as_table(self) -> str:
         width = max(len(check.name) for check in self.checks)
-        rows = [f"{c.name:<{width}}  {c.status:<7}  {c.detail}" for c in self.checks]
+        rows = [printable(f"{c.name:<{width}}  {c.status:<7}  {c.detail}") for c in self.checks]
         counts = Counter(check.status for check in self.checks)
         summary = ", ".join(f"{number} {status}" for status, number in counts.items())
         where = f"{self.target}@{self.revision}" if self.revision else self.target
@@ -101,40 +116,55 @@ class Target:
     """What is verified.
 
     Attributes:
-        source: What ``from_pretrained`` is given.
-        folder: Has every file but, for a repository of the Hub, weights and pickles.
+        name: Folder, or id on the Hub.
+        contents: The small files, by their path: all but weights, pickles and what is too large.
         sizes: Bytes of every file, by its path.
-        hashes: sha256 of files that the Hub gives one for.
+        folder: Holds the weights of a folder; None for a repository of the Hub.
+        listed: What the Hub tells of every file.
         revision: Commit on the Hub; None for a folder.
         code_only: Weights should be absent.
+        run_code: The person has said that code which is not this clone's may run.
         tensors: Shape and type of every tensor at hand, by file; filled by a check.
+        foreign_code: Files of code that are not this clone's; filled by a check.
     """
 
-    source: str
-    folder: Path
+    name: str
+    contents: dict[str, bytes]
     sizes: dict[str, int]
-    hashes: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    listed: dict[str, RepoSibling] = field(default_factory=dict)
     revision: str | None = None
     code_only: bool = False
+    run_code: bool = False
     tensors: dict[str, dict] = field(default_factory=dict)
+    foreign_code: list[str] = field(default_factory=list)
 
     @property
     def is_local(self) -> bool:
-        return self.revision is None
+        return self.folder is not None
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """sha256 of the files that the Hub gives one for."""
+        return {name: file.lfs.sha256 for name, file in self.listed.items() if file.lfs}
+
+    @property
+    def manifest(self) -> dict:
+        require(MANIFEST in self.contents, f"{MANIFEST} is missing")
+        return read_manifest(self.contents[MANIFEST])
 
     def read(self, name: str) -> str:
-        require(name in self.sizes, f"{name} is missing")
-        return (self.folder / name).read_text(encoding="utf-8")
+        require(name in self.contents, f"{name} is missing")
+        return self.contents[name].decode("utf-8")
 
     def read_json(self, name: str) -> dict:
-        values = json.loads(self.read(name))
-        require(isinstance(values, dict), f"{name} holds no JSON object")
-        return values
+        require(name in self.contents, f"{name} is missing")
+        return read_object(self.contents[name], name)
 
     def weight_names(self) -> list[str]:
         """The files that the loader will look for."""
         if INDEX in self.sizes:
-            return sorted(set(self.read_json(INDEX)["weight_map"].values()))
+            return shards_of_index(self.read_json(INDEX), INDEX)
         return [SINGLE_FILE]
 
     def here(self, names: list[str]) -> list[str]:
@@ -151,6 +181,8 @@ def verify(
     revision: str | None = None,
     check_weights: bool = False,
     code_only: bool = False,
+    run_code: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Run every check.
 
@@ -159,94 +191,117 @@ def verify(
         revision: Commit, tag or branch of an id.
         check_weights: Also read all weights for their sha256.
         code_only: There should be no weights: it was published for others' auto_maps.
+        run_code: Run code that is not this clone's, too.
+        say: Is told which code that is, before it runs.
 
     Raises:
-        ValueError: ``target`` is neither.
+        ValueError: ``target`` is neither, or has links that lead out of it.
         Failure: the Hub does not give its files.
     """
     with tempfile.TemporaryDirectory() as home:
         found = _find(target, revision, Path(home))
-        found.code_only = code_only
-        checks = Checks(NEEDS)
-        for name, function in (
-            ("manifest", check_manifest),
-            ("code", check_code),
-            ("loader files", check_loader_files),
-            ("auto_map", check_auto_map),
-            ("other files", check_other_files),
-            ("nothing pickled", check_pickles),
-            ("weight files", check_weight_files),
-            ("index", check_index),
-            ("config", check_config),
-            ("architecture", check_architecture),
-            ("token ids", check_token_ids),
-            ("image size", check_image_size),
-            ("card", check_card),
-        ):
-            checks.run(name, lambda function=function: function(found))
-        checks.run("sha256 of weights", lambda: check_sha256(found, check_weights))
-        _ask_a_stranger(found, checks, Path(home))
+        found.code_only, found.run_code = code_only, run_code
+        checks = check_files(found, check_weights)
+        _ask_a_stranger(found, checks, Path(home), say)
     # A server may repeat the token in what it says.
     told = [replace(check, detail=without_secrets(check.detail)) for check in checks.done.values()]
     return Report(target, found.revision, told)
 
 
+def check_files(target: Target, check_weights: bool = False) -> Checks:
+    """The checks that run nothing of what they look at."""
+    checks = Checks(NEEDS)
+    for name, function in (
+        ("manifest", check_manifest),
+        ("code", check_code),
+        ("loader files", check_loader_files),
+        ("auto_map", check_auto_map),
+        ("other files", check_other_files),
+        ("nothing pickled", check_pickles),
+        ("weight files", check_weight_files),
+        ("index", check_index),
+        ("config", check_config),
+        ("architecture", check_architecture),
+        ("token ids", check_token_ids),
+        ("image size", check_image_size),
+        ("card", check_card),
+        ("sha256 of weights", lambda target: check_sha256(target, check_weights)),
+    ):
+        checks.run(name, lambda function=function: function(target))
+    return checks
+
+
+def read_folder(folder: Path) -> Target:
+    """A folder as it is now.
+
+    Raises:
+        ValueError: it has links that lead out of it.
+    """
+    paths = files_of(folder)
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    small = [name for name, size in sizes.items() if _is_read(name, size)]
+    contents = {name: paths[name].read_bytes() for name in small}
+    # What was read counts, whatever has become of the file since it was listed.
+    sizes |= {name: len(content) for name, content in contents.items()}
+    return Target(str(folder), contents, sizes, folder)
+
+
+def _is_read(name: str, size: int) -> bool:
+    return size <= LARGEST_TO_READ and not name.lower().endswith((*PICKLES, ".safetensors"))
+
+
 def _find(target: str, revision: str | None, home: Path) -> Target:
-    folder = Path(target)
-    if folder.is_dir():
+    if Path(target).is_dir():
         if revision is not None:
             raise ValueError(f"{target} is a folder and has no revision {revision}: leave that out")
-        paths = [path for path in folder.rglob("*") if path.is_file()]
-        names = {path.relative_to(folder): path for path in paths}
-        # Caches of git and of the Hub's client.
-        kept = {str(n): p for n, p in names.items() if not any(d[0] == "." for d in n.parts[:-1])}
-        sizes = {name: path.stat().st_size for name, path in kept.items()}
-        return Target(str(folder.resolve()), folder, sizes)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", target):
+        return read_folder(Path(target))
+    if not re.fullmatch(ID, target):
         raise ValueError(f"{target} is neither a folder nor an id on the Hub: give DIR or org/name")
     commit, files = list_files(target, revision)
-    left = (*PICKLES, ".safetensors")
-    read = {name: file for name, file in files.items() if not name.lower().endswith(left)}
-    folder = download(target, commit, read, home / "hub") if read else home
+    read = {name: file for name, file in files.items() if _is_read(name, file.size)}
+    contents = download(target, commit, read, home / "hub")
     sizes = {name: file.size for name, file in files.items()}
-    hashes = {name: file.lfs.sha256 for name, file in files.items() if file.lfs}
-    return Target(target, folder, sizes, hashes, commit)
+    return Target(target, contents, sizes, None, files, commit)
 
 
 def check_manifest(target: Target) -> str:
-    manifest = target.read_json(MANIFEST)
-    for name in ("version", "upstream_revision", "code", "weights", "files"):
-        require(name in manifest, f"{MANIFEST} has no {name}")
-    for name in ("repository", "revision", "files"):
-        require(name in manifest["weights"], f"{MANIFEST} has no {name} under weights")
-    hashes = [*manifest["code"].values(), *manifest["files"].values()]
-    hashes += [file["sha256"] for file in manifest["weights"]["files"].values()]
-    wrong = [value for value in hashes if not re.fullmatch("[0-9a-f]{64}", str(value))]
-    require(not wrong, f"{len(wrong)} values are no sha256: {shorten(map(str, wrong))}")
-    require(manifest["code"], f"{MANIFEST} lists no code")
-    return f"version {manifest['version']}, {len(hashes)} hashes"
+    manifest = target.manifest
+    number = len(manifest["code"]) + len(manifest["files"]) + len(manifest["weights"]["files"])
+    return f"version {manifest['version']}, {number} hashes"
 
 
 def check_code(target: Target) -> str:
-    """Whether every file of code is the manifest's, and of the same version, this clone's."""
+    """Whether every file of code is the manifest's, and this clone's."""
     from glm4v_patched import __version__
 
-    manifest = target.read_json(MANIFEST)
+    manifest = target.manifest
     here = {name for name in target.sizes if name.endswith(".py")}
     foreign = here - set(manifest["code"])
     require(not foreign, f"code that the manifest does not list: {shorten(foreign)}")
-    texts = {name: (target.folder / name).read_bytes() for name in here}
-    changed = [n for n, t in texts.items() if hashlib.sha256(t).hexdigest() != manifest["code"][n]]
+    changed = [name for name in here if _digest(target, name) != manifest["code"][name]]
     require(not changed, f"not what the manifest says: {shorten(changed)}")
-    if manifest["version"] != __version__:
-        return f"{len(here)} files; not compared with this clone, which is version {__version__}"
-    other = [n for n, t in texts.items() if not _equals(REMOTE / n, t)]
+    target.foreign_code = sorted(n for n in here if not _equals(REMOTE / n, target.contents[n]))
+    if not target.foreign_code:
+        return f"{len(here)} files, those of this clone"
+    told = f"{len(target.foreign_code)} of {len(here)} files are not this clone's"
+    if target.run_code:
+        return f"{told}, and are run because --run-code says so"
+    version = manifest["version"]
+    cure = f"the manifest agrees, but is of version {version} and this clone of {__version__}: "
+    cure += "use the clone that built it"
+    if version == __version__:
+        cure = f"the manifest agrees, but version {version} of this clone has another: build "
+        cure += "again, or raise the version"
     require(
-        not other,
-        f"the manifest agrees, but version {__version__} of this clone has another "
-        f"{shorten(other)}: build again, or raise the version",
+        False,
+        f"{told} ({shorten(target.foreign_code)}); {cure}. None of it was run; who has read it, "
+        "and trusts it, can say --run-code",
     )
-    return f"{len(here)} files, those of this clone"
+
+
+def _digest(target: Target, name: str) -> str | None:
+    content = target.contents.get(name)
+    return None if content is None else hashlib.sha256(content).hexdigest()
 
 
 def _equals(path: Path, content: bytes) -> bool:
@@ -263,8 +318,7 @@ def check_loader_files(target: Target) -> str:
         if reference is not None
     }
     entries = {f"{reference.split('.')[0]}.py" for reference in references}
-    if MANIFEST in target.sizes:
-        entries |= set(target.read_json(MANIFEST).get("code", ()))
+    entries |= set(target.manifest["code"])
     wanted, todo = set(entries), sorted(entries)
     while todo:
         name = todo.pop()
@@ -291,29 +345,41 @@ def _relative_imports(text: str) -> set[str]:
 
 def check_auto_map(target: Target) -> str:
     """Whether no file sends the loader to other classes, or to another repository."""
-    read = [name for name in target.sizes if name.endswith(".json") and name != MANIFEST]
-    for name in sorted(read):
-        content = json.loads(target.read(name))
-        given = content.get("auto_map") if isinstance(content, dict) else None
-        expected = AUTO_MAPS.get(name)
-        differing = {
-            key: (given or {}).get(key, "nothing")
-            for key in {**(given or {}), **(expected or {})}
-            if (given or {}).get(key) != (expected or {}).get(key)
-        }
-        require(
-            not differing,
-            f"{name}: "
-            + ", ".join(f"{k} is {v}" for k, v in sorted(differing.items()))
-            + f"; expected {expected or 'no auto_map'}",
-        )
+    for name in sorted(target.contents):
+        if not name.endswith(".json") or name == MANIFEST:
+            continue
+        content = target.read_json(name)
+        given = content.get("auto_map", {})
+        expected = AUTO_MAPS.get(name, {})
+        require(given == expected, f"{name}: auto_map is {given}; expected {expected or 'none'}")
+        if name in ("tokenizer.json", INDEX):  # words and names of tensors; nothing is loaded by it
+            continue
+        for path, value in _strings({k: v for k, v in content.items() if k != "auto_map"}):
+            hidden = {"auto_map", "custom_pipelines"} & set(path)
+            require(not hidden, f"{name}: {'.'.join(path)} names code")
+            elsewhere = re.match(ID + r"(--|[@:]|$)", value)
+            require(
+                not elsewhere or path[-1] in MAY_NAME_A_REPOSITORY,
+                f"{name}: {'.'.join(path)} names another repository, {value!r}",
+            )
     return f"ours in {len(AUTO_MAPS)} files"
+
+
+def _strings(values: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every string in JSON, with the keys that lead to it."""
+    if isinstance(values, str):
+        yield path, values
+    elif isinstance(values, (dict, list)):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, value in items:
+            yield from _strings(value, (*path, str(key)))
 
 
 def check_other_files(target: Target) -> str:
     """Whether files are the manifest's, but for code, weights and the card, which people edit."""
-    manifest = target.read_json(MANIFEST)
-    listed = set(manifest["files"])
+    listed = set(target.manifest["files"])
+    unknown = listed - FILES
+    require(not unknown, f"no build writes what the manifest lists: {shorten(unknown)}")
     left_out = {INDEX} if target.code_only else set()
     missing = listed - set(target.sizes) - left_out
     require(not missing, f"missing: {shorten(missing)}")
@@ -321,34 +387,28 @@ def check_other_files(target: Target) -> str:
     elsewhere |= {name for name in target.sizes if _is_pickle(target, name)}
     foreign = set(target.sizes) - listed - elsewhere - NOT_OURS - {MANIFEST}
     require(not foreign, f"not in the manifest: {shorten(foreign)}")
-    changed = [
-        name
-        for name in sorted(listed - left_out - {"README.md"})
-        if fingerprint(target.folder / name)["sha256"] != manifest["files"][name]
-    ]
+    hashes = target.manifest["files"]
+    compared = sorted(listed - left_out - {"README.md"})
+    changed = [name for name in compared if _digest(target, name) != hashes[name]]
     require(not changed, f"not what the manifest says: {shorten(changed)}")
+    for name in sorted(listed - left_out):
+        require("\0" not in target.read(name), f"{name} is no text")
     return f"{len(listed)} files"
 
 
 def check_pickles(target: Target) -> str:
     found = [name for name in target.sizes if _is_pickle(target, name)]
     require(not found, f"loading these can run code hidden in them: {shorten(found)}")
-    return f"none of {len(target.sizes)} files, by name and first bytes"
+    return f"none of {len(target.sizes)} files, by name and content"
 
 
 def _is_pickle(target: Target, name: str) -> bool:
-    path = target.folder / name
-    if name.lower().endswith(PICKLES):
-        return True
-    if name.endswith(".safetensors") or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4).startswith(PICKLE_STARTS)
+    return name.lower().endswith(PICKLES) or is_pickle(target.contents.get(name, b""))
 
 
 def check_weight_files(target: Target) -> str:
     """Whether they are there, of the manifest's size, and whole safetensors."""
-    manifest = target.read_json(MANIFEST)["weights"]
+    manifest = target.manifest["weights"]
     if target.code_only:
         here = target.here(sorted(manifest["files"]))
         require(not here, f"a repository of code only holds {shorten(here)}")
@@ -383,7 +443,7 @@ def _read_header(target: Target, name: str) -> dict[str, tuple[str, list[int]]]:
         try:
             with during(f"reading the header of {name}", READ_AGAIN):
                 header = HfApi().parse_safetensors_file_metadata(
-                    target.source, name, revision=target.revision
+                    target.name, name, revision=target.revision
                 )
         except Failure as failure:
             raise AssertionError(failure) from failure
@@ -476,7 +536,7 @@ def check_card(target: Target) -> str:
         values = data[name] if isinstance(data[name], list) else [data[name]]
         odd = [value for value in values if not isinstance(value, str)]
         require(not odd, f"{name} holds {shorten(map(str, odd))}, expected words")
-    version = target.read_json(MANIFEST)["version"]
+    version = target.manifest["version"]
     pinned = set(re.findall(r'"v(\d+\.\d+\.\d+)"', text))
     require(pinned <= {version}, f"it pins {shorten(pinned)}, the manifest has {version}")
     link = data["license_link"]
@@ -495,13 +555,32 @@ def check_card(target: Target) -> str:
     relation = data.get("base_model_relation", "finetune")
     kinds = ("adapter", "finetune", "merge", "quantized")
     require(relation in kinds, f"base_model_relation is {relation!r}, expected one of {kinds}")
+    _check_origin(target, base, " ".join(text.split()))
     gaps = re.findall(r"\{\{.*?\}\}|\{%.*?%\}", text)
     require(not gaps, f"the template was not filled in: {shorten(gaps)}")
     return f"{data['license']} ({data['license_name']}), of {base}"
 
 
+def _check_origin(target: Target, base: str, text: str) -> None:
+    """Whether the card says of the weights what the manifest does."""
+    manifest = target.manifest
+    fine_tune, source = manifest.get("fine_tune"), manifest["weights"]["repository"]
+    if fine_tune:
+        require(
+            base == fine_tune["base"],
+            f"base_model is {base}, the manifest says that {fine_tune['base']} was fine-tuned",
+        )
+    unchanged = re.search("weights of .{,200}?, unchanged|[Nn]othing was fine-?tuned", text)
+    require(
+        not unchanged or (source == UPSTREAM and not fine_tune),
+        f"it says {unchanged and unchanged[0]!r}, but the manifest has weights "
+        + (f"fine-tuned from {base}" if fine_tune else f"of {source or 'a folder'}")
+        + f", not those of {UPSTREAM} at a commit: build again, with --fine-tune-of",
+    )
+
+
 def check_sha256(target: Target, asked: bool) -> str:
-    weights = target.read_json(MANIFEST)["weights"]["files"]
+    weights = target.manifest["weights"]["files"]
     here = target.here(sorted(weights))
     if not here:
         raise Skip("no weights are at hand")
@@ -516,62 +595,51 @@ def check_sha256(target: Target, asked: bool) -> str:
     return f"{len(here)} files"
 
 
-def _ask_a_stranger(target: Target, checks: Checks, home: Path) -> None:
-    """Run the checks of :mod:`stranger` in a process of its own, with empty caches."""
+def _ask_a_stranger(target: Target, checks: Checks, home: Path, say: Callable[[str], None]) -> None:
+    """Run the checks of :mod:`stranger` in a process of its own, with empty caches.
+
+    What runs is a copy of the files that were checked and of no others.
+    """
+    if failures := [name for name in checks.done if checks.failed(name)]:
+        for name in NAMES:
+            checks.add(Check(name, SKIPPED, f"nothing is run because of: {', '.join(failures)}"))
+        return
+    try:
+        snapshot = _snapshot(target, home)
+    except Failure as failure:  # weights that the Hub does not give
+        checks.add(Check(NAMES[0], FAILED, str(failure)))
+        for name in NAMES[1:]:
+            checks.add(Check(name, SKIPPED, f"cannot be checked without: {NAMES[0]}"))
+        return
     request, results = home / "request.json", home / "results.jsonl"
     tensors = {k: shape for part in target.tensors.values() for k, (_, shape) in part.items()}
-    names, total_size, whole = sorted(tensors) or None, None, False
-    if not any(checks.failed(name) or name in checks.blocked for name in ("weight files", "index")):
-        whole = bool(tensors) and target.may_be_loaded()
-        if INDEX in target.sizes:
-            index = target.read_json(INDEX)
-            names = sorted(index["weight_map"])
-            total_size = index.get("metadata", {}).get("total_size")
+    names, total_size = sorted(tensors) or None, None
+    if INDEX in target.contents:
+        index = target.read_json(INDEX)
+        names, total_size = sorted(index["weight_map"]), index.get("metadata", {}).get("total_size")
     values = {
-        "source": target.source,
-        "revision": target.revision,
-        "given": {} if checks.failed("config") else target.read_json("config.json"),
+        "source": str(snapshot),
+        "given": target.read_json("config.json"),
         "tensors": tensors or None,
         "names": names,
         "total_size": total_size,
-        "whole": whole,
+        "whole": bool(tensors) and target.may_be_loaded(),
         "needs": {name: list(needs) for name, needs in NEEDS.items()},
-        "so_far": [asdict(check) for check in checks.done.values()],
-        "blocked": sorted(checks.blocked),
         "results": str(results),
     }
     request.write_text(json.dumps(values), encoding="utf-8")
-    environment = os.environ | {
-        "HF_HOME": str(home),
-        "HF_HUB_CACHE": str(home / "hub"),
-        "HF_MODULES_CACHE": str(home / "modules"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if target.is_local:
-        # Nothing is asked of the Hub, and nobody's token is within reach.
-        environment["HF_HUB_OFFLINE"] = "1"
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
-            environment.pop(name, None)
-    else:  # for a private repository; the place would follow HF_HOME
-        environment["HF_TOKEN_PATH"] = constants.HF_TOKEN_PATH
-    ended, told = None, ""
-    try:
-        # -I: neither this repository nor what PYTHONPATH names can be imported.
-        process = subprocess.run(
-            [sys.executable, "-I", str(STRANGER), str(request)],
-            cwd=home,
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-        )
-        ended, told = process.returncode, process.stderr
-    except subprocess.TimeoutExpired:
-        told = f"not done after {SECONDS} s"
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    for line in lines:
-        checks.add(Check(**json.loads(line)))
+    if target.foreign_code:
+        say(_announcement(target))
+    ended, told = _run(request, home)
+    lines = results.read_text("utf-8", errors="replace").splitlines() if results.exists() else []
+    for line, name in zip(lines, NAMES, strict=False):
+        try:
+            check = Check(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            break  # it was not written by ours
+        if check.name != name or check.status not in (PASSED, FAILED, SKIPPED):
+            break
+        checks.add(replace(check, detail=str(check.detail)))
     unheard = [name for name in NAMES if name not in checks.done]
     for name in unheard:
         if name == unheard[0]:
@@ -580,3 +648,60 @@ def _ask_a_stranger(target: Target, checks: Checks, home: Path) -> None:
             checks.add(Check(name, FAILED, detail))
         else:
             checks.add(Check(name, SKIPPED, f"the process ended at: {unheard[0]}"))
+
+
+def _snapshot(target: Target, home: Path) -> Path:
+    """A folder with the bytes that were checked, and with the weights where they are loaded."""
+    folder = home / "snapshot"
+    folder.mkdir()
+    manifest = target.manifest
+    for name in {*manifest["code"], *manifest["files"]} & target.contents.keys():
+        (folder / name).write_bytes(target.contents[name])
+    if target.may_be_loaded():
+        for name in target.weight_names():
+            if target.is_local:
+                (folder / name).symlink_to(os.path.realpath(target.folder / name))
+            else:
+                files = {name: target.listed[name]}
+                content = download(target.name, target.revision, files, home / "hub")[name]
+                (folder / name).write_bytes(content)
+    return folder
+
+
+def _announcement(target: Target) -> str:
+    where = f"{target.name}@{target.revision}" if target.revision else target.name
+    return printable(
+        f"--run-code: running {len(target.foreign_code)} files of code of {where} that are not "
+        f"this clone's: {', '.join(target.foreign_code)}. They get no token, an empty home and "
+        "HF_HUB_OFFLINE=1; what your account may read and write here, they may."
+    )
+
+
+def _run(request: Path, home: Path) -> tuple[int | None, str]:
+    """The status of the process that runs the published code, and what it wrote to its errors."""
+    (home / "empty").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT}
+    environment |= {
+        "HOME": str(home / "empty"),
+        "USERPROFILE": str(home / "empty"),
+        "HF_HOME": str(home / "empty"),
+        "HF_MODULES_CACHE": str(home / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    try:
+        # -I: neither this repository nor what PYTHONPATH names can be imported.
+        process = subprocess.run(
+            [sys.executable, "-I", str(STRANGER), str(request)],
+            cwd=home / "empty",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"not done after {SECONDS} s"
+    return process.returncode, process.stderr

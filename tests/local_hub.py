@@ -90,12 +90,8 @@ class LocalHub:
 
     def redirect_client(self, monkeypatch) -> None:
         """The same for the client of this process, which read the environment at its import."""
-        constants = huggingface_hub.constants
-        template = self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
-        for holder in (constants, huggingface_hub.file_download):  # 0.36 has a copy of it there
-            monkeypatch.setattr(holder, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        redirect_client(self.endpoint, monkeypatch)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
 
     def add_repository(
         self, name: str, files: dict[str, bytes | Sparse] | None = None, **settings
@@ -140,6 +136,15 @@ class LocalHub:
         if write and not mine:
             raise Refusal(403, f"You don't have the required permissions for {name}")
         return found
+
+
+def redirect_client(endpoint: str, monkeypatch) -> None:
+    """Let the client of this process, which read ``HF_ENDPOINT`` at its import, talk to another."""
+    constants = huggingface_hub.constants
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    for holder in (constants, huggingface_hub.file_download):  # 0.36 has a copy of it there
+        monkeypatch.setattr(holder, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
 
 
 ROUTES: list[tuple[str, re.Pattern, str]] = []

@@ -1,5 +1,6 @@
 """Recipes for tests. Used by the tests of all folders."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,3 +38,14 @@ def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (
         "trainer.learning_rate": 1e-3,
     }
     return recipe(drawn | dict(changes))
+
+
+def train_here(recipe: Recipe, *arguments, **options) -> dict:
+    """Train in this process, once the data has been checked; what ``training.json`` says."""
+    from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, train
+
+    out = Path(recipe.out)
+    out.mkdir(exist_ok=True)
+    check_data(recipe).write(out / CHECKED_DATA)
+    train(recipe, *arguments, **options)
+    return json.loads((out / "training.json").read_text())

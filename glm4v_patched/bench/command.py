@@ -13,6 +13,7 @@ from pathlib import Path
 from ..training.choices import OPTIMIZERS, POLICIES, TRAINED, require_packages
 from ..training.zero import path_of_processes
 from .ablation import ablation
+from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
 from .rows import add_row, check_addable, read_rows
 from .settings import Settings
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workload", nargs="+", choices=TRAINED, default=["lora_lm"], help="what is trained")
     add("--gpus", type=int, default=2, help="processes, one for each GPU")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
     add("--micro-batch", type=int, nargs="+", default=[1], help="samples of one step and GPU")
     add("--text-tokens", type=int, nargs="+", default=[512], help="ids of text in a sample")
     shortest = "samples from so many ids of text up to --text-tokens, evenly; default: all alike"
@@ -82,8 +84,8 @@ def run(options: argparse.Namespace) -> None:
     With ``--rows`` nothing is measured, and those rows are shown instead.
 
     Raises:
-        ValueError: settings that contradict each other, or a file of rows that is none, before
-            anything runs.
+        ValueError: settings that contradict each other, a machine that cannot measure them, or a
+            file of rows that is none, before anything runs.
     """
     if options.pictures:
         check_drawable(options.pictures)
@@ -114,16 +116,23 @@ def run(options: argparse.Namespace) -> None:
         for text_tokens in options.text_tokens
         for against in ([None, options.against] if options.against else [None])
     ]
+    if options.gpus < 1:
+        raise ValueError(f"--gpus {options.gpus}: expected at least 1")
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout {options.timeout}: expected a number above 0")
     if options.zero_stage == 0 and options.gpus != 1:
         raise ValueError(
             f"{options.gpus} GPUs with ZeRO stage 0, which runs one process: use --gpus 1, or a "
             "stage from 1 to 3"
         )
+    on_cpu = options.device == "cpu"
+    require_machine(measurements, options.gpus, on_cpu)
     print("  ".join(COLUMNS))
     rows = []
     for added, settings in _with_ablation(measurements, options.ablation):
-        row = measure_in_processes(settings, options.gpus, options.timeout) | added
-        row["command"] = "glm4v-patched bench " + shlex.join(_arguments(settings, options.gpus))
+        row = measure_in_processes(settings, options.gpus, options.timeout, on_cpu) | added
+        arguments = _arguments(settings, options.gpus) + ["--device", "cpu"] * on_cpu
+        row["command"] = "glm4v-patched bench " + shlex.join(arguments)
         print(describe(row), flush=True)
         rows.append(row)
         if options.out:
@@ -175,7 +184,9 @@ def _arguments(settings: Settings, gpus: int) -> list[str]:
     return arguments
 
 
-def measure_in_processes(settings: Settings, gpus: int, timeout: float) -> dict:
+def measure_in_processes(
+    settings: Settings, gpus: int, timeout: float, on_cpu: bool = False
+) -> dict:
     """One row. ``error`` has the last lines of output where the processes failed or hung."""
     asked = asdict(settings)
     row = {
@@ -201,20 +212,19 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float) -> dict:
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=timeout,
-                env=_environment(gpus),
+                env=_environment(gpus, on_cpu),
             )
             output = ended.stdout
         except subprocess.TimeoutExpired as stop:
             output = f"{_text(stop.stdout)}\nnot done after {timeout:.0f} s"
         if out.exists():
             return row | json.loads(out.read_text())
-        return row | {"error": _reason(output), "device": _device()}
+        return row | {"error": _reason(output), "device": "cpu" if on_cpu else _device()}
 
 
 def _device() -> str | None:
     """What the failed processes ran on; asked in a process that takes no memory here."""
-    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "
-    command = [sys.executable, "-c", code + "'cpu')"]
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     except subprocess.SubprocessError:
@@ -222,12 +232,13 @@ def _device() -> str | None:
     return asked.stdout.strip()
 
 
-def _environment(processes: int) -> dict[str, str]:
+def _environment(processes: int, on_cpu: bool) -> dict[str, str]:
     threads = max((os.cpu_count() or 1) // processes, 1)  # an offloaded optimizer needs them
     # Gathered weights come and go in many sizes; this keeps the allocator from falling to pieces.
     memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     defaults = {"OMP_NUM_THREADS": str(threads)} | memory
-    return defaults | os.environ | {"PATH": path_of_processes()}
+    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    return defaults | os.environ | cpu | {"PATH": path_of_processes()}
 
 
 def _text(output: bytes | str | None) -> str:

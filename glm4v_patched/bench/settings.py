@@ -1,6 +1,8 @@
 """What a measurement is asked for."""
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from ..training.choices import check_optimizer, check_policy, check_trained, trains_tower
@@ -57,47 +59,63 @@ class Settings:
     against: str | None = None
 
     def __post_init__(self):
-        check_trained(self.workload)
+        if faults := [*self._faults()]:
+            raise ValueError("\n".join(faults))
+
+    def _faults(self) -> Iterator[str]:
+        for check in (
+            lambda: check_trained(self.workload),
+            lambda: check_policy("tower", self.tower, or_auto=True),
+            lambda: check_policy("language", self.language, or_auto=True),
+            lambda: check_optimizer(self.optimizer),
+            self._check_zero_options,
+        ):
+            try:
+                check()
+            except ValueError as error:
+                yield str(error)
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"the ZeRO stage is {self.zero_stage}; expected 0, 1, 2 or 3")
+            yield f"the ZeRO stage is {self.zero_stage}; expected 0, 1, 2 or 3"
         for name in ("micro_batch", "text_tokens", "warm_up", "steps", "loss_chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+                yield f"{name} is {getattr(self, name)}; expected at least 1"
         if self.shortest_text is not None and not 1 <= self.shortest_text <= self.text_tokens:
-            raise ValueError(
+            yield (
                 f"shortest_text is {self.shortest_text}; expected from 1 to text_tokens, which is "
                 f"{self.text_tokens}"
             )
-        if self.packed and self.against is not None:
-            raise ValueError("the original's code takes no packed rows: leave out packed")
+        if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
+            yield f"memory_limit is {self.memory_limit}; expected a number above 0, in GiB"
+        if self.kept_gathered is not None and not 0 <= self.kept_gathered < math.inf:
+            yield f"kept_gathered is {self.kept_gathered}; expected a number of weights"
         if self.layers_ahead < 0:
-            raise ValueError(f"layers_ahead is {self.layers_ahead}; expected at least 0")
-        check_policy("tower", self.tower, or_auto=True)
-        check_policy("language", self.language, or_auto=True)
-        check_optimizer(self.optimizer)
+            yield f"layers_ahead is {self.layers_ahead}; expected at least 0"
+        yield from self._conflicts()
+
+    def _conflicts(self) -> Iterator[str]:
+        if self.packed and self.against is not None:
+            yield "the original's code takes no packed rows: leave out packed"
+        if self.workload == "qlora" and self.zero_stage != 0:
+            yield (
+                f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "
+                "ZeRO; use stage 0"
+            )
+        if self.offload and self.zero_stage == 0:
+            yield "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
+        if self.offload and self.optimizer == "adamw_8bit":
+            yield "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
+        if self.reuse_features and trains_tower(self.workload):
+            yield (
+                f"{self.workload} trains the vision tower: its features change with every step and "
+                "cannot be reused; use lm, lora_lm or qlora"
+            )
+
+    def _check_zero_options(self) -> None:
         own = [name for name in self.zero_changes() if name.endswith(GATHERS_OF_DEEPSPEED)]
         if own and self.compile and self.gather_in_place:
             raise ValueError(
                 f"zero_options has {', '.join(own)}, which says how DeepSpeed gathers, and weights "
                 "are gathered in place: add --copy-gathered"
-            )
-        if self.workload == "qlora" and self.zero_stage != 0:
-            raise ValueError(
-                f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "
-                "ZeRO; use stage 0"
-            )
-        if self.offload and self.zero_stage == 0:
-            raise ValueError(
-                "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
-            )
-        if self.offload and self.optimizer == "adamw_8bit":
-            raise ValueError(
-                "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
-            )
-        if self.reuse_features and trains_tower(self.workload):
-            raise ValueError(
-                f"{self.workload} trains the vision tower: its features change with every step and "
-                "cannot be reused; use lm, lora_lm or qlora"
             )
 
     def text_lengths(self) -> list[int]:

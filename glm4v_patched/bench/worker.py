@@ -27,7 +27,7 @@ from ..training.choices import gathers_whole_layers, require_packages
 from ..training.compilation import compile_layers
 from ..training.gathering import gather_whole_layers
 from ..training.gradient_norm import take_norms_in_place
-from ..training.memory import GIB, Kept, Training, choose_kept, free_memory
+from ..training.memory import GIB, Kept, choose_kept, free_memory
 from ..training.pacing import limit_run_ahead
 from ..training.weights import quantise, select_weights
 from ..training.zero import zero_config
@@ -35,6 +35,7 @@ from .accounting import allocated, memory_parts
 from .profiling import profile_step
 from .roofline import measured_ceiling, synchronize, useful_flop
 from .settings import Settings
+from .sizes import config_of, training_of
 
 LEARNING_RATE = 1e-5
 VERSIONS = (
@@ -134,27 +135,8 @@ def _build(settings: Settings, device: str, config: ChatGLMConfig, kept: Kept) -
     return model
 
 
-def _config(settings: Settings) -> ChatGLMConfig:
-    """The real size, unless a file says otherwise."""
-    return ChatGLMConfig(
-        **(json.loads(Path(settings.config).read_text()) if settings.config else {})
-    )
-
-
 def _kept(settings: Settings, config: ChatGLMConfig) -> Kept:
-    lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
-    training = Training(
-        trained=settings.workload,
-        micro_batch=1 if settings.packed else settings.micro_batch,
-        row_length=sum(lengths) if settings.packed else lengths[0],
-        images_per_row=settings.micro_batch if settings.packed else 1,
-        zero_stage=settings.zero_stage,
-        processes=int(os.environ.get("WORLD_SIZE", 1)),
-        optimizer=settings.optimizer,
-        offload=settings.offload,
-        loss_chunk=settings.loss_chunk,
-        compiled=settings.compile,
-    )
+    training = training_of(settings, config, int(os.environ.get("WORLD_SIZE", 1)))
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
     asked = Kept(settings.tower, settings.language, settings.kept_gathered)
     return choose_kept(config, training, free_memory(limit), asked)
@@ -188,7 +170,7 @@ class _Zero(_Trainer):
 
         deepspeed.init_distributed(verbose=False)
         before = allocated()
-        self.config = _config(settings)
+        self.config = config_of(settings)
         self.kept = _kept(settings, self.config)
         ours = settings.against is None
         policies = self.kept.tower, self.kept.language
@@ -250,7 +232,7 @@ class _Plain(_Trainer):
     """One process, nothing sharded."""
 
     def __init__(self, settings: Settings, device: str):
-        self.config = _config(settings)
+        self.config = config_of(settings)
         self.kept = _kept(settings, self.config)
         before = allocated()
         with torch.device(device):

@@ -1,9 +1,23 @@
 """Makes training batches of conversations about pictures."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
+
+
+class Size(NamedTuple):
+    """What a conversation takes and teaches."""
+
+    positions: int
+    """Of a row, with all that its images take."""
+    in_table: int
+    """Entries of the position table: an image takes three."""
+    images: int
+    learned: int
+    """Positions that are labels."""
 
 
 class ConversationCollator:
@@ -46,15 +60,20 @@ class ConversationCollator:
             images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
         return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
 
-    def count(self, conversation: list[dict]) -> tuple[int, int]:
-        """How many ids :meth:`encode` makes of a conversation, and how many images it has, which
-        are not opened."""
-        ids = self.processor.tokenizer.apply_chat_template(
-            conversation, chat_template=self.processor.chat_template, return_dict=False
+    def measure(self, conversations: list[list[dict]]) -> list[Size]:
+        """Sizes of what :meth:`encode` makes of each; images are not opened."""
+        rows = self.processor.tokenizer.apply_chat_template(
+            conversations, chat_template=self.processor.chat_template, return_dict=False
         )
-        images = ids.count(self.image_id)
-        # In what the tokenizer writes, an image has one id for all its inner positions.
-        return len(ids) + 1 + images * (self.processor.num_image_tokens - 1), images
+        sizes = []
+        for ids in rows:
+            ids = [*ids, self.end_id]
+            images = ids.count(self.image_id)
+            # In what the tokenizer writes, an image has one id for all its inner positions.
+            positions = len(ids) + images * (self.processor.num_image_tokens - 1)
+            learned = sum(label != IGNORE_INDEX for label in self.labels(ids))
+            sizes.append(Size(positions, len(ids), images, learned))
+        return sizes
 
     def labels(self, ids: list[int]) -> list[int]:
         """The ids of the assistant's turns, -100 elsewhere."""

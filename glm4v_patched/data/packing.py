@@ -1,11 +1,12 @@
 """Packing: several conversations in one row, each computed and learned as if it were alone.
 
-:func:`pack_conversations` shares a data set out among rows before the training begins, and a batch
+:func:`share_out` shares a data set out among rows before the training begins, and a batch
 of such rows becomes one (:class:`PackingCollator`): nothing is padded, and every batch is about as
 large as any other.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -14,19 +15,21 @@ from torch import Tensor
 from .collate import ConversationCollator
 
 
-def pack_conversations(
-    conversations: list[list[dict]], processor, max_length: int
-) -> list[list[list[dict]]]:
+def share_out(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Share out conversations among rows of at most ``max_length`` positions.
 
     The longest first, each goes to the fullest row that has room for it: the same rows every time.
-    Pictures are counted, with all the positions they take, and not opened.
+
+    Args:
+        lengths: Positions of each conversation, with all that its pictures take
+            (:class:`collate.Size`).
+
+    Returns:
+        Numbers of conversations, from 0, in each row.
 
     Raises:
         ValueError: conversations are longer than a row.
     """
-    count = ConversationCollator(processor).count
-    lengths = [count(conversation)[0] for conversation in conversations]
     too_long = [number for number, length in enumerate(lengths) if length > max_length]
     if too_long:
         raise ValueError(
@@ -35,7 +38,7 @@ def pack_conversations(
             f"has {max_length}. Make rows of at least {max(lengths)} (pack_to in a recipe), or "
             "leave the long ones out"
         )
-    rows: list[list[list[dict]]] = []
+    rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (positions left, row), the fullest first
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         at = bisect_left(rooms, (lengths[number], 0))
@@ -44,7 +47,7 @@ def pack_conversations(
         else:
             room, row = max_length, len(rows)
             rows.append([])
-        rows[row].append(conversations[number])
+        rows[row].append(number)
         insort(rooms, (room - lengths[number], row))
     return rows
 

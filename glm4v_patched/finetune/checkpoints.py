@@ -3,28 +3,81 @@
 The Trainer and DeepSpeed write a checkpoint as some ten files from every process, straight into its
 final folder: a run that dies meanwhile leaves a folder that looks like any other. Here a checkpoint
 counts only with a manifest, ``complete.json``, which is made last: after every process has written
-and everything is on the disk. It lists the files with their sizes.
+and everything is on the disk. It lists the files with their sizes and digests, and what a run that
+continues from here must have in common with this one.
 
-Noticed: a checkpoint cut short at any moment, files lost, shortened or grown afterwards, a manifest
-lost or damaged. Not noticed: bytes that change while the size stays; there is no checksum, for the
-checkpoints of the real model are 200 GB.
+Noticed: a checkpoint cut short at any moment, files lost, shortened, grown or changed afterwards, a
+manifest lost or damaged. Not noticed: a change between the samples that are taken of files above 64
+MiB, for the checkpoints of the real model are 200 GB; and one who writes a new manifest as well.
 """
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .identity import Origin, Rows, digest
+
 MANIFEST = "complete.json"
 PARTIAL_MANIFEST = MANIFEST + ".partial"
-NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+ROWS = "rows.json"
+NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", re.ASCII)
 
 logger = logging.getLogger(__name__)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class WrittenFile(_Strict):
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+class Manifest(_Strict):
+    """What ``complete.json`` holds; ``sha256`` is of all the rest."""
+
+    settings: dict[str, Any]
+    base: dict[str, str]
+    files: Annotated[dict[str, WrittenFile], Field(min_length=1)]
+    sha256: str
+
+    @model_validator(mode="after")
+    def _check(self) -> "Manifest":
+        if self.sha256 != self.digest_of_rest():
+            raise ValueError("its contents have changed: another sha256 is expected of them")
+        for name in self.files:
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise ValueError(f"it lists {name!r}, which is not in it")
+        return self
+
+    def digest_of_rest(self) -> str:
+        text = json.dumps(self.model_dump(exclude={"sha256"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Manifest":
+        """Raises ``FileNotFoundError``, or ``ValueError`` for anything else that is no manifest."""
+        try:
+            return cls.model_validate(json.loads((checkpoint / MANIFEST).read_bytes()))
+        except FileNotFoundError:
+            raise
+        except ValidationError as error:
+            first = error.errors()[0]
+            text = first["msg"].removeprefix("Value error, ")
+            raise ValueError(": ".join([*map(str, first["loc"]), text])) from None
+        except (OSError, RecursionError) as error:
+            raise ValueError(str(error)) from None
 
 
 class CompletionMarker(TrainerCallback):
@@ -34,12 +87,13 @@ class CompletionMarker(TrainerCallback):
     it deletes the old checkpoint before the new one is complete.
 
     Args:
-        settings: What a run that continues from here must have in common with this one.
-        keep: How many complete checkpoints to keep, or None for all; others are never deleted.
+        origin: What a run that continues from here must have in common with this one.
+        keep: How many complete checkpoints to keep, or None for all; others are never deleted, nor
+            are those that are links.
     """
 
-    def __init__(self, settings: dict, keep: int | None = None):
-        self.settings = settings
+    def __init__(self, origin: Origin, keep: int | None = None):
+        self.origin = origin
         self.keep = keep
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -53,13 +107,15 @@ class CompletionMarker(TrainerCallback):
         args.distributed_state.wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
-            write_manifest(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self.settings)
+            write_manifest(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self.origin)
             if self.keep is not None:
                 _delete_all_but_newest(folder, self.keep)
 
 
-def write_manifest(checkpoint: Path, settings: dict) -> None:
+def write_manifest(checkpoint: Path, origin: Origin) -> None:
     """Declare everything in a checkpoint folder to be complete, once it is on the disk."""
+    rows = {"digests": origin.rows.digests, "lines": origin.rows.lines}
+    (checkpoint / ROWS).write_text(json.dumps(rows))
     files = [
         path
         for path in sorted(checkpoint.rglob("*"))
@@ -68,9 +124,21 @@ def write_manifest(checkpoint: Path, settings: dict) -> None:
     # Else a power cut could leave the manifest and not the files.
     for path in [*files, *{path.parent for path in files}]:
         _flush(path)
-    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+    manifest = Manifest.model_construct(
+        # As they will be read: JSON has no tuples.
+        settings=json.loads(json.dumps(origin.settings)),
+        base=origin.base,
+        files={
+            path.relative_to(checkpoint).as_posix(): WrittenFile(
+                bytes=path.stat().st_size, sha256=digest(path)
+            )
+            for path in files
+        },
+        sha256="",
+    )
+    manifest = manifest.model_copy(update={"sha256": manifest.digest_of_rest()})
     partial = checkpoint / PARTIAL_MANIFEST
-    partial.write_text(json.dumps({"settings": settings, "files": sizes}, indent=2))
+    partial.write_text(manifest.model_dump_json(indent=2))
     _flush(partial)
     os.replace(partial, checkpoint / MANIFEST)
     _flush(checkpoint)
@@ -85,7 +153,11 @@ def _flush(path: Path) -> None:
 
 
 def _delete_all_but_newest(folder: Path, number: int) -> None:
-    complete = [checkpoint for checkpoint in checkpoints_in(folder) if not find_faults(checkpoint)]
+    complete = [
+        checkpoint
+        for checkpoint in checkpoints_in(folder)
+        if not checkpoint.is_symlink() and not find_faults(checkpoint, contents=False)
+    ]
     for checkpoint in complete[:-number]:
         shutil.rmtree(checkpoint)
 
@@ -102,22 +174,32 @@ def step_of(checkpoint: Path) -> int:
     return int(NAME.fullmatch(checkpoint.name)[1])
 
 
-def find_faults(checkpoint: Path) -> list[str]:
-    """What a checkpoint lacks, one line a file; nothing if it is complete."""
+def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, one line a file; nothing if it is complete.
+
+    Args:
+        contents: Whether to read the files, too; else their sizes are looked at alone.
+    """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = manifest["files"]
+        manifest = Manifest.read(checkpoint)
     except FileNotFoundError:
         return [f"{MANIFEST} is missing: the checkpoint was not written to its end"]
-    except (ValueError, KeyError, TypeError) as error:
-        return [f"{MANIFEST} is damaged: {error!r}"]
+    except ValueError as error:
+        return [f"{MANIFEST} is damaged: {error}"]
     faults = []
-    for name, expected in files.items():
+    for name, written in manifest.files.items():
         path = checkpoint / name
-        if not path.is_file():
-            faults.append(f"{name} is missing: expected {expected} bytes")
-        elif (found := path.stat().st_size) != expected:
-            faults.append(f"{name}: expected {expected} bytes, found {found}")
+        try:
+            found = path.stat().st_size
+            same = not contents or found != written.bytes or digest(path) == written.sha256
+        except OSError as error:
+            reason = "is missing" if isinstance(error, FileNotFoundError) else f"({error})"
+            faults.append(f"{name} {reason}: expected {written.bytes} bytes")
+            continue
+        if found != written.bytes:
+            faults.append(f"{name}: expected {written.bytes} bytes, found {found}")
+        elif not same:
+            faults.append(f"{name} has changed since it was written: its sha256 is another")
     return faults
 
 
@@ -186,24 +268,52 @@ def set_incomplete_aside(folder: Path, after_step: int) -> None:
         logger.warning("%s is now %s; delete it if you do not need it", checkpoint, aside)
 
 
-def require_same_settings(checkpoint: Path, settings: dict, defaults: dict | None = None) -> None:
+def require_same_settings(
+    checkpoint: Path, settings: dict, base: dict[str, str], defaults: dict | None = None
+) -> None:
     """Raise ``ValueError`` naming what differs from the run that wrote a complete checkpoint.
 
     Args:
-        defaults: Of settings that there were not yet when an older checkpoint was written.
+        settings, base: Of :class:`identity.Origin`.
+        defaults: Values of settings that there were not yet when an older checkpoint was written.
     """
-    written = json.loads((checkpoint / MANIFEST).read_text())["settings"]
-    written = (defaults or {}) | written
-    differences = [
-        f"{name}: {written.get(name)} there, {settings.get(name)} now"
-        for name in sorted(written.keys() | settings.keys())
-        if written.get(name) != settings.get(name)
-    ]
+    written = Manifest.read(checkpoint)
+    there = {name: value for name, value in (defaults or {}).items() if name in settings}
+    differences = _differences(there | written.settings, json.loads(json.dumps(settings)))
+    differences += _differences(written.base, base, of="of the model, ")
     if differences:
         raise ValueError(
             f"{checkpoint} is of a run with other settings:{_listed(differences)}\n"
-            "continue with the settings it has, or start a new run in another folder (out)"
+            "continue with what it has, or start a new run in another folder (out)"
         )
+
+
+def changes_of_data(checkpoint: Path, rows: Rows, accept: bool) -> list[str]:
+    """What is different in ``rows``, a line each, since a complete checkpoint was written.
+
+    Raises:
+        ValueError: something is, and it is not to be accepted.
+    """
+    written = json.loads((checkpoint / ROWS).read_text())
+    changes = Rows(tuple(written["digests"]), tuple(written["lines"])).changes_to(rows)
+    if changes and not accept:
+        raise ValueError(
+            f"{checkpoint} is of a run on other data:{_listed(changes)}\n"
+            "continue with the data it has, or with this (--accept-changed-data), or start a new "
+            "run in another folder (out)"
+        )
+    return changes
+
+
+def _differences(there: dict, now: dict, of: str = "") -> list[str]:
+    def value(values: dict, name: str) -> Any:
+        return values.get(name, "absent")
+
+    return [
+        f"{of}{name}: {value(there, name)} there, {value(now, name)} now"
+        for name in sorted(there.keys() | now.keys())
+        if name not in there or name not in now or there[name] != now[name]
+    ]
 
 
 def _names(checkpoints: list[Path]) -> str:

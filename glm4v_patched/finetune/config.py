@@ -4,45 +4,104 @@ A recipe is a YAML or JSON file. Fields of ``trainer`` have the names of transfo
 ``TrainingArguments``.
 """
 
+import difflib
 import json
-from collections.abc import Mapping
+import os
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ..training.choices import POLICIES, check_policy, trains_tower
+from .recipe_file import (
+    Document,
+    Fault,
+    RecipeError,
+    place_all,
+    read_document,
+    read_scalar,
+    shown,
+    shown_name,
+)
 
-from ..training.choices import check_policy, trains_tower
-
-
-class RecipeError(ValueError):
-    """A recipe cannot be; the message has a line for each fault."""
+try:
+    from pydantic import (
+        AfterValidator,
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        TypeAdapter,
+        ValidationError,
+        model_validator,
+    )
+    from pydantic.fields import FieldInfo
+except ImportError as error:
+    raise RuntimeError(
+        "recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'"
+    ) from error
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
-def _policy(policy: str) -> str:
+@dataclass(frozen=True)
+class _Expected:
+    """What a value may be, in words, of a type that does not say it by itself."""
+
+    words: str
+
+
+def _check_policy(policy: str) -> str:
     check_policy("layers", policy, or_auto=True)
     return policy
 
 
-Policy = Annotated[str, AfterValidator(_policy)]
-AtLeastOne = Annotated[int, Field(ge=1)]
+def _check_text(text: str) -> str:
+    if not text.isprintable():  # nor a lone surrogate, which no file name can have
+        raise ValueError("control characters")
+    return text
+
+
+def _check_whole(value: Any) -> Any:
+    # To pydantic, True and 1.0 are among the choices of Literal[1].
+    if type(value) is not int:
+        raise ValueError("not a whole number")
+    return value
+
+
+Policy = Annotated[
+    str, AfterValidator(_check_policy), _Expected(f"auto, {', '.join(POLICIES)} or every N, N > 0")
+]
+AtLeastOne = Annotated[int, Field(ge=1), _Expected("a whole number of at least 1")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), _Expected("a number above 0")]
+# numpy takes no larger one.
+Seed = Annotated[int, Field(ge=0, lt=2**32), _Expected("a whole number from 0 to 4294967295")]
+Text = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(_check_text),
+    _Expected("text without control characters"),
+]
+Folder = Annotated[Text, _Expected("a folder")]
 
 
 class Data(_Section):
     """What is learned."""
 
-    train: str
+    train: Annotated[Text, _Expected("a file")]
     """JSONL file of conversations."""
     pack_to: AtLeastOne | None = None
     """Pack conversations into rows of at most so many positions, none longer; the batch size then
     counts such rows."""
     on_bad: Literal["fail", "skip"] = "fail"
     """What to do about rows that cannot be used: end with their list, or leave them out."""
-    reuse_features: bool | str = False
+    reuse_features: bool | Folder = False
     """A picture goes through the vision tower, which must be frozen, only the first time. What came
     out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
     is of use to a single process: others draw other pictures in each epoch."""
@@ -58,13 +117,13 @@ class Lora(_Section):
 class Engine(_Section):
     """How it is computed: numbers may round differently, what is learned is the same."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 3
+    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_check_whole)] = 3
     """Of DeepSpeed; 0 is a single process without it. What is trained is then held in fp32, and
-    computed with under autocast where ``precision`` is bf16."""
+    computed with under autocast where precision is bf16."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of the computation and of what is saved."""
     tower: Policy = "auto"
-    """Which activations the vision tower's layers keep (:mod:`activations`); "auto" is the fastest
+    """Which activations the vision tower's layers keep; "auto" is the fastest
     for which the GPUs' free memory suffices ("full" on a CPU)."""
     language: Policy = "auto"
     """The same for the language model's layers."""
@@ -84,9 +143,9 @@ class TrainerFields(_Section):
     """Updates of the weights."""
     per_device_train_batch_size: AtLeastOne
     """Rows in a step of one process."""
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    learning_rate: Positive
     """The highest of the schedule."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Of the order of rows, and of adapters."""
     save_steps: AtLeastOne | None = None
     """Save a checkpoint to continue from every so many steps (not at the last one, where the model
@@ -98,10 +157,10 @@ class TrainerFields(_Section):
 class Recipe(_Section):
     """What to train and how."""
 
-    model: str
-    """Folder, or id of the Hub."""
-    out: str
-    """Folder for checkpoints and what is trained; of LoRA, the adapters alone."""
+    model: Annotated[Text, _Expected("a folder or an id of the Hub")]
+    """What to start from."""
+    out: Folder
+    """For checkpoints and what is trained; of LoRA, the adapters alone."""
     data: Data
     trainer: TrainerFields
     trained: Literal["full", "lm", "lora_lm", "lora_all", "qlora"] = "full"
@@ -109,49 +168,26 @@ class Recipe(_Section):
     language model; lora_all: on both towers; qlora: as lora_lm, on weights of 4 bits."""
     lora: Lora = Lora()
     engine: Engine = Engine()
-    revision: str | None = None
-    """Branch, tag or commit of a model on the Hub."""
+    revision: Annotated[Text, _Expected("a branch, tag or commit")] | None = None
+    """Of a model on the Hub."""
+    max_nonfinite_steps: AtLeastOne = 3
+    """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
+    may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
+    NaN, every later step is such a one."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "Recipe":
-        engine = self.engine
-        if engine.offload is True and engine.zero_stage == 0:
-            raise ValueError(
-                "engine.offload with zero_stage 0: ZeRO offloads the optimizer; expected "
-                "engine.zero_stage 1, 2 or 3, or engine.offload to be false"
-            )
-        if engine.offload is True and engine.optimizer == "adamw_8bit":
-            raise ValueError(
-                "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to "
-                "be adamw, or engine.offload to be false"
-            )
-        if self.trained == "qlora" and engine.zero_stage != 0:
-            raise ValueError(
-                f"qlora with engine.zero_stage {engine.zero_stage}: weights of 4 bits cannot be "
-                "sharded; expected engine.zero_stage 0, and one process"
-            )
-        if self.revision is not None and (not self.revision or Path(self.model).is_dir()):
-            raise ValueError(
-                f"revision is {self.revision!r} of {self.model}; expected null for a folder, and "
-                "a branch, tag or commit for an id of the Hub"
-            )
-        if self.data.reuse_features == "":
-            raise ValueError("data.reuse_features is ''; expected true, false or a folder")
-        if self.data.reuse_features and trains_tower(self.trained):
-            raise ValueError(
-                f"{self.trained} trains the vision tower, whose features change with every step "
-                "and cannot be reused; expected trained to be lm, lora_lm or qlora, or "
-                "data.reuse_features to be false"
-            )
+        if faults := conflicts(self.flat()):
+            raise ValueError("\n".join(fault.text for fault in faults))
         return self
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Recipe":
+    def of(cls, values: Any) -> "Recipe":
         """Raises :class:`RecipeError` with all faults."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise RecipeError("\n".join(map(_fault, error.errors()))) from None
+        checked = check_values(values)
+        if checked.faults:
+            raise RecipeError.of([fault.text for fault in checked.faults])
+        return checked.recipe
 
     def override(self, values: Mapping[str, Any]) -> "Recipe":
         """This recipe with other values of some fields, by dotted names as ``engine.compile``.
@@ -159,13 +195,9 @@ class Recipe(_Section):
         Raises:
             RecipeError: a field is unknown or a value cannot be.
         """
-        nested = self.model_dump()
-        for name, value in values.items():
-            *sections, field = name.split(".")
-            place = nested
-            for section in sections:
-                place = place[section]
-            place[field] = value
+        nested, misplaced = place_all(self.model_dump(), values)
+        if misplaced:
+            raise RecipeError.of([fault.text for fault in misplaced])
         return self.of(nested)
 
     def flat(self) -> dict[str, Any]:
@@ -178,29 +210,284 @@ class Recipe(_Section):
                 values[name] = value
         return values
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Of the fields that a recipe may leave out, by dotted names."""
+        return {name: field.default for name, field in fields() if not field.is_required()}
+
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.model_dump(), indent=2))
+        """As JSON, which is YAML, too."""
+        text = json.dumps(self.model_dump(), indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> "Recipe":
-        """Raises :class:`RecipeError`, which names the file, with all faults."""
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path} is neither YAML nor JSON: {error}") from None
-        try:
-            return cls.of(values)
-        except RecipeError as error:
-            raise RecipeError(f"{path} is no recipe:\n{error}") from None
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
+        """The recipe of a file, with fields laid over it, as ``engine.compile=true``.
+
+        Raises:
+            RecipeError: with a line for each fault, which begins with the file, or "command line".
+        """
+        document = read_document(path).override(overrides)
+        checked = check_values(document.values)
+        if checked.faults or document.faults:
+            raise located(document, checked.faults)
+        return checked.recipe
 
 
-def _fault(error: Mapping[str, Any]) -> str:
-    name = ".".join(map(str, error["loc"]))
-    match error["type"]:
-        case "missing":
-            return f"{name} is missing"
-        case "extra_forbidden":
-            return f"{name} is not a field of a recipe"
+@dataclass(frozen=True)
+class Checked:
+    """``known`` has the values, by dotted names, that can be relied on although others cannot."""
+
+    recipe: Recipe | None
+    faults: list[Fault]
+    known: dict[str, Any]
+
+
+def check_values(values: Any) -> Checked:
+    """All that is wrong with nested values, or the recipe that they make."""
+    if not isinstance(values, Mapping):
+        kind = "is empty" if values is None else f"is {shown(values)}"
+        text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
+        return Checked(None, [Fault("", text)], {})
+    recipe, faults = None, []
+    try:
+        recipe = Recipe.model_validate(dict(values))
+    except ValidationError as error:
+        faults = list(_faults_of(error))
+    wrong = {fault.name for fault in faults}
+    known = {}
+    for name, field in fields():
+        value = _given(values, name, field)
+        if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
+            known[name] = value
+    faults += conflicts(known)
+    assert (recipe is None) == bool(faults)
+    return Checked(recipe, faults, known)
+
+
+def located(document: Document, faults: Sequence[Fault]) -> RecipeError:
+    """The error that tells these faults and the document's with file and line, in their order."""
+    ordered = sorted([*document.faults, *faults], key=lambda f: document.lines.get(f.name, 0))
+    return RecipeError.of([document.where(fault.name) + fault.text for fault in ordered])
+
+
+def fields(section: type[_Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
+    """Every field, by its dotted name."""
+    for name, field in section.model_fields.items():
+        if _is_section(field.annotation):
+            yield from ((f"{name}.{inner}", found) for inner, found in fields(field.annotation))
+        else:
+            yield name, field
+
+
+def describe_fields() -> str:
+    """A paragraph for each field: its name, what it may be, its default, what it does."""
+    lines = []
+    for name, field in fields():
+        default = "required" if field.is_required() else f"default {_word(field.default)}"
+        lines.append(f"{name}: {expected(field)} ({default})")
+        told = " ".join(field.description.split())
+        lines += textwrap.wrap(told, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def expected(field: FieldInfo) -> str:
+    """What a field may be, in words."""
+    return _any_of(_choices(_annotated(field)))
+
+
+def _annotated(field: FieldInfo) -> Any:
+    return Annotated[(field.annotation, *field.metadata, None)]
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        words = [item.words for item in metadata if isinstance(item, _Expected)]
+        return words[-1:] or _choices(inner)
+    if get_origin(annotation) in (Union, UnionType):
+        return [words for part in get_args(annotation) for words in _choices(part)]
+    if get_origin(annotation) is Literal:
+        return [_word(value) for value in get_args(annotation)]
+    return {bool: ["true", "false"], NoneType: ["null"]}[annotation]
+
+
+def _any_of(choices: Sequence[str]) -> str:
+    *first, last = choices
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, _Section)
+
+
+def _given(values: Mapping, name: str, field: FieldInfo) -> Any:
+    for part in name.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return field.default
+        values = values[part]
+    return values
+
+
+def _faults_of(error: ValidationError) -> Iterator[Fault]:
+    told = set()
+    for detail in error.errors(include_url=False, include_context=False):
+        path = [str(part) for part in detail["loc"]]
+        kind, value = detail["type"], detail["input"]
+        if not path:
+            continue  # the fields together: told by conflicts()
+        if kind in ("extra_forbidden", "invalid_key"):
+            yield Fault(".".join(path), _unknown(path))
+            continue
+        name, field, section = _find(path)
+        if name in told:
+            continue  # each choice of a union is an error
+        told.add(name)
+        if kind == "missing":
+            for inner, missing in [(name, field)] if field else _under(name, section):
+                if missing.is_required():
+                    yield Fault(inner, f"{inner} is missing; expected {expected(missing)}")
+        elif field is None:
+            text = f"expected a section with {', '.join(section.model_fields)}"
+            yield Fault(name, f"{name} is {shown(value)}; {text}")
+        else:
+            yield Fault(
+                name, f"{name} is {shown(value)}; expected {expected(field)}{_hint(value, field)}"
+            )
+
+
+def _hint(value: Any, field: FieldInfo) -> str:
+    """Where quotes, or their absence, are all that is wrong."""
+    match value:
+        case str():
+            other, hint = read_scalar(value), " (without quotes)"
+        case bool() | int() | float():
+            other, hint = shown(value), " (in quotes)"
         case _:
-            text = error["msg"].removeprefix("Value error, ")
-            return f"{name} is {error['input']!r}: {text}" if name else text
+            return ""
+    try:
+        TypeAdapter(_annotated(field)).validate_python(other, strict=True)
+    except ValidationError:
+        return ""
+    return hint
+
+
+def _find(path: Sequence[str]) -> tuple[str, FieldInfo | None, type[_Section] | None]:
+    """The name of the field that a path leads to or into, and the field or, if it is one, the
+    section."""
+    section, names = Recipe, []
+    for part in path:
+        names.append(part)
+        field = section.model_fields[part]
+        if not _is_section(field.annotation):
+            return ".".join(names), field, None
+        section = field.annotation
+    return ".".join(names), None, section
+
+
+def _under(name: str, section: type[_Section]) -> list[tuple[str, FieldInfo]]:
+    return [(f"{name}.{inner}", field) for inner, field in fields(section)]
+
+
+# Words of other programs.
+OTHER_NAMES = {
+    "micro_batch": "trainer.per_device_train_batch_size",
+    "batch_size": "trainer.per_device_train_batch_size",
+    "lr": "trainer.learning_rate",
+    "keep_checkpoints": "trainer.save_total_limit",
+}
+
+
+def _unknown(path: Sequence[str]) -> str:
+    names = [name for name, _ in fields()]
+    name = shown_name(".".join(path))
+    told = f"{name} is not a field of a recipe"
+    if len(path) == 1 and path[0] in names:
+        section, _, field = path[0].partition(".")
+        return f"{name} is one key; expected {field} under {section}"
+    section = ".".join(path[:-1])
+    near = {known.rpartition(".")[2]: known for known in names}
+    near |= {inner: f"{section}.{inner}".strip(".") for inner in _section(path[:-1]).model_fields}
+    found = OTHER_NAMES.get(path[-1])
+    if found is None and (close := difflib.get_close_matches(path[-1], near, 1)):
+        found = near[close[0]]
+    if found is not None:
+        return f"{told}; did you mean {found}?"
+    return f"{told}; expected {_any_of(list(_section(path[:-1]).model_fields))}"
+
+
+def _section(path: Sequence[str]) -> type[_Section]:
+    section = Recipe
+    for part in path:
+        section = section.model_fields[part].annotation
+    return section
+
+
+Rule = Callable[..., str | None]
+_RULES: list[tuple[tuple[str, ...], Rule]] = []
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    """For a function of these fields' values that says what is wrong with them together."""
+
+    def add(rule: Rule) -> Rule:
+        _RULES.append((names, rule))
+        return rule
+
+    return add
+
+
+def conflicts(known: Mapping[str, Any]) -> list[Fault]:
+    """What cannot go together, of the values that are known."""
+    faults = []
+    for names, rule in _RULES:
+        if known.keys() >= {*names} and (text := rule(*(known[name] for name in names))):
+            faults.append(Fault(names[0], text))
+    return faults
+
+
+@_rule("engine.offload", "engine.zero_stage")
+def _offload_needs_zero(offload, zero_stage) -> str | None:
+    if offload is True and zero_stage == 0:
+        return (
+            "engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
+            "engine.zero_stage 1, 2 or 3, or engine.offload to be false"
+        )
+
+
+@_rule("engine.offload", "engine.optimizer")
+def _offload_needs_adamw(offload, optimizer) -> str | None:
+    if offload is True and optimizer == "adamw_8bit":
+        return (
+            "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be "
+            "adamw, or engine.offload to be false"
+        )
+
+
+@_rule("trained", "engine.zero_stage")
+def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
+    if trained == "qlora" and zero_stage != 0:
+        return (
+            f"qlora with engine.zero_stage {zero_stage}: weights of 4 bits cannot be sharded; "
+            "expected engine.zero_stage 0, and one process"
+        )
+
+
+@_rule("revision", "model")
+def _folders_have_no_revision(revision, model) -> str | None:
+    if revision is not None and os.path.isdir(model):
+        return f"revision is {shown(revision)} of {model}, a folder; expected null"
+
+
+@_rule("data.reuse_features", "trained")
+def _trained_features_change(reuse_features, trained) -> str | None:
+    if reuse_features and trains_tower(trained):
+        return (
+            f"data.reuse_features with trained {trained}, which trains the vision tower: its "
+            "features change with every step; expected trained to be lm, lora_lm or qlora, or "
+            "data.reuse_features to be false"
+        )

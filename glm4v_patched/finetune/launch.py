@@ -8,19 +8,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
+import psutil
 
 from ..training.choices import require_packages
 from ..training.zero import path_of_processes, require_deepspeed
-from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .config import Recipe
-from .trainer import starting_point
+from .identity import Base, Rows, base_of, pin
+from .preflight import Placement
+from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
+# How often it is noted which processes there are.
+SECONDS_TO_LOOK = 2
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -31,45 +34,89 @@ class TrainingStopped(KeyboardInterrupt):
         self.number = number
 
 
-def runs_on_cpu(processes: int) -> bool:
-    """True unless there is a GPU for each process."""
-    return torch.cuda.device_count() < processes
+def launch(
+    recipe: Recipe,
+    placement: Placement,
+    resume: bool | Path = False,
+    overwrite: bool = False,
+    accept_changed_data: bool = False,
+) -> None:
+    """Train with NCCL on GPUs, or with gloo on the CPU; with ``engine.zero_stage`` 0 a single
+    process trains without either, and without DeepSpeed.
 
-
-def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
-    """Train with NCCL where there is a GPU for each process, otherwise with gloo on the CPU; with
-    ``engine.zero_stage`` 0 a single process trains without either, and without DeepSpeed.
-
-    No training process outlives this call, nor this process, however it ends.
+    No training process outlives this call, nor this process, however it ends. Meanwhile no other
+    run can write to ``recipe.out``.
 
     Args:
+        placement: Of :func:`preflight.place`.
         resume: True, to continue from the last complete checkpoint in ``recipe.out``, or from the
             beginning if there is none; or the checkpoint there to continue from. Incomplete
             checkpoints in the way are renamed.
+        overwrite: Whether to remove what earlier runs wrote to ``recipe.out``, once the data has
+            been checked; :mod:`run_folder` has more.
+        accept_changed_data: Whether the checkpoint's rows may have been others.
 
     Raises:
         RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
-            behind, what its choices need is missing, or the training failed.
-        ValueError: ``recipe.out`` holds checkpoints and ``resume`` is False, the checkpoint is
-            incomplete, or of a run with other settings; several processes are to train without
-            ZeRO.
+            behind, what its choices need is missing, or the training failed or diverged.
+        ValueError: the data cannot be used, ``recipe.out`` holds what may not be replaced or
+            another run writes to it, the checkpoint is incomplete, or of a run with other settings,
+            another model or other data.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
-    on_cpu = runs_on_cpu(processes)
     if recipe.engine.zero_stage:
-        require_deepspeed(on_cpu)
-        if on_cpu:
+        require_deepspeed(placement.on_cpu)
+        if placement.on_cpu:
             require_no_abandoned_lock()
     require_packages(recipe.trained)
     require_packages(recipe.engine.optimizer)
+    base = base_of(recipe)
     folder = Path(recipe.out)
-    checkpoint = starting_point(recipe, processes, resume)
+    for model in {recipe.model, base.model}:
+        if Path(model).is_dir():
+            require_apart(folder, Path(model))
+    with locked(folder):
+        inputs = [Path(recipe.data.train)]
+        remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
+        base = pin(base)
+        if base.adapters is None and base.revision is not None:
+            recipe = recipe.override({"revision": base.revision})
+        _launch(recipe, base, placement, resume, remove, accept_changed_data)
+        close_record(folder, _has_adapters(recipe))
+
+
+def _has_adapters(recipe: Recipe) -> bool:
+    return recipe.trained not in ("full", "lm")
+
+
+def _launch(
+    recipe: Recipe,
+    base: Base,
+    placement: Placement,
+    resume: bool | Path,
+    remove: list[str],
+    accept_changed_data: bool,
+) -> None:
+    # Late, for they import torch: what comes before is answered at once.
+    from .checkpoints import changes_of_data, set_incomplete_aside, step_of
+    from .trainer import CHECKED_DATA, check_data, starting_point
+
+    processes, on_cpu = placement.processes, placement.on_cpu
+    folder = Path(recipe.out)
+    # What is to be removed is nothing to continue from.
+    checkpoint = None if remove else starting_point(recipe, processes, resume, base)
+    checked = check_data(recipe, base)
+    if checkpoint is not None:
+        rows = Rows(checked.row_digests, checked.row_lines)
+        if changes := changes_of_data(checkpoint, rows, accept_changed_data):
+            print(_describe_changes(recipe, checkpoint, changes), flush=True)
+    begin(folder, remove)
     if resume:
         print(_describe_start(recipe, checkpoint), flush=True)
         set_incomplete_aside(folder, after_step=0 if checkpoint is None else step_of(checkpoint))
-    folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "recipe.json"
     recipe.write(settings)
+    checked.write(folder / CHECKED_DATA)
     environment = os.environ | {"PATH": path_of_processes(), "TOKENIZERS_PARALLELISM": "false"}
     # DeepSpeed calls collectives by names that torch 2.13 deprecates: a warning each would bury the
     # progress bar.
@@ -87,21 +134,30 @@ def launch(recipe: Recipe, processes: int, resume: bool | Path = False) -> None:
         # Port 0: the launcher picks a free one, so that two trainings can run side by side.
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += ["-m", "glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
+    if not on_cpu:
+        command += ["--require-gpu"]
     if checkpoint is not None:
         command += ["--resume-from", str(checkpoint)]
+    if accept_changed_data:
+        command += ["--accept-changed-data"]
     try:
         status = _run(command, environment)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
         raise TrainingStopped(
-            f"training was stopped by {number.name}{_how_to_resume(recipe, settings, processes)}",
+            f"training was stopped by {number.name}{_how_to_resume(recipe, settings, placement)}",
             number,
         ) from None
+    if status and (error := read_report(folder).get("error")):
+        raise RuntimeError(f"{error} (settings: {settings})")
     if status:
         raise RuntimeError(
             f"training on {processes} processes failed with exit status {status}; the first error "
-            f"above says why (settings: {settings}){_how_to_resume(recipe, settings, processes)}"
+            f"above says why (settings: {settings}){_how_to_resume(recipe, settings, placement)}"
         )
+    if checked.skipped:
+        number = checked.skipped + checked.counts.rows
+        print(f"{checked.skipped:,} of {number:,} rows were left out", flush=True)
 
 
 def require_no_abandoned_lock() -> None:
@@ -125,9 +181,6 @@ def require_no_abandoned_lock() -> None:
 
 
 def _is_abandoned(lock: Path) -> bool:
-    # Comes with accelerate and DeepSpeed, which were just asked for.
-    import psutil
-
     # Its owner keeps it open until just before it deletes it.
     for _ in range(3):
         if not lock.exists():
@@ -143,19 +196,41 @@ def _is_abandoned(lock: Path) -> bool:
 
 
 def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:
+    from .checkpoints import step_of
+
     if checkpoint is None:
         return f"no complete checkpoint in {recipe.out}: training starts from the beginning"
     return f"training continues from {checkpoint}, after step {step_of(checkpoint)}"
 
 
-def _how_to_resume(recipe: Recipe, settings: Path, processes: int) -> str:
+def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> str:
+    if recipe.data.pack_to is not None:
+        order = "conversations may be packed into other rows, in another order"
+    elif any(" are gone" in change for change in changes):
+        order = (
+            "the order of rows is drawn from the seed and their number: of the epoch that was "
+            "stopped, some may come a second time and others not at all"
+        )
+    else:
+        order = (
+            "the order of places in the file stays as it was, as their number has not changed: the "
+            "epoch that was stopped goes on with what stands there now"
+        )
+    listed = "".join(f"\n  - {change}" for change in changes)
+    return f"the data has changed since {checkpoint} was written:{listed}\n{order}"
+
+
+def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
+    from .checkpoints import last_complete_checkpoint
+
     if recipe.trainer.save_steps is None:
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"
     if checkpoint is not None:
         place = f"from {checkpoint}"
-    command = ["glm4v-patched", "train", str(settings), "--processes", str(processes), "--resume"]
+    command = ["glm4v-patched", "train", str(settings), "--processes", str(placement.processes)]
+    command += [*(["--device", "cpu"] if placement.on_cpu else []), "--resume"]
     return f"\nto continue {place}:\n  {shlex.join(command)}"
 
 
@@ -167,14 +242,24 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, start_new_session=True
         )
+        started = []
         try:
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(SECONDS_TO_LOOK)
+                except subprocess.TimeoutExpired:
+                    started = _descendants(process)
         finally:
-            _end(process)
+            _end(process, started)
 
 
-def _end(process: subprocess.Popen) -> None:
-    """End torch's launcher, which ends its processes, and then any that it could not."""
+def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:
+    """End torch's launcher, which ends its processes, and then any that it could not.
+
+    One that is stopped (SIGSTOP) does not notice that it is to end, until it is killed. Whoever has
+    lost its parents is known from before, by its number and when it started.
+    """
+    started = started + _descendants(process)
     if process.poll() is None:
         process.terminate()
         _wait_a_while(process)
@@ -182,6 +267,9 @@ def _end(process: subprocess.Popen) -> None:
     _wait_a_while(process)
     process.kill()
     process.wait()
+    for descendant in started:
+        with suppress(psutil.NoSuchProcess):
+            descendant.kill()
 
 
 def _wait_a_while(process: subprocess.Popen) -> None:
@@ -189,6 +277,13 @@ def _wait_a_while(process: subprocess.Popen) -> None:
         process.wait(SECONDS_TO_END)
     except subprocess.TimeoutExpired:
         return
+
+
+def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager

@@ -6,11 +6,11 @@ run. :mod:`launch` does that.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..data.collate import ConversationCollator
+from ..data.check import CheckedData, check_file
+from ..data.collate import ConversationCollator, Size
 from ..data.feature_cache import TowerFeatures
-from ..data.formats import read_conversations
-from ..data.packing import PackingCollator, pack_conversations
+from ..data.packing import PackingCollator, share_out
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -34,45 +34,59 @@ from ..training.gathering import gather_whole_layers
 from ..training.gradient_norm import take_norms_in_place
 from ..training.memory import Kept, Training, choose_kept, choose_offload, free_memory
 from ..training.pacing import limit_run_ahead
-from ..training.weights import hold_in_fp32, loaded_in_4_bits, select_weights
+from ..training.weights import continue_adapters, hold_in_fp32, loaded_in_4_bits, select_weights
 from ..training.zero import zero_config
-from .checkpoints import CompletionMarker, choose_checkpoint, require_same_settings
+from .checkpoints import (
+    CompletionMarker,
+    changes_of_data,
+    choose_checkpoint,
+    last_complete_checkpoint,
+    require_same_settings,
+)
 from .config import Recipe
+from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe
+from .identity import Base, Origin, Rows, base_of, identify, pin
+from .run_folder import REPORT, give_usual_modes, remove_weights
+from .unpickling import loading_safely
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What a continued run may change: where things are kept, how often they are saved, and what is
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
-FREE_WHEN_RESUMING = {"model", "revision", "data.train", "out"}
-FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit"}
+# What is behind model and data.train is compared by its contents.
+FREE_WHEN_RESUMING = {"model", "revision", "data.train", "data.on_bad", "out"}
+FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit", "max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+
+CHECKED_DATA = "data.json"
+"""In ``out``: what the check found of the data."""
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
 
 
-def starting_point(recipe: Recipe, processes: int, resume: bool | Path) -> Path | None:
+def starting_point(
+    recipe: Recipe, processes: int, resume: bool | Path, base: Base | None = None
+) -> Path | None:
     """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
 
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
+
     Raises:
-        ValueError: none can be chosen, it is of a run with other settings, or several processes
-            are to train without ZeRO.
+        ValueError: none can be chosen, or it is of a run with other settings or another model.
     """
-    if recipe.engine.zero_stage == 0 and processes != 1:
-        raise ValueError(
-            f"engine.zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
-            "expected --processes 1, or engine.zero_stage 1, 2 or 3"
-        )
     checkpoint = choose_checkpoint(Path(recipe.out), resume)
     if checkpoint is not None:
-        require_same_settings(checkpoint, settings_of(recipe, processes))
+        settings = settings_of(recipe, processes)
+        files = identify(base or base_of(recipe))
+        require_same_settings(checkpoint, settings, files, Recipe.defaults())
     return checkpoint
 
 
 def settings_of(recipe: Recipe, processes: int) -> dict:
     """What decides the course of training, and the same for a run and its continuation."""
     decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
-    digest = hashlib.sha256(Path(recipe.data.train).read_bytes()).hexdigest()
-    return decisive | {"processes": processes, "sha256 of data": digest}
+    return decisive | {"processes": processes}
 
 
 def choose_by_memory(
@@ -149,9 +163,17 @@ class RecipeTrainer(Trainer):
 
     Args:
         model: A glm-4v, or peft's around one.
+        max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
     """
 
-    def __init__(self, model: nn.Module, features: TowerFeatures | None = None, **options):
+    def __init__(
+        self,
+        model: nn.Module,
+        features: TowerFeatures | None = None,
+        max_nonfinite_steps: int = 3,
+        **options,
+    ):
+        self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -163,6 +185,7 @@ class RecipeTrainer(Trainer):
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
         super().__init__(model=model, **options)
+        self.add_callback(self.watch)
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
@@ -183,36 +206,104 @@ class RecipeTrainer(Trainer):
         self.features.keep(outputs)
         return (loss, outputs) if return_outputs else loss
 
+    def training_step(self, model, inputs, *rest):
+        loss = super().training_step(model, inputs, *rest)
+        norm = model.get_global_grad_norm() if self.is_deepspeed_enabled else None
+        return self.watch.see(loss, norm)
+
+    def log(self, logs: dict[str, float], *rest) -> None:
+        if "loss" in logs:
+            logs["loss"] += self.watch.left_out_of_log()
+        super().log(logs, *rest)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Raises :class:`Diverged`, on all processes, if a trained weight is not finite."""
         config = self.inner.config
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
+        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        check = WeightsCheck(trained)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             config.skip_logits = True
-        if self.has_adapters and self.args.should_save:
-            custom_object_save(self.inner, output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir)
+        if names := check.names():
+            raise Diverged(
+                f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
+            )
+        if not self.args.should_save:
+            return
+        if self.has_adapters:
+            custom_object_save(self.inner, folder)
+        give_usual_modes(folder)
 
 
-def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
+def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
+    """Check a recipe's data for its model; :func:`check_file` has more.
+
+    What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
+
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
+    """
+    base = base or base_of(recipe)
+    return check_file(
+        recipe.data.train,
+        processor_of(recipe, base),
+        ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length,
+        pack_to=recipe.data.pack_to,
+        on_bad=recipe.data.on_bad,
+    )
+
+
+def processor_of(recipe: Recipe, base: Base) -> ChatGLMProcessor:
+    """That of the recipe's model; of adapters that have none beside them, that of their base."""
+    if base.adapters is not None and not (base.adapters / "tokenizer_config.json").is_file():
+        return ChatGLMProcessor.from_pretrained(base.model, revision=base.revision or "main")
+    return ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
+
+
+def _read_checked(recipe: Recipe) -> CheckedData:
+    checked = CheckedData.read(Path(recipe.out, CHECKED_DATA))
+    now = os.path.abspath(recipe.data.train), recipe.data.pack_to
+    if (checked.path, checked.pack_to) != now:
+        raise ValueError(
+            f"{checked.path} was checked, for pack_to {checked.pack_to}, and the recipe has "
+            f"{now[0]} and {now[1]}: start the training again, so that it is checked"
+        )
+    return checked
+
+
+def train(
+    recipe: Recipe, checkpoint: Path | None = None, accept_changed_data: bool = False
+) -> None:
     """Train what the recipe says; save the model, or the adapters, to ``recipe.out``.
 
-    Also writes ``training.json`` there, last: the loss history, and how many processes took part.
+    Also writes ``training.json`` there, last: whether the training came to its end, the history of
+    loss and gradient norm, and how many processes took part.
 
     Args:
         checkpoint: Complete checkpoint in ``recipe.out`` to continue from. In fp32 on a CPU the
             losses and weights are those of a run that was never stopped, to the bit.
+        accept_changed_data: Whether its rows may have been others.
 
     Raises:
-        ValueError: :meth:`starting_point` says when.
+        ValueError: the data was not checked (:func:`check_data`) or has changed since, or
+            :func:`starting_point` or :func:`changes_of_data` says why.
+        Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
+            ``recipe.out``. On all processes.
     """
-    processor = ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
-    conversations, collator = read_conversations(recipe.data.train), ConversationCollator(processor)
+    base = pin(base_of(recipe))
+    processor, checked = processor_of(recipe, base), _read_checked(recipe)
+    conversations, collator = checked.conversations(), ConversationCollator(processor)
+    sizes = [[size] for size in checked.row_sizes]
     if recipe.data.pack_to is not None:
-        conversations = pack_conversations(conversations, processor, recipe.data.pack_to)
+        shares = share_out([size.positions for size in checked.row_sizes], recipe.data.pack_to)
+        conversations = [[conversations[number] for number in share] for share in shares]
+        sizes = [[checked.row_sizes[number] for number in share] for share in shares]
         collator = PackingCollator(processor)
-    chosen, kept_gathered = _for_this_machine(recipe, conversations, processor)
+    chosen, kept_gathered = _for_this_machine(recipe, base, sizes)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
         output_dir=recipe.out,
@@ -231,45 +322,76 @@ def train(recipe: Recipe, checkpoint: Path | None = None) -> None:
         save_steps=recipe.trainer.save_steps or 0,
         report_to="none",
         logging_steps=logging_steps(recipe),
+        # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
+        logging_nan_inf_filter=False,
         seed=recipe.trainer.seed,
     )
-    starting_point(recipe, arguments.world_size, checkpoint or False)
+    starting_point(recipe, arguments.world_size, checkpoint or False, base)
+    rows = Rows(checked.row_digests, checked.row_lines)
+    origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
+    if checkpoint is not None:
+        changes_of_data(checkpoint, rows, accept_changed_data)
     set_seed(recipe.trainer.seed)  # adapters are random
-    model = build_model(chosen)
+    model = build_model(chosen, base)
     trainer = RecipeTrainer(
         model,
         features=features_of(recipe, model),
+        max_nonfinite_steps=recipe.max_nonfinite_steps,
         args=arguments,
         train_dataset=conversations,
         data_collator=collator,
         processing_class=processor,
-        callbacks=[
-            CompletionMarker(
-                settings_of(recipe, arguments.world_size), recipe.trainer.save_total_limit
-            )
-        ],
+        callbacks=[CompletionMarker(origin, recipe.trainer.save_total_limit)],
     )
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if recipe.engine.zero_stage == 0:
-        _round_trained(model, DTYPES[recipe.engine.precision])
-    trainer.save_model()
+    error = None
+    try:
+        with loading_safely() if recipe.engine.zero_stage else nullcontext():
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if trainer.watch.verdict is not None:
+            raise Diverged(trainer.watch.verdict)
+        if recipe.engine.zero_stage == 0:
+            _round_trained(model, DTYPES[recipe.engine.precision])
+        trainer.save_model()
+    except Diverged as diverged:
+        error = f"training diverged: {diverged}{_how_to_go_on(recipe)}"
     if trainer.is_world_process_zero():
-        history = [
-            {"step": entry["step"], "loss": entry["loss"]}
-            for entry in trainer.state.log_history
-            if "loss" in entry
-        ]
-        report = {"history": history, "world_size": arguments.world_size}
-        Path(recipe.out, "training.json").write_text(json.dumps(report, indent=2))
+        if error is not None:
+            remove_weights(Path(recipe.out))
+        _write_report(trainer, error)
+    if error is not None:
+        # No process may leave, and have torch end the others, before the report is there.
+        arguments.distributed_state.wait_for_everyone()
+        raise Diverged(error)
 
 
-def _for_this_machine(
-    recipe: Recipe, rows: list, processor: ChatGLMProcessor
-) -> tuple[Recipe, float]:
-    """:meth:`choose_by_memory` for these rows; all processes come to the same."""
+def _how_to_go_on(recipe: Recipe) -> str:
+    checkpoint = last_complete_checkpoint(Path(recipe.out))
+    lower = f"a lower trainer.learning_rate than {recipe.trainer.learning_rate:g}"
+    if checkpoint is None:
+        return f"\nno checkpoint is complete: start again with {lower}, or mend model or data"
+    return (
+        f"\nthe last complete checkpoint is {checkpoint}: to go on from its weights, start a run "
+        f"with that folder as model, another out, and {lower}"
+    )
+
+
+def _write_report(trainer: Trainer, error: str | None) -> None:
+    history = [
+        {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    report = {"finished": error is None, "error": error, "history": history}
+    report |= {"world_size": trainer.args.world_size}
+    text = json.dumps(report, indent=2, allow_nan=False)
+    Path(trainer.args.output_dir, REPORT).write_text(text)
+
+
+def _for_this_machine(recipe: Recipe, base: Base, rows: list[list[Size]]) -> tuple[Recipe, float]:
+    """:meth:`choose_by_memory` for rows of such sizes; all processes come to the same."""
     if "auto" not in (recipe.engine.tower, recipe.engine.language, recipe.engine.offload):
         return recipe, 1e9
-    config = ChatGLMConfig.from_pretrained(recipe.model, revision=recipe.revision or "main")
+    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     if not torch.cuda.is_available():
         return choose_by_memory(recipe, config, 1, 1, 1, free_memory())
     if recipe.engine.zero_stage:
@@ -278,7 +400,7 @@ def _for_this_machine(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         deepspeed.init_distributed()
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    longest = longest_row(rows, processor)
+    longest = longest_row(rows)
     chosen, gathered = choose_by_memory(recipe, config, *longest, processes, free_memory())
     if int(os.environ.get("RANK", 0)) == 0:
         made = chosen.engine
@@ -287,35 +409,38 @@ def _for_this_machine(
     return chosen, gathered
 
 
-def longest_row(rows: list, processor: ChatGLMProcessor) -> tuple[int, int]:
+def longest_row(rows: list[list[Size]]) -> tuple[int, int]:
     """Positions of the longest row, and the most images in one.
 
     Args:
-        rows: Conversations, or what :func:`pack_conversations` made of them.
+        rows: Sizes of the conversations in each.
     """
-    count = ConversationCollator(processor).count
-    packed = [row if isinstance(row[0], list) else [row] for row in rows]
-    counts = [[count(conversation) for conversation in row] for row in packed]
-    totals = [[sum(kind) for kind in zip(*row, strict=True)] for row in counts]
-    positions, images = zip(*totals, strict=True)
-    return max(positions), max(images)
+    positions = max(sum(size.positions for size in row) for row in rows)
+    return positions, max(sum(size.images for size in row) for row in rows)
 
 
-def build_model(recipe: Recipe) -> nn.Module:
+def build_model(recipe: Recipe, base: Base | None = None) -> nn.Module:
     """The model, ready for the Trainer: loaded, what is not trained frozen, policies set, compiled.
 
     "auto" must have been decided (:meth:`choose_by_memory`).
     Under ZeRO-3 the weights are loaded straight into shards if ``TrainingArguments`` with the
     recipe's :func:`deepspeed_config` were made before.
+
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
     """
+    base = base or base_of(recipe)
     dtype = DTYPES[recipe.engine.precision]
-    options = {"dtype": dtype, "revision": recipe.revision or "main"}
+    options = {"dtype": dtype, "revision": base.revision or "main"}
     if recipe.trained == "qlora":
         options |= loaded_in_4_bits(dtype, "cuda:0" if torch.cuda.is_available() else "cpu")
-    model = GLM4VForCausalLM.from_pretrained(recipe.model, **options)
-    model = select_weights(model, recipe.trained, recipe.lora.rank)
-    if recipe.revision is not None and hasattr(model, "peft_config"):
-        model.peft_config["default"].revision = recipe.revision  # of the base
+    model = GLM4VForCausalLM.from_pretrained(base.model, **options)
+    if base.adapters is not None:
+        model = continue_adapters(model, base.adapters)
+    else:
+        model = select_weights(model, recipe.trained, recipe.lora.rank)
+    if base.revision is not None and hasattr(model, "peft_config"):
+        model.peft_config["default"].revision = base.revision
     if recipe.engine.zero_stage == 0:
         hold_in_fp32(model)
     checkpoint_layers(model, recipe.engine.tower, recipe.engine.language)
@@ -335,6 +460,16 @@ def _round_trained(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def require_gpu() -> None:
+    """End this process if it cannot use the GPU that it was given, where others would take the CPU.
+
+    Raises:
+        SystemExit: with what may be wrong.
+    """
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
+
+
 def end_with_stdin() -> None:
     """End this process when its standard input ends: when whoever holds the other end is gone.
 
@@ -351,7 +486,7 @@ def end_with_stdin() -> None:
     threading.Thread(target=wait_for_end, daemon=True).start()
 
 
-def leave() -> None:
+def leave(status: int = 0) -> None:
     """End this process without waiting for threads of DeepSpeed and inductor, when all is saved.
 
     They may be killed by Python half-way at its end, which aborts a process that has done its work.
@@ -360,16 +495,23 @@ def leave() -> None:
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
     parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--accept-changed-data", action="store_true")
     parser.add_argument("--end-with-stdin", action="store_true")
+    parser.add_argument("--require-gpu", action="store_true")
     options = parser.parse_args()
+    if options.require_gpu:
+        require_gpu()
     if options.end_with_stdin:
         end_with_stdin()
-    train(Recipe.read(options.settings), options.resume_from)
+    try:
+        train(Recipe.read(options.settings), options.resume_from, options.accept_changed_data)
+    except Diverged:
+        leave(1)  # the launcher prints what is in the report
     leave()

@@ -42,6 +42,9 @@ def _in_place(norm: Callable) -> Callable:
             dtype = torch.float32 if gradients[0].is_cuda else torch.float64
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             gradients, parameters = [torch.linalg.vector_norm(torch.stack(norms))], parameters[:1]
-        return norm(gradients, parameters, norm_type)
+        total = norm(gradients, parameters, norm_type)
+        # DeepSpeed writes -1 for one that is not finite, and before 0.19 squares it when it sums
+        # up groups: the norm of such gradients would be small, and nothing would be clipped.
+        return torch.where(total < 0, torch.inf, total)
 
     return norm_in_place

@@ -1,5 +1,6 @@
 """The two pictures a training leaves behind."""
 
+import math
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -9,12 +10,23 @@ RIGHT, WRONG = (20, 130, 60), (190, 30, 30)
 
 
 def plot_loss(history: list[dict], path: Path) -> None:
-    """Draw the loss over the steps."""
+    """Draw the loss over the steps; NaN and infinity are marked where they were.
+
+    Args:
+        history: ``step`` and ``loss`` each, a number or what ``float`` reads as one.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([entry["step"] for entry in history], [entry["loss"] for entry in history])
+    losses = {entry["step"]: float(entry["loss"]) for entry in history}
+    finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    # A gap where one is not.
+    axes.plot([*losses], [finite.get(step, math.nan) for step in losses])
+    for step in losses.keys() - finite.keys():
+        axes.axvline(step, color="red", linestyle=":", gid="not finite")
+    if len(finite) < len(losses):
+        axes.set_title("dotted: the loss was NaN or infinite")
     axes.set(xlabel="step", ylabel="loss (nats per supervised token)", yscale="log")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)

@@ -1,6 +1,9 @@
 """Which weights are trained: everything, the language model, or LoRA adapters."""
 
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -39,6 +42,29 @@ def select_weights(model: GLM4VForCausalLM, trained: str, lora_rank: int = 8) ->
         r=lora_rank, target_modules=LORA_TARGETS[trained], task_type="CAUSAL_LM", lora_dropout=0.0
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
+    """Put peft's adapters from a folder on the model they are of, to be trained on.
+
+    Raises:
+        ValueError: their tensors are not those of their config on this model.
+    """
+    require_packages("lora_lm")
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model = PeftModel.from_pretrained(
+        model, folder, is_trainable=True, autocast_adapter_dtype=False, low_cpu_mem_usage=False
+    )
+    # peft would only warn of adapters that it does not find, and leave them as new ones begin.
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        there = {*file.keys()}
+    if wrong := sorted(there ^ {*get_peft_model_state_dict(model, save_embedding_layers=False)}):
+        raise ValueError(
+            f"{folder} holds {len(there)} tensors, of which {len(wrong)} do not fit its "
+            f"adapter_config.json on this model, or lack there: {', '.join(wrong[:3])}"
+        )
+    return model
 
 
 def hold_in_fp32(model: nn.Module) -> None:

@@ -24,8 +24,8 @@ options.add_argument("--resume-from", type=Path)
 options.add_argument("--die-writing")
 
 
-def build_with_dropout(settings: Recipe) -> torch.nn.Module:
-    model = build_model(settings)
+def build_with_dropout(*arguments) -> torch.nn.Module:
+    model = build_model(*arguments)
     (embedding,) = [module for module in model.modules() if isinstance(module, Embedding)]
     embedding.register_forward_hook(
         lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1, module.training)

@@ -38,7 +38,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from glm4v_patched import __version__
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.finetune.launch import runs_on_cpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
@@ -282,6 +281,11 @@ def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> di
         else None,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
+
+
+def runs_on_cpu(processes: int) -> bool:
+    """True unless there is a GPU for each process."""
+    return torch.cuda.device_count() < processes
 
 
 def train_in_processes(asked: dict, processes: int, timeout: float) -> dict:

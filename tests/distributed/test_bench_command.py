@@ -21,7 +21,7 @@ def bench(tmp_path):
     def bench(*arguments):
         out = tmp_path / "rows.json"
         command = [sys.executable, "-m", "glm4v_patched.cli", "bench", "--config", str(config)]
-        command += ["--text-tokens", "20", "--out", str(out), *arguments]
+        command += ["--device", "cpu", "--text-tokens", "20", "--out", str(out), *arguments]
         ended = run_with_limit(command, 300, cpu_environment())
         assert ended.status == 0, ended.output[-4000:]
         return json.loads(out.read_text())

@@ -23,13 +23,17 @@ def test_demo_trains_on_two_processes_and_a_stranger_judges_it(tmp_path, capsys)
     assert not after["skip_logits"]
     # What the demo says it does must not depend on the memory of a GPU.
     recipe = json.loads((tmp_path / "trained" / "recipe.json").read_text())
-    assert recipe["tower"] == recipe["language"] == "full" and recipe["offload"] is False
+    engine = recipe["engine"]
+    assert engine["tower"] == engine["language"] == "full" and engine["offload"] is False
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["world_size"] == 2
     assert metrics["zero_stage"] == 3
     assert metrics["accuracy_before"] <= 0.2
     assert metrics["loss_last"] < 0.5 * metrics["loss_first"]
     assert f"{metrics['accuracy_after']:.3f}" in capsys.readouterr().out
+    # Weights may be read by whom the other files may.
+    for path in (tmp_path / "trained").iterdir():
+        assert path.stat().st_mode & 0o777 == (tmp_path / "metrics.json").stat().st_mode & 0o777
 
 
 @pytest.mark.two_gpu

@@ -24,6 +24,7 @@ from glm4v_patched.finetune.checkpoints import (
     step_of,
 )
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, starting_point
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
@@ -42,6 +43,7 @@ def train(recipe: Recipe, *arguments: str):
     Path(recipe.out).mkdir(exist_ok=True)
     settings = Path(recipe.out, "recipe.json")
     recipe.write(settings)
+    check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
     command = two_processes(HERE / "fault_worker.py", str(settings), *arguments)
     return run_with_limit(command, SECONDS_TO_RUN)
 
@@ -64,7 +66,7 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     folder = Path(stopped.out)
     assert (folder / "checkpoint-8" / "global_step8" / shard_of_rank(1)).stat().st_size > 0
     assert find_faults(folder / "checkpoint-8")
-    checkpoint = stopped.starting_point(2, resume=True)
+    checkpoint = starting_point(stopped, 2, resume=True)
     assert checkpoint == folder / "checkpoint-4"
     assert str(folder / "checkpoint-8") in caplog.text
 
@@ -104,7 +106,7 @@ class CommandLine:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "glm4v_patched.cli"]
-                + ["train", str(settings), "--processes", "2", *options],
+                + ["train", str(settings), "--processes", "2", "--device", "cpu", *options],
                 env=cpu_environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -206,7 +208,8 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(en
     assert f"Signal 9 (SIGKILL) received by PID {worker.pid}" in run.output
     assert "rank      : 1" in run.output
     checkpoint = last_complete_checkpoint(run.folder)
-    resume = ["train", str(run.folder / "recipe.json"), "--processes", "2", "--resume"]
+    resume = ["train", str(run.folder / "recipe.json"), "--processes", "2"]
+    resume += ["--device", "cpu", "--resume"]
     assert run.output.endswith(
         f"to continue from {checkpoint}:\n  glm4v-patched {shlex.join(resume)}\n"
     )

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from processes import run_with_limit
 
-from glm4v_patched.data.formats import read_conversations, write_conversations
-from glm4v_patched.data.packing import pack_conversations
+from glm4v_patched.data.formats import write_conversations
+from glm4v_patched.data.packing import share_out
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.trainer import longest_row
-from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, longest_row
 from glm4v_patched.training.pictures import draw_data_set
 from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
 
@@ -22,6 +21,7 @@ SECONDS_TO_RUN = 300
 def losses(recipe: Recipe) -> list[float]:
     Path(recipe.out).mkdir()
     recipe.write(Path(recipe.out, "recipe.json"))
+    check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     command += ["1", "-m", "glm4v_patched.finetune.trainer", str(Path(recipe.out, "recipe.json"))]
     ended = run_with_limit(command, SECONDS_TO_RUN)
@@ -49,12 +49,12 @@ def test_a_packed_run_has_the_losses_of_a_padded_one(tmp_path):
             },
         }
     )
-    processor = ChatGLMProcessor.from_pretrained(padded.model)
-    longest, images = longest_row(conversations, processor)
+    sizes = check_data(padded).row_sizes
+    longest, images = longest_row([[size] for size in sizes])
     assert images == 1
-    rows = pack_conversations(read_conversations(padded.data.train), processor, 2 * longest)
-    assert [len(row) for row in rows] == [2, 2]
-    positions, images = longest_row(rows, processor)
+    shares = share_out([size.positions for size in sizes], 2 * longest)
+    assert [len(share) for share in shares] == [2, 2]
+    positions, images = longest_row([[sizes[number] for number in share] for share in shares])
     assert longest < positions <= 2 * longest and images == 2
     packed = padded.override(
         {

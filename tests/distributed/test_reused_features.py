@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 
 from glm4v_patched.data.feature_cache import digest_weights
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
 # runs for the blank one.
@@ -119,6 +120,7 @@ def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, t
         recipe = plain.override({"out": str(tmp_path / name), "data.reuse_features": reuse})
         (tmp_path / name).mkdir()
         recipe.write(tmp_path / name / "recipe.json")
+        check_data(recipe).write(tmp_path / name / CHECKED_DATA)
         settings = str(tmp_path / name / "recipe.json")
         outputs.append(run_two_processes("frozen_recipe_worker.py", settings, seconds=300))
         (saved,) = (tmp_path / name).glob("*model.safetensors")

@@ -30,13 +30,22 @@ from publishable import (
 from safetensors.torch import load_file, save_file
 from tiny import golden_json, grown_image, pictures, text, tiny_model
 
+from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from hub_upload.build import AUTO_MAPS, MANIFEST, build, differences, read_source
+from hub_upload.__main__ import main
+from hub_upload.build import (
+    AUTO_MAPS,
+    MANIFEST,
+    UPSTREAM,
+    FineTune,
+    build,
+    differences,
+    read_source,
+)
 from hub_upload.faults import Failure
 
 REMOTE = ROOT / "glm4v_patched" / "remote"
 CODE = sorted(path.name for path in REMOTE.glob("*.py") if path.name != "__init__.py")
-UPSTREAM = "zai-org/glm-4v-9b"
 
 
 @pytest.fixture
@@ -150,7 +159,7 @@ def test_what_our_own_code_saved_can_be_built_from(original, tmp_path):
     saved = tmp_path / "saved"
     tiny_model().save_pretrained(saved)
     ChatGLMProcessor.from_pretrained(original).save_pretrained(saved)
-    build(str(saved), tmp_path / "out", NAME)
+    build(str(saved), tmp_path / "out", NAME, fine_tune=FineTune(UPSTREAM, "nothing"))
     assert logits_of_a_stranger(tmp_path / "out", tmp_path).shape[-1] == 512
 
 
@@ -165,12 +174,68 @@ def test_weights_are_hard_links_and_stay_as_they_were(original, built):
     assert (built / INDEX).read_bytes() == (original / INDEX).read_bytes()
 
 
-def test_links_of_a_cache_become_links_to_what_they_point_at(changed, tmp_path):
-    blob = (changed / shards_of(changed)[0]).rename(tmp_path / "blob")
-    (changed / shards_of(write_original(tmp_path / "other"))[0]).symlink_to(blob)
+def cached(source: Path, folder: Path) -> Path:
+    """The snapshot of a cache of the Hub: every file is a link to one that is named by its hash."""
+    repository = folder / "models--zai-org--glm-4v-9b"
+    snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in source.iterdir():
+        blob = hashlib.sha256(path.name.encode()).hexdigest()
+        (blobs / blob).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(Path("../../blobs") / blob)
+    return snapshot
+
+
+def test_links_of_a_cache_become_links_to_what_they_point_at(original, tmp_path):
+    snapshot = cached(original, tmp_path)
+    build(str(snapshot), tmp_path / "out", NAME)
+    placed = tmp_path / "out" / shards_of(original)[0]
+    assert not placed.is_symlink() and os.path.samefile(placed, snapshot / placed.name)
+    # The exception is for the cache's own: what its blobs point at is not.
+    (tmp_path / "secret").write_text("secret")
+    blob = Path(os.path.realpath(snapshot / "LICENSE"))
+    blob.unlink()
+    blob.symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=f"LICENSE is a link .* to {tmp_path / 'secret'}"):
+        build(str(snapshot), tmp_path / "other", NAME)
+
+
+SECRETS = {
+    "a licence": "LICENSE",
+    "a generation config": "generation_config.json",
+    "a template": "chat_template.jinja",
+    "a shard": "model-00001-of-00002.safetensors",
+    "a file that nobody reads": "notes.txt",
+    "a folder": "additional_chat_templates",
+}
+
+
+@pytest.mark.parametrize("absolute", [False, True], ids=["relative", "absolute"])
+@pytest.mark.parametrize("name", SECRETS.values(), ids=SECRETS)
+def test_a_link_out_of_the_source_is_refused_by_its_name_and_end(name, absolute, changed, tmp_path):
+    secret = tmp_path / "id_rsa"
+    if name == "additional_chat_templates":
+        secret.mkdir()
+        (secret / "key.jinja").write_text("BEGIN PRIVATE KEY")
+    else:
+        given = changed / name
+        secret.write_bytes(given.read_bytes() if given.exists() else b"BEGIN PRIVATE KEY")
+        given.unlink(missing_ok=True)
+    (changed / name).symlink_to(secret if absolute else Path("..") / "id_rsa")
+    with pytest.raises(ValueError) as refused:
+        build(str(changed), tmp_path / "out", NAME)
+    assert str(changed / name) in str(refused.value) and str(secret) in str(refused.value)
+    assert "is not followed" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_that_stays_in_the_source_is_followed(changed, tmp_path):
+    (changed / "LICENSE").rename(changed / "terms")
+    (changed / "LICENSE").symlink_to("terms")
     build(str(changed), tmp_path / "out", NAME)
-    placed = tmp_path / "out" / shards_of(changed)[0]
-    assert not placed.is_symlink() and os.path.samefile(placed, blob)
+    assert (tmp_path / "out" / "MODEL_LICENSE").read_text() == LICENSE_TEXT
+    assert not (tmp_path / "out" / "MODEL_LICENSE").is_symlink()
 
 
 def test_two_file_systems_are_named_and_copying_is_the_cure(original, tmp_path, monkeypatch):
@@ -249,7 +314,7 @@ def test_an_earlier_build_is_replaced_whole(original, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("notes.txt", "no CODE_MANIFEST.json of an earlier build"), (MANIFEST, "KeyError")],
+    [("notes.txt", "no CODE_MANIFEST.json of an earlier build"), (MANIFEST, "has no code, files")],
 )
 def test_a_folder_that_is_no_build_is_refused_and_left(name, message, original, tmp_path):
     (tmp_path / "out").mkdir()
@@ -272,6 +337,49 @@ def test_the_source_is_never_the_output(original, changed):
     build(str(original), changed.parent / "out", NAME)
     with pytest.raises(ValueError, match="is the source itself"):
         build(str(changed.parent / "out"), changed.parent / "out", NAME)
+
+
+def test_a_link_as_output_stays_one(original, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    for _ in range(2):
+        build(str(original), tmp_path / "out", NAME)
+        assert os.readlink(tmp_path / "out") == "disk"
+        assert (tmp_path / "disk" / MANIFEST).exists()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+
+
+def test_an_earlier_build_is_put_back_if_the_new_one_cannot_take_its_place(
+    original, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    build(str(original), out, NAME)
+    (out / "visual.py").write_text("earlier")
+    before = as_files(out)
+    rename = Path.rename
+
+    def fail(path, target):
+        if ".new-" in path.name:
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Permission denied"):
+        build(str(original), out, NAME)
+    assert as_files(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_check_notices_a_byte_of_copied_weights(original, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EXDEV, "no")))
+    out = tmp_path / "out"
+    build(str(original), out, NAME, copy=True)
+    assert differences(str(original), out, NAME) == []
+    shard = out / shards_of(out)[0]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert differences(str(original), out, NAME) == [f"{shard.name}: differs"]
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -343,6 +451,31 @@ def test_weights_outside_of_the_folder_are_refused(changed):
         read_source(str(changed))
 
 
+WEIGHT_MAPS = {
+    "a number": {"a": 5},
+    "null": {"a": None},
+    "a list": {"a": ["model.safetensors"]},
+    "a list of all": ["model.safetensors"],
+    "none": {},
+    "an absolute path": {"a": "/etc/passwd.safetensors"},
+    "a folder above": {"a": "../model.safetensors"},
+    "a folder below": {"a": "weights/model.safetensors"},
+    "a backslash": {"a": "..\\model.safetensors"},
+    "a pickle": {"a": "pytorch_model.bin"},
+    "a hidden file": {"a": ".safetensors"},
+    "a null byte": {"a": "model\0.safetensors"},
+    "a line feed": {"a": "model.safetensors\n"},
+}
+
+
+@pytest.mark.parametrize("where", WEIGHT_MAPS.values(), ids=WEIGHT_MAPS)
+def test_an_odd_index_is_refused(where, changed, tmp_path):
+    (changed / INDEX).write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ValueError, match=f"{INDEX} (names|has no weight_map)"):
+        build(str(changed), tmp_path / "out", NAME)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("source", ["no/such/folder", "./missing", "glm-4v-9b"])
 def test_what_is_neither_folder_nor_repository_is_refused(source):
     with pytest.raises(ValueError, match="neither a folder nor a repository of the Hub"):
@@ -393,6 +526,103 @@ def test_no_byte_of_the_weights_comes_from_the_hub(hub, original, built, tmp_pat
     card = (out / "README.md").read_text()
     assert f"{UPSTREAM}/blob/{head}/LICENSE" in card and f"revision `{head}`" in card
     assert differences(f"{UPSTREAM}@{head}", out, NAME) == []
+
+
+# Weights that were trained
+
+
+def body_of(folder: Path) -> str:
+    return " ".join(card_of(folder)[1].split())
+
+
+def claims(folder: Path) -> bool:
+    return "unchanged" in body_of(folder) or "finetuned" in body_of(folder)
+
+
+def trained_here(folder):
+    (folder / "training.json").write_text("{}")
+
+
+def saved_by_another_class(folder):
+    amend(folder / "config.json", architectures=["GLM4VForCausalLM"])
+
+
+def saved_by_the_published_class(folder):
+    amend(folder / "config.json", architectures=["ChatGLMForConditionalGeneration"])
+
+
+def left_by_a_trainer(folder):
+    (folder / "trainer_state.json").write_text("{}")
+
+
+TRAINED = [trained_here, saved_by_another_class, saved_by_the_published_class, left_by_a_trainer]
+
+
+@pytest.mark.parametrize("train", TRAINED)
+def test_trained_weights_are_refused_until_their_base_is_told(train, changed, tmp_path):
+    train(changed)
+    command = ("build", "--weights", str(changed), "--out", str(tmp_path / "out"), "--name", NAME)
+    with pytest.raises(ValueError, match="--fine-tune-of .* --trained"):
+        build(str(changed), tmp_path / "out", NAME)
+    assert not (tmp_path / "out").exists()
+    base = "our-org/glm-4v-receipts"
+    what = "the language model, on 2,000 receipts"
+    assert main([*command, "--fine-tune-of", base]) == 1
+    assert main([*command, "--fine-tune-of", base, "--trained", what]) == 0
+    out = tmp_path / "out"
+    data, body = card_of(out)
+    assert data["base_model"] == base and data["base_model_relation"] == "finetune"
+    assert f"Fine-tuned from [{base}](https://huggingface.co/{base}): {what}." in body
+    assert not claims(out) and body.lstrip().startswith(
+        "# A fine-tuned glm-4v-9b\n\nBuilt with glm-4."
+    )
+    told = {"base": base, "trained": what}
+    assert json.loads((out / MANIFEST).read_text())["fine_tune"] == told
+    # A build of that build says the same without being told again.
+    build(str(out), tmp_path / "again", NAME)
+    assert as_files(tmp_path / "again")["README.md"] == as_files(out)["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trained", "all"], "give the id of the base"),
+        (["--fine-tune-of", "glm-4v"], "give the id of the base as org/name"),
+        (["--fine-tune-of", UPSTREAM], "takes --trained too"),
+        (["--fine-tune-of", UPSTREAM, "--trained", " "], "takes --trained too"),
+        (["--fine-tune-of", UPSTREAM, "--trained", "a\n# b"], "takes --trained too"),
+    ],
+)
+def test_half_of_what_a_fine_tune_is_is_refused(arguments, message, original, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["build", "--weights", str(original), "--out", str(out), *arguments]) == 1
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_only_the_published_commit_is_called_unchanged(hub, built, original, tmp_path):
+    assert not claims(built) and "in a folder; the sha256 in" in body_of(built)
+    build(f"{UPSTREAM}@{hub.repositories[UPSTREAM].head}", tmp_path / "published", NAME)
+    assert claims(tmp_path / "published")
+    another = hub.add_repository("our-org/another", as_files(original))
+    build(f"our-org/another@{another.head}", tmp_path / "another", NAME)
+    assert not claims(tmp_path / "another") and "whose card says what" in body_of(
+        tmp_path / "another"
+    )
+
+
+def test_an_adapter_in_the_source_is_refused(changed, tmp_path):
+    (changed / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\).*merge"):
+        build(str(changed), tmp_path / "out", NAME, fine_tune=FineTune(UPSTREAM, "LoRA"))
+
+
+def test_our_own_licence_is_not_taken_for_that_of_the_weights(changed, tmp_path):
+    """A build without MODEL_LICENSE has a LICENSE, which is that of the code."""
+    (changed / "LICENSE").unlink()
+    build(str(changed), tmp_path / "first", NAME)
+    assert not (tmp_path / "first" / "MODEL_LICENSE").exists()
+    build(str(tmp_path / "first"), tmp_path / "second", NAME)
+    assert as_files(tmp_path / "first") == as_files(tmp_path / "second")
 
 
 # By a stranger
@@ -549,14 +779,19 @@ def test_the_cards_code_trains_on_two_processes(built, tmp_path, monkeypatch):
     assert len(learned) == 4  # two layers of each tower
 
 
+def test_the_cards_recipe_can_be_read(built, tmp_path):
+    (recipe,) = re.findall(r"```yaml\n(.*?)\n```", card_of(built)[1], re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert Recipe.read(tmp_path / "recipe.yaml").model == NAME
+    assert len(recipe.splitlines()) <= 10
+
+
 @pytest.mark.slow
 def test_the_cards_recipe_trains_on_two_processes_from_the_hub(built, tmp_path):
     """As written, but for its steps; and what is saved loads as the card says."""
     _, body = card_of(built)
-    recipe, line = re.findall(r"```json\n(.*?)\n```", body, re.DOTALL)
-    assert len(recipe.splitlines()) <= 10
-    assert json.loads(recipe)["model"] == NAME
-    (tmp_path / "recipe.json").write_text(recipe.replace('"steps": 500', '"steps": 4'))
+    recipe, line = re.findall(r"```(?:yaml|json)\n(.*?)\n```", body, re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
     (tmp_path / "train.jsonl").write_text(f"{line}\n" * 16)
     use = code_blocks(built, tmp_path)[0]
     use = use.replace(f'"{built}", None', f'"{NAME}", "v0.1.0"')
@@ -575,6 +810,7 @@ def test_the_cards_recipe_trains_on_two_processes_from_the_hub(built, tmp_path):
         online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
         environment = where(tmp_path) | online | hub.environment
         train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]
+        train += ["trainer.max_steps=4", "--device", "cpu"]
         ended = run_in(tmp_path, train, environment)
         assert ended.status == 0, ended.output[-6000:]
         ended = run_in(tmp_path, [sys.executable, "loads.py"], environment)

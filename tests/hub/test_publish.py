@@ -9,11 +9,25 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import local_hub
 import pytest
-from fake_build import CODE, FILES, INDEX, SHARDS, SMALL_SHARDS, SOURCE, add_source, write_build
+from fake_build import (
+    CARD,
+    CODE,
+    FILES,
+    INDEX,
+    SHARDS,
+    SMALL_SHARDS,
+    SOURCE,
+    add_source,
+    shard,
+    write_build,
+)
 from huggingface_hub import CommitOperationCopy, HfApi
 from local_hub import File, LocalHub
 
+import glm4v_patched
+from hub_upload import verify as verifying
 from hub_upload.__main__ import main
 from hub_upload.faults import without_secrets
 
@@ -51,6 +65,22 @@ def run(hub, capfd):
 
 
 @pytest.fixture
+def of_this_clone(monkeypatch):
+    """Write a build, and let this clone be the one that such a build comes from."""
+
+    def write(*arguments, version="0.1.0", code=CODE, **settings):
+        folder = write_build(*arguments, version=version, code=code, **settings)
+        monkeypatch.setattr(glm4v_patched, "__version__", version)
+        monkeypatch.setattr(verifying, "REMOTE", folder)
+        return folder
+
+    return write
+
+
+NEWER = CODE | {"modeling_chatglm.py": CODE["modeling_chatglm.py"] + b"# newer\n"}
+
+
+@pytest.fixture
 def build(tmp_path):
     """A build with its shards in the folder, from a source that nobody knows."""
     return write_build(tmp_path / "build", SMALL_SHARDS, local=True)
@@ -83,7 +113,8 @@ def test_a_dry_run_only_reads(hub, run, build):
         assert not writes(hub)
         assert "Dry run: nothing was sent" in output
         assert "upload    40.0 kB  model-00001-of-00003.safetensors" in output
-        assert "upload 12 (" in output
+        number = len(CODE) + len(FILES) + len(SMALL_SHARDS) + 2  # the index and the manifest
+        assert f"upload {number} (" in output
         hub.add_repository(REPO)
     assert not hub.repositories[REPO].tags
 
@@ -95,7 +126,7 @@ def test_a_wrong_name_and_a_card_of_another_are_told(hub, run, tmp_path):
         assert status == 1 and f"--repo {name}" in output and "org/name" in output
     assert not hub.requests
     assert "README.md does not name our-org/other" in run(build, repo="our-org/other")[1]
-    card = f"---\nlicense: other\n---\n# {REPO}\n".encode()
+    card = f"{CARD}{REPO}\n".encode()
     build = write_build(tmp_path / "b", SMALL_SHARDS, local=True, card=card)
     assert "does not name" not in run(build)[1]
 
@@ -115,12 +146,13 @@ def test_28_gigabytes_are_copied_without_a_byte_of_them(hub, run, tmp_path):
     build = write_build(tmp_path / "build", SHARDS, source.pinned)
     status, output = run(build)
     assert status == 0 and not writes(hub)
-    assert "copy 15 (27.9 GB), upload 9 (" in output
+    assert f"copy 15 (27.9 GB), upload {len(CODE) + len(FILES) + 2} (" in output
     assert f"from {SOURCE}@{source.pinned}" in output
 
     assert run(build, "--push")[0] == 0
     assert published(hub, SHARDS)
-    assert sum(r.received + r.sent for r in hub.requests) < 100_000
+    small = sum(len(content) for content in (CODE | FILES).values())
+    assert sum(r.received + r.sent for r in hub.requests) < 2 * small
     assert not asked(hub, "PUT") and not asked(hub, "GET", ".safetensors/")
 
 
@@ -205,7 +237,7 @@ def test_a_source_with_other_weights_is_not_copied(hub, run, tmp_path):
     assert not writes(hub)
 
 
-def test_code_only_leaves_weights_out_and_alone(hub, run, tmp_path):
+def test_code_only_leaves_weights_out_and_alone(hub, run, tmp_path, of_this_clone):
     source = add_source(hub, SHARDS)
     build = write_build(tmp_path / "build", SHARDS, source.pinned)
     assert run(build, "--push", "--code-only", repo="our-org/code")[0] == 0
@@ -216,16 +248,15 @@ def test_code_only_leaves_weights_out_and_alone(hub, run, tmp_path):
 
     full = write_build(tmp_path / "full", SMALL_SHARDS, local=True)
     assert run(full, "--push")[0] == 0
-    newer = CODE | {"modeling_chatglm.py": b"# newer\n"}
-    full = write_build(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1", code=newer)
+    full = of_this_clone(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1", code=NEWER)
     assert run(full, "--push", "--code-only")[0] == 0
     repository = hub.repositories[REPO]
-    assert repository.files["modeling_chatglm.py"].content == b"# newer\n"
+    assert repository.files["modeling_chatglm.py"].content == NEWER["modeling_chatglm.py"]
     assert repository.files.keys() >= SMALL_SHARDS.keys() | {INDEX}
     assert set(repository.tags) == {"v0.1.0", "v0.1.1"}
 
-    others = {"model.safetensors": b"other weights"}
-    other = write_build(tmp_path / "other", others, local=True, version="0.2.0")
+    others = {"model.safetensors": shard(0, 10)}
+    other = of_this_clone(tmp_path / "other", others, local=True, version="0.2.0")
     status, output = run(other, "--push", "--code-only")
     assert status == 1 and "publish without --code-only" in output
     assert set(repository.tags) == {"v0.1.0", "v0.1.1"}
@@ -258,41 +289,41 @@ def test_foreign_content_is_refused_unless_told(hub, run, build):
     assert repository.files["README.md"].content == FILES["README.md"]
 
 
-def test_files_that_were_added_to_ours_are_foreign_too(hub, run, build, tmp_path):
+def test_files_that_were_added_to_ours_are_foreign_too(hub, run, build, tmp_path, of_this_clone):
     run(build, "--push")
     repository = hub.repositories[REPO]
     repository.add_commit("refs/heads/main", {"notes.txt": b"theirs"}, "theirs")
-    newer = write_build(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.2.0")
+    newer = of_this_clone(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.2.0")
     status, output = run(newer, "--push")
     assert status == 1 and "notes.txt" in output
     assert run(newer, "--push", "--allow-foreign")[0] == 0
     assert repository.files["notes.txt"].content == b"theirs"
 
 
-def test_files_of_our_older_version_are_deleted(hub, run, build, tmp_path):
-    run(build, "--push")
-    shards = {"model.safetensors": b"one shard " * 100}
-    code = {"modeling_chatglm.py": b"# newer\n"}
-    newer = write_build(tmp_path / "newer", shards, local=True, version="0.2.0", code=code)
+def test_files_of_our_older_version_are_deleted(hub, run, tmp_path, of_this_clone):
+    code = CODE | {"left.py": b"# of the older version\n"}
+    run(of_this_clone(tmp_path / "older", SMALL_SHARDS, local=True, code=code), "--push")
+    shards = {"model.safetensors": shard(0, 1000)}
+    newer = of_this_clone(tmp_path / "newer", shards, local=True, version="0.2.0", code=NEWER)
     status, output = run(newer, "--push")
     assert status == 0
     assert "delete 4 (" in output
     repository = hub.repositories[REPO]
     assert set(repository.files) == {
-        *code, *FILES, *shards, INDEX, MANIFEST, ".gitattributes"
+        *NEWER, *FILES, *shards, INDEX, MANIFEST, ".gitattributes"
     }  # fmt: skip
     assert repository.tags["v0.2.0"] == repository.head != repository.tags["v0.1.0"]
     assert len(repository.commits) == 3
 
 
-def test_a_tag_is_never_moved(hub, run, build, tmp_path):
+def test_a_tag_is_never_moved(hub, run, build, tmp_path, of_this_clone, monkeypatch):
     run(build, "--push")
     repository = hub.repositories[REPO]
     head = repository.head
-    code = CODE | {"modeling_chatglm.py": b"# newer\n"}
-    newer = write_build(tmp_path / "newer", SMALL_SHARDS, local=True, code=code)
+    newer = of_this_clone(tmp_path / "newer", SMALL_SHARDS, local=True, code=NEWER)
     before = len(writes(hub))
     status, output = run(newer, "--push")
+    monkeypatch.setattr(verifying, "REMOTE", build)
     assert status == 1
     assert f"has the tag v0.1.0 at {head}" in output and "raise the version" in output
     assert repository.head == head and len(writes(hub)) == before
@@ -398,11 +429,11 @@ def test_a_copy_that_fails_but_is_not_refused_uploads_nothing(hub, run, tmp_path
 
 
 def test_an_invalid_card_stops_it_with_the_reason(hub, run, tmp_path):
-    card = b"---\nlicense: [a]\n---\n"
+    card = CARD.replace("license: other", "license: [a]").encode()
     build = write_build(tmp_path / "build", SMALL_SHARDS, local=True, card=card)
     status, output = run(build, "--push")
-    assert status == 1 and '"license" must be a string' in output
-    assert not asked(hub, "PUT") and not asked(hub, "POST", "/commit/")
+    assert status == 1 and "card: license is ['a'], expected 'other'" in output
+    assert not hub.requests
 
 
 @pytest.mark.slow
@@ -704,12 +735,122 @@ def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, build, tmp_pat
     assert published(hub)
 
 
-def test_code_beside_weights_that_are_not_whole_is_refused(hub, run, build, tmp_path):
+def test_code_beside_shards_without_their_index_is_refused(
+    hub, run, build, tmp_path, of_this_clone
+):
+    assert run(build, "--push")[0] == 0
+    HfApi(token=hub.token).delete_file(INDEX, REPO)
+    newer = of_this_clone(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1")
+    status, output = run(newer, "--code-only", "--push")
+    assert status == 1 and "publish without --code-only" in output
+    assert set(hub.repositories[REPO].tags) == {"v0.1.0"}
+    assert run(newer, "--push")[0] == 0
+    assert INDEX in hub.repositories[REPO].files
+
+
+# What is read is what is sent
+
+
+@pytest.mark.parametrize("name", ["modeling_chatglm.py", "config.json", "README.md", MANIFEST])
+@pytest.mark.parametrize("at", ["/api/models/", "/repos/create", "/preupload/", "/commit/"])
+def test_a_small_file_that_changes_meanwhile_is_sent_as_it_was_checked(hub, run, build, name, at):
+    content = (build / name).read_bytes()
+
+    def exchange():
+        (build / name).write_bytes(b"x" * len(content))
+
+    hub.fail("*", at, call=exchange)
+    assert run(build, "--push")[0] == 0
+    assert (build / name).read_bytes() != content
+    assert hub.repositories[REPO].files[name].content == content
+    assert set(hub.repositories[REPO].tags) == {"v0.1.0"}
+
+
+def test_weights_that_change_while_they_are_sent_are_not_committed(hub, run, build, monkeypatch):
+    """On a server that takes what it is sent for what it was told."""
+    shard = build / sorted(SMALL_SHARDS)[0]
+    content = shard.read_bytes()
+
+    def upload(handler, repo, oid):
+        handler.hub.repositories[repo].objects[oid] = handler.body
+        return {}
+
+    monkeypatch.setattr(local_hub._Handler, "lfs_upload", upload)
+    hub.fail("POST", "/objects/batch", call=lambda: shard.write_bytes(b"x" * len(content)))
+    status, output = run(build, "--push")
+    assert status == 1 and f"{shard.name} changed while it was sent: nothing was" in output
+    assert len(hub.repositories[REPO].commits) == 1 and not hub.repositories[REPO].tags
+
+
+LINKED = ["LICENSE", "README.md", "model-00001-of-00003.safetensors", "notes.txt", "folder"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_out_of_the_folder_is_not_published(hub, run, build, tmp_path, name):
+    secret = tmp_path / "id_rsa"
+    if name == "folder":
+        secret.mkdir()
+        (secret / "key").write_bytes(b"BEGIN PRIVATE KEY")
+    else:
+        path = build / name
+        # Even with what the manifest lists: it may be another thing at the next reading.
+        secret.write_bytes(path.read_bytes() if path.exists() else b"BEGIN PRIVATE KEY")
+        path.unlink(missing_ok=True)
+    (build / name).symlink_to(secret)
+    status, output = run(build, "--push")
+    assert status == 1 and str(build / name) in output and str(secret) in output
+    assert "is not followed" in output and not hub.requests
+
+
+def test_what_verify_would_refuse_is_not_sent(hub, run, tmp_path):
+    """Also where the manifest agrees; and what differs from this clone is not published by it."""
+    build = write_build(tmp_path / "a", SMALL_SHARDS, local=True, code=NEWER)
+    status, output = run(build, "--push")
+    assert status == 1 and "does not pass `python -m hub_upload verify`: code: 1 of" in output
+    shards = {"model.safetensors": b"no safetensors"}
+    status, output = run(write_build(tmp_path / "b", shards, local=True), "--push")
+    assert status == 1 and "weight files: model.safetensors: " in output
+    card = CARD.replace("# card", "# card\n\nNothing was finetuned.").encode()
+    build = write_build(tmp_path / "c", SMALL_SHARDS, local=True, card=card)
+    status, output = run(build)
+    assert status == 1 and "card: it says 'Nothing was finetuned'" in output
+    assert not hub.requests
+
+
+def test_control_characters_of_names_are_shown_as_escapes(hub, run, build):
+    odd = "a\x1b[2J\u202etxt\nTagged v9"
+    hub.add_repository(REPO, {odd: b"theirs"})
+    for arguments in ([], ["--allow-foreign"]):
+        status, output = run(build, *arguments)
+        assert status == (0 if arguments else 1)
+        assert r"a\x1b[2J\u202etxt" in output
+        assert "\x1b" not in output and "\u202e" not in output
+        assert not [line for line in output.splitlines() if line.startswith("Tagged")]
+
+
+def test_a_commit_between_ours_and_the_tag_is_not_tagged(hub, run, build):
+    repository = hub.add_repository(REPO)
+    ours = []
+
+    def commit():
+        ours.append(repository.head)
+        repository.add_commit("refs/heads/main", {"theirs.txt": b"theirs"}, "somebody else")
+
+    hub.fail("POST", "/tag/", call=commit)
+    assert run(build, "--push")[0] == 0
+    assert repository.tags == {"v0.1.0": ours[0]} and repository.head != ours[0]
+    files = repository.commit_of("v0.1.0").files
+    assert files["modeling_chatglm.py"].content == CODE["modeling_chatglm.py"]
+
+
+def test_code_beside_weights_that_are_not_whole_is_refused(
+    hub, run, build, tmp_path, of_this_clone
+):
     assert run(build, "--push")[0] == 0
     there = hub.repositories[REPO]
     shard = next(name for name in there.files if name.endswith(".safetensors"))
     HfApi(token=hub.token).delete_file(shard, REPO)
-    newer = write_build(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1")
+    newer = of_this_clone(tmp_path / "newer", SMALL_SHARDS, local=True, version="0.1.1")
     status, output = run(newer, "--code-only", "--push")
     assert status == 1 and "publish without --code-only" in output
     assert set(there.tags) == {"v0.1.0"}

@@ -1,16 +1,20 @@
 """What a measurement is asked for, and the useful work that its figures are shares of."""
 
+import json
+import re
+import subprocess
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
-from tiny import pictures, tiny_model
+from tiny import golden_json, pictures, tiny_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from glm4v_patched.bench import accounting, worker
+from glm4v_patched.bench import accounting, machine, worker
 from glm4v_patched.bench.ablation import MEASURES, ablation
 from glm4v_patched.bench.command import describe
 from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
@@ -20,6 +24,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.training.choices import TRAINED
+from glm4v_patched.training.gpus import Gpu, Gpus
 from glm4v_patched.training.memory import GIB, Kept
 
 
@@ -80,6 +85,10 @@ def test_every_workload_has_its_passes():
         ({"shortest_text": 0}, "shortest_text is 0; expected from 1"),
         ({"packed": True, "against": "original"}, "takes no packed rows"),
         ({"offload": True, "optimizer": "adamw_8bit"}, "offload with adamw_8bit"),
+        ({"memory_limit": 0.0}, "memory_limit is 0.0; expected a number above 0, in GiB"),
+        ({"memory_limit": float("nan")}, "memory_limit is nan; expected a number above 0"),
+        ({"kept_gathered": -1.0}, "kept_gathered is -1.0; expected a number of weights"),
+        ({"steps": 0, "zero_stage": 4}, "(?s)ZeRO stage is 4.*\nsteps is 0"),
         ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
         ({"workload": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
@@ -145,6 +154,105 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
 def test_settings_survive_the_way_to_the_processes():
     settings = Settings(workload="lm", tower="every 2", memory_limit=22.5)
     assert Settings.from_json(settings.to_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "message"),
+    [
+        (0, [], "there is no GPU: none here; .* --device cpu --config FILE"),
+        (1, [], "--gpus 2 on a machine with 1: expected --gpus 1$"),
+        (2, ["--gpus", "4"], "--gpus 4 on a machine with 2: expected --gpus 2 or fewer"),
+        (2, ["--gpus", "0"], "--gpus 0: expected at least 1"),
+        (2, ["--timeout", "nan"], "--timeout nan: expected a number above 0"),
+        (2, ["--config", "none.json"], "--config none.json cannot be read: No such file"),
+        (0, ["--device", "cpu"], "--device cpu with the real model, .*: expected --config"),
+        (
+            1,
+            ["--workload", "full", "lora_lm", "--gpus", "1"],
+            "^glm4v-patched: full, micro-batch 1, on 1 processes: weights, gradients and optimizer "
+            "take 222.5 GB of each GPU, which has 150.0 GB; expected more --gpus with --zero-stage "
+            "3, --offload, --optimizer adamw_8bit, or another --workload$",
+        ),
+        (
+            2,
+            ["--workload", "lora_lm", "--memory-limit", "10"],
+            "take 13.9 GB of each GPU, which has 10.7 GB",
+        ),
+        (
+            2,
+            ["--workload", "full", "--offload"],
+            "full, .*: takes 166.9 GB of the machine's memory, of which 100.0 GB are free; "
+            "expected no --offload",
+        ),
+    ],
+)
+def test_a_machine_that_cannot_measure_is_refused_before_anything_is_built(
+    number, arguments, message, monkeypatch, capsys
+):
+    found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * number, "none here")
+    monkeypatch.setattr(machine, "find_gpus", lambda: found)
+    monkeypatch.setattr(machine, "free_ram", lambda: 100e9)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("processes were started"))
+    assert main(["bench", *arguments]) == 1
+    told = capsys.readouterr().err.strip()
+    assert "\n" not in told and re.search(message, told)
+
+
+def test_on_a_cpu_the_estimated_peak_must_fit(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(golden_json("config.json") | {"num_layers": 400}))
+    monkeypatch.setattr(machine, "free_ram", lambda: 1e6)
+    arguments = ["bench", "--device", "cpu", "--config", str(config)]
+    assert main([*arguments, "--text-tokens", "20"]) == 1
+    assert "GB of the machine's memory, of which 0.0 GB are free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"model_type": "llama", "vision_config": {}}', "{}"]
+)
+def test_a_config_of_another_model_is_refused(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    assert main(["bench", "--device", "cpu", "--config", str(tmp_path / "config.json")]) == 1
+    told = capsys.readouterr().err
+    assert re.search("config.json (is not of a glm-4v; expected|cannot be read: Expecting)", told)
+
+
+def test_a_machine_that_may_do_it_is_tried(monkeypatch):
+    found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * 2)
+    monkeypatch.setattr(machine, "find_gpus", lambda: found)
+    monkeypatch.setattr(machine, "free_ram", lambda: 200e9)
+    asked = [Settings(workload=name) for name in TRAINED if name != "qlora"]
+    machine.require_machine([*asked, replace(asked[0], offload=True)], 2, on_cpu=False)
+    # These were measured on two H200s.
+    row = Settings(workload="full", micro_batch=2, optimizer="adamw_8bit", memory_limit=139)
+    machine.require_machine([row], 2, on_cpu=False)
+
+
+def test_free_memory_is_within_the_limits_of_control_groups(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   1000 kB\n",
+        "/proc/self/cgroup": "4:cpu,memory:/a\n2:cpu:/b\n0::/c:d\n",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "/sys/fs/cgroup/c:d/memory.max": "max\n",
+    }
+    monkeypatch.setattr(Path, "is_file", lambda path: str(path) in files)
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: files[str(path)])
+    assert machine.free_ram() == 1_024_000
+    for file in (
+        "/sys/fs/cgroup/c:d/memory.max",
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/a/memory.limit_in_bytes",
+    ):
+        monkeypatch.setitem(files, file, "5000\n")
+        assert machine.free_ram() == 5000
+        monkeypatch.delitem(files, file)
+        files.pop(file, None)
+
+
+def test_free_memory_of_this_machine_is_no_more_than_it_has():
+    import psutil
+
+    assert 0 < machine.free_ram() <= psutil.virtual_memory().total
 
 
 def test_several_processes_without_zero_are_refused_before_anything_runs(capsys):

@@ -2,18 +2,21 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
-import torch
+from recipes import drawn_recipe
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune import launch
 from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.trainer import Recipe
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
+from glm4v_patched.finetune.trainer import check_data, settings_of
 from glm4v_patched.training.zero import path_of_processes, require_deepspeed
 
 
@@ -55,9 +58,8 @@ def test_one_conversation_cannot_be_split(tmp_path, capsys):
 
 
 def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert main(["demo", "--out", str(tmp_path / "new")]) == 1
+    assert main(["demo", "--out", str(tmp_path / "new"), "--device", "cpu"]) == 1
     assert "apt-get install g++" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -70,22 +72,27 @@ def test_ninja_of_an_environment_that_is_not_activated_is_found(tmp_path, monkey
     assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    return drawn_recipe(tmp_path_factory.mktemp("command_line"), {})
+
+
 @pytest.fixture
-def recipe(tmp_path, monkeypatch) -> dict:
+def recipe(tmp_path, monkeypatch, drawn) -> dict:
     """A recipe in ``recipe.json``, and no processes that it could be run on."""
     values = {
-        "model": "model",
-        "data": str(tmp_path / "data.jsonl"),
+        "model": drawn.model,
         "out": str(tmp_path / "out"),
-        "steps": 10,
-        "micro_batch": 1,
-        "learning_rate": 1e-3,
-        "save_steps": 2,
+        "data": {"train": drawn.data.train},
+        "trainer": {
+            "max_steps": 10,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+        },
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
-    (tmp_path / "data.jsonl").write_text("a conversation\n")
     monkeypatch.setattr(launch, "require_deepspeed", lambda on_cpu: None)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda processes: True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("processes were started"))
     return values
@@ -95,12 +102,17 @@ def add_checkpoint(tmp_path, step: int, processes: int = 2) -> None:
     folder = tmp_path / "out" / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "latest").write_text("x")
-    settings = Recipe.read(tmp_path / "recipe.json").settings(processes)
-    write_manifest(folder, settings)
+    mine = Recipe.read(tmp_path / "recipe.json")
+    checked = check_data(mine)
+    rows = Rows(checked.row_digests, checked.row_lines)
+    base = identify(base_of(mine))
+    write_manifest(folder, Origin(settings_of(mine, processes), base, rows))
 
 
 def run_train(tmp_path, *options: str) -> int:
-    return main(["train", str(tmp_path / "recipe.json"), "--processes", "2", *options])
+    return main(
+        ["train", str(tmp_path / "recipe.json"), "--processes", "2", "--device", "cpu", *options]
+    )
 
 
 def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, capsys):
@@ -108,7 +120,9 @@ def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, caps
     assert "none.json" in capsys.readouterr().err
     (tmp_path / "recipe.json").write_text('{"stepps": 3}')
     assert main(["train", str(tmp_path / "recipe.json")]) == 1
-    assert "recipe.json is no recipe; unknown: stepps, missing: data" in capsys.readouterr().err
+    assert re.search(
+        "(?s)recipe.json: data.train is missing.*json:1: stepps is not", capsys.readouterr().err
+    )
 
 
 def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
@@ -116,7 +130,9 @@ def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
 ):
     add_checkpoint(tmp_path, 4)
     assert run_train(tmp_path) == 1
-    assert "holds checkpoint-4 of an earlier run; continue it (--resume)" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "holds checkpoint-4; give the new run another folder (out), or continue" in message
+    assert "(--resume)" in message
     assert not (tmp_path / "out" / "recipe.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""README and docs: their links lead somewhere, their examples are read, their commands are known."""
+"""README and docs: links lead somewhere, examples are read, commands are known."""
 
 import json
 import re

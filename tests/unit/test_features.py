@@ -735,14 +735,17 @@ def test_a_trainer_predicts_logits_and_no_features(conversations, processor, tmp
 def test_a_recipe_says_where_features_are_kept(tmp_path):
     model = frozen_model()
     assert features_of(recipe(), model) is None
-    assert features_of(recipe({"data.reuse_features": True}), model).folder is None
-    assert features_of(recipe({"data.reuse_features": str(tmp_path)}), model).folder == tmp_path
+    assert features_of(recipe({"trained": "lm", "data.reuse_features": True}), model).folder is None
+    assert (
+        features_of(recipe({"trained": "lm", "data.reuse_features": str(tmp_path)}), model).folder
+        == tmp_path
+    )
 
 
 def test_a_continued_run_may_reuse_features_or_not(tmp_path):
     (tmp_path / "data").write_text("")
     plain, reusing = (
-        recipe({"data.train": str(tmp_path / "data"), "data.reuse_features": r})
+        recipe({"trained": "lm", "data.train": str(tmp_path / "data"), "data.reuse_features": r})
         for r in (False, True)
     )
     assert settings_of(plain, processes=1) == settings_of(reusing, processes=1)
@@ -750,7 +753,7 @@ def test_a_continued_run_may_reuse_features_or_not(tmp_path):
 
 @pytest.mark.parametrize("value", [None, "", 1, ["folder"]], ids=str)
 def test_a_recipe_refuses_what_is_no_folder(value):
-    with pytest.raises(ValueError, match="reuse_features is .*; expected true, false or a folder"):
+    with pytest.raises(ValueError, match="data.reuse_features"):
         recipe({"data.reuse_features": value})
 
 

@@ -15,6 +15,7 @@ from glm4v_patched.training.choices import ALL_WEIGHTS
 from glm4v_patched.training.memory import (
     CANDIDATES,
     GIB,
+    OUTSIDE_TORCH,
     Kept,
     Training,
     choose_kept,
@@ -189,3 +190,25 @@ def test_without_a_gpu_nothing_is_known_to_be_free_and_most_is_computed_again():
     assert free_memory() == 0
     chosen = choose_kept(tiny_model().config, training(), free_memory(), ANYTHING)
     assert (chosen.tower, chosen.language) == ("full", "full")
+
+
+@pytest.mark.parametrize("mine", [10 * GIB, 50 * GIB])
+def test_free_memory_is_the_least_of_all_processes(mine, monkeypatch):
+    """Else they would choose unlike policies, and wait for each other in unlike collectives."""
+    other = 30 * GIB
+    tensor = torch.tensor
+
+    def all_reduce(value: torch.Tensor, op) -> None:
+        assert op == torch.distributed.ReduceOp.MIN
+        value.copy_(torch.minimum(value, tensor(float(other), dtype=value.dtype)))
+
+    # The second process, and a GPU whose tensors lie on the CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (mine - GIB, 141 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
+    monkeypatch.setattr(torch, "tensor", lambda value, dtype, device: tensor(value, dtype=dtype))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert free_memory() == min(mine, other)
+    # A limit of this process is the others', too.
+    assert free_memory(limit=5 * GIB) == 5 * GIB + OUTSIDE_TORCH

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.packing import PackingCollator, pack_conversations
+from glm4v_patched.data.packing import PackingCollator, share_out
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.training.scratch import build_processor, tiny_config
 
@@ -55,39 +55,36 @@ def test_positions_are_counted_without_opening_images(processor):
     for messages in conversations():
         unopened = [m | {"image": "no such file"} if "image" in m else m for m in messages]
         images = sum("image" in message for message in messages)
-        assert collator.count(unopened) == (length(processor, messages), images)
+        (size,) = collator.measure([unopened])
+        assert (size.positions, size.images) == (length(processor, messages), images)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_conversation_is_in_one_row_and_no_row_is_too_long(processor, seed):
+def test_every_conversation_is_in_one_row_and_no_row_is_too_long(seed):
     draw = random.Random(seed)
-    given = [conversation(draw.randrange(1, 60), seed=i) for i in range(40)]
-    rows = pack_conversations(given, processor, 100)
-    assert sorted(id(c) for row in rows for c in row) == sorted(map(id, given))
-    lengths = [sum(length(processor, c) for c in row) for row in rows]
-    assert max(lengths) <= 100
+    lengths = [draw.randrange(1, 60) for _ in range(40)]
+    rows = share_out(lengths, 100)
+    assert sorted(number for row in rows for number in row) == list(range(40))
+    totals = [sum(lengths[number] for number in row) for row in rows]
+    assert max(totals) <= 100
     # None of two rows would fit into one, and so all but one are more than half full.
-    assert sum(sorted(lengths)[:2]) > 100
-    assert pack_conversations(given, processor, 100) == rows
+    assert sum(sorted(totals)[:2]) > 100
+    assert share_out(lengths, 100) == rows
 
 
-def test_a_row_is_filled_to_the_last_position(processor):
-    long, short = conversation(40), conversation(3)
-    total = length(processor, long) + length(processor, short)
-    assert pack_conversations([short, long], processor, total) == [[long, short]]
-    assert pack_conversations([short, long], processor, total - 1) == [[long], [short]]
-    assert pack_conversations([long], processor, length(processor, long)) == [[long]]
+def test_a_row_is_filled_to_the_last_position():
+    assert share_out([9, 40], 49) == [[1, 0]]
+    assert share_out([9, 40], 48) == [[1], [0]]
+    assert share_out([40], 40) == [[0]]
 
 
-def test_a_conversation_longer_than_a_row_is_refused_with_its_number(processor):
-    given = [conversation(1), conversation(30), conversation(2), conversation(40)]
-    lengths = [length(processor, c) for c in given]
+def test_a_conversation_longer_than_a_row_is_refused_with_its_number():
     message = (
-        rf"2 of 4 .*number 2 is the first: it takes {lengths[1]} positions and a row has "
-        rf"{lengths[1] - 1}\. Make rows of at least {lengths[3]} \(pack_to"
+        r"2 of 4 .*number 2 is the first: it takes 30 positions and a row has 29\. "
+        r"Make rows of at least 40 \(pack_to"
     )
     with pytest.raises(ValueError, match=message):
-        pack_conversations(given, processor, lengths[1] - 1)
+        share_out([1, 30, 2, 40], 29)
 
 
 # Batches

@@ -1,0 +1,96 @@
+"""Decodes pictures to their end, as training will: what cannot be read is found before it.
+
+Needs no torch. ``python -m glm4v_patched.data.decoding`` is one of :mod:`workers`, which is asked
+for paths.
+"""
+
+import hashlib
+import io
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from .workers import Ended, answer_until_input_ends, ask_all
+
+COMMAND = (sys.executable, "-m", __name__)
+
+
+class Facts(NamedTuple):
+    """A picture's file, and why it cannot be learned from, if so."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    sha256: str
+    fault: str | None
+
+
+NOT_READ = Facts(-1, -1, -1, "", None)
+
+
+def look_at(path: str) -> Facts:
+    """Read a picture and decode all of it."""
+    try:
+        # Before it is opened: a pipe would be waited for.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return NOT_READ._replace(fault="is not a file")
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read()
+    except FileNotFoundError:
+        return NOT_READ._replace(fault="does not exist")
+    except (OSError, ValueError, MemoryError) as error:
+        return NOT_READ._replace(fault=f"cannot be read: {error}")
+    digest = hashlib.sha256(content).hexdigest()
+    return Facts(len(content), found.st_mtime_ns, found.st_ctime_ns, digest, find_fault(content))
+
+
+def find_fault(content: bytes) -> str | None:
+    """Why a picture of these bytes cannot be learned from; None if it can.
+
+    What is found here is what the image processor, which needs torch, would refuse later.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(content)) as image:
+                if image.format == "EPS":
+                    return "is PostScript (EPS), which a program would have to run: save it as PNG"
+                image.load()
+                if image.mode.startswith("I") or image.mode == "F":
+                    return (
+                        f"has the mode {image.mode}, which does not say what number is white; "
+                        "expected 8 bits a channel: scale it to them"
+                    )
+                ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
+        return "cannot be decoded: it is no picture of a kind that Pillow knows"
+    except Exception as error:  # Pillow raises whatever a broken file makes its readers raise
+        return f"cannot be decoded: {error or type(error).__name__}"
+    return None
+
+
+def look_at_all(paths: Sequence[str], processes: int) -> Iterator[Facts]:
+    """:func:`look_at` for each path, in order.
+
+    Args:
+        processes: How many to start; with 0, this one decodes.
+    """
+    if not processes:
+        yield from map(look_at, paths)
+        return
+    for answer in ask_all(COMMAND, paths, processes):
+        if isinstance(answer, Ended):
+            fault = f"ended the process that decoded it, with exit status {answer.status}"
+            yield NOT_READ._replace(fault=fault)
+        else:
+            yield Facts(*answer)
+
+
+if __name__ == "__main__":
+    answer_until_input_ends(look_at)

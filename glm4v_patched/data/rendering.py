@@ -1,0 +1,51 @@
+"""Renders conversations and measures what they take, one of :mod:`workers`.
+
+``python -m glm4v_patched.data.rendering FOLDER``, with the processor that was saved there.
+"""
+
+import sys
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+from ..remote.processing_chatglm import ChatGLMProcessor
+from .collate import ConversationCollator, Size
+from .workers import Ended, answer_until_input_ends, ask_all
+
+ROWS_AT_ONCE = 64
+
+
+def measure_all(
+    conversations: list[list[dict]], collator: ConversationCollator, processes: int
+) -> Iterator[Size | str]:
+    """The size of each conversation, or why it cannot be rendered.
+
+    Args:
+        processes: How many to start; with 0, this one renders.
+    """
+    starts = range(0, len(conversations), ROWS_AT_ONCE)
+    parts = [conversations[start : start + ROWS_AT_ONCE] for start in starts]
+    if not processes:
+        for part in parts:
+            yield from _measure(part, collator)
+        return
+    with TemporaryDirectory() as folder:
+        collator.processor.save_pretrained(folder)
+        for answer in ask_all((sys.executable, "-m", __name__, folder), parts, processes):
+            if isinstance(answer, Ended):
+                raise RuntimeError(f"a process that renders rows ended with status {answer.status}")
+            for size in answer:
+                yield size if isinstance(size, str) else Size(*size)
+
+
+def _measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[Size | str]:
+    try:
+        return collator.measure(conversations)
+    except Exception as error:  # a template and its filters raise what they like
+        if len(conversations) == 1:
+            return [f"cannot be rendered by the model's chat template: {error}"]
+        return [_measure([conversation], collator)[0] for conversation in conversations]
+
+
+if __name__ == "__main__":
+    saved = ConversationCollator(ChatGLMProcessor.from_pretrained(sys.argv[1]))
+    answer_until_input_ends(lambda conversations: _measure(conversations, saved))

@@ -1,0 +1,245 @@
+"""What a checkpoint belongs to: the recipe, the model that training started from, the rows.
+
+Needs no torch. Models are known by their contents, so that folders may move.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..recognition import is_glm4v
+from .config import Recipe
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# All of a model's folder that changes what is computed.
+MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
+MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
+MODEL_FILES += ["chat_template.jinja"]
+WHOLE_UP_TO = 64 * 2**20  # bytes
+BLOCK, BLOCKS = 64 * 2**10, 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are learned, in their order.
+
+    Args:
+        digests: Of each row with the bytes of its pictures.
+        lines: Where it stands in the file.
+    """
+
+    digests: tuple[str, ...]
+    lines: tuple[int, ...]
+
+    def changes_to(self, new: "Rows") -> list[str]:
+        """What is different in ``new``, a line for each kind; nothing if they are the same."""
+        if self.digests == new.digests:
+            return []
+        there, now = len(self.digests), len(new.digests)
+        changed = [
+            line for line, a, b in zip(new.lines, self.digests, new.digests, strict=False) if a != b
+        ]
+        counts = Counter(self.digests), Counter(new.digests)
+        if counts[0] == counts[1]:
+            return [f"rows: the same {now}, in another order from line {changed[0]} on"]
+        gone, come = _lines_of(self, counts[0] - counts[1]), _lines_of(new, counts[1] - counts[0])
+        if there == now and len(changed) == len(come):
+            return [f"rows: {now} there and now, {_count(changed, 'differ')}"]
+        gone, come = _count(gone, "are gone"), _count(come, "are new")
+        return [f"rows: {there} there, {now} now; {gone}; {come}"]
+
+
+def _lines_of(rows: Rows, wanted: Counter) -> list[int]:
+    """Where so many rows of each digest stand; of equal ones, the last."""
+    lines = []
+    for row, line in zip(reversed(rows.digests), reversed(rows.lines), strict=True):
+        if wanted[row] > 0:
+            wanted[row] -= 1
+            lines.append(line)
+    return lines[::-1]
+
+
+def _count(lines: list[int], what: str, most: int = 5) -> str:
+    if not lines:
+        return f"0 {what}"
+    places = ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")
+    return f"{len(lines)} {what} (line{'s' if len(lines) > 1 else ''} {places})"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run and its continuation must have in common."""
+
+    settings: dict[str, Any]
+    base: dict[str, str]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that training starts from.
+
+    Args:
+        model: Folder or id of the Hub of the weights that are no adapters.
+        revision: Of an id of the Hub; its commit, once it is known.
+        adapters: Folder of the LoRA adapters that go on being trained, if any.
+    """
+
+    model: str
+    revision: str | None = None
+    adapters: Path | None = None
+
+
+def base_of(recipe: Recipe) -> Base:
+    """Where the recipe's model lies; of a folder of adapters, where the model under them does.
+
+    Raises:
+        ValueError: adapters that this recipe cannot continue, or whose model is no glm-4v.
+    """
+    folder = Path(recipe.model)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return Base(recipe.model, recipe.revision)
+    if any(folder.glob("model*.safetensors")):
+        raise ValueError(
+            f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
+            "move one of them away"
+        )
+    config = _read_json(folder / ADAPTER_CONFIG)
+    base = _checked_adapters(recipe, folder, config)
+    if Path(base.model).is_dir():
+        _require_glm4v(Path(base.model), folder)
+    return base
+
+
+def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
+    kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
+    if kind != "LORA" or not isinstance(model, str) or not model:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
+            f"{model!r}; expected LORA, and where the model under the adapters lies"
+        )
+    if recipe.trained in ("full", "lm"):
+        raise ValueError(
+            f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
+            "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
+            "other weights, merge them into their model first (peft: merge_and_unload)"
+        )
+    weights = folder / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise ValueError(f"{weights} is missing: expected adapters as safetensors")
+    on_tower = any(".vision." in name for name in _tensor_names(weights))
+    if on_tower != (recipe.trained == "lora_all"):
+        has = "both towers" if on_tower else "the language model"
+        raise ValueError(
+            f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
+            + ("lora_all" if on_tower else "lora_lm or qlora")
+        )
+    if config.get("r") != recipe.lora.rank:
+        raise ValueError(
+            f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is "
+            f"{recipe.lora.rank}; expected the same"
+        )
+    return Base(model, config.get("revision"), folder)
+
+
+def _require_glm4v(model: Path, adapters: Path) -> None:
+    if (model / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
+        )
+    config = _read_json(model / "config.json")
+    if not is_glm4v(config):
+        raise ValueError(
+            f"{adapters} are adapters of {model}, which is no glm-4v: its model_type is "
+            f"{config.get('model_type')!r}, and its vision_config {config.get('vision_config')!r}"
+        )
+
+
+def _tensor_names(weights: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(weights, framework="numpy") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{weights} cannot be read: {error}") from None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
+    return content
+
+
+def pin(base: Base) -> Base:
+    """The same with the commit of an id of the Hub, so that all processes load one and the same,
+    now and when the run is continued.
+
+    Raises:
+        ValueError: there is no such model, or it is adapters, or the Hub does not answer.
+    """
+    if Path(base.model).is_dir():
+        return base
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
+        commit = config.parent.name
+        try:
+            hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
+            has_adapters = True
+        except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
+            has_adapters = False
+    except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
+        raise ValueError(f"{base.model} is no folder, and not had from the Hub: {error}") from None
+    if has_adapters:
+        raise ValueError(
+            f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
+            f"{base.model} --local-dir FOLDER` makes it"
+        )
+    if base.adapters is not None:
+        _require_glm4v(config.parent, base.adapters)
+    return replace(base, revision=commit)
+
+
+def identify(base: Base) -> dict[str, str]:
+    """Digests of the files of a model, and of adapters; of the Hub's, the commit."""
+    found = {}
+    folder = Path(base.model)
+    if folder.is_dir():
+        for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
+            found[path.name] = digest(path)
+    else:
+        found["model on the Hub"] = f"{base.model} at {base.revision}"
+    if base.adapters is not None:
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            found[f"adapters: {name}"] = digest(base.adapters / name)
+    return found
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it.
+
+    The first and the last block are among them. What changes all of a file is noticed; a byte
+    between the blocks is not.
+    """
+    size = path.stat().st_size
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= WHOLE_UP_TO:
+            while part := file.read(2**20):
+                found.update(part)
+            return found.hexdigest()
+        found.update(str(size).encode())
+        for number in range(BLOCKS):
+            file.seek(number * (size - BLOCK) // (BLOCKS - 1))
+            found.update(file.read(BLOCK))
+    return f"{found.hexdigest()} (of samples)"

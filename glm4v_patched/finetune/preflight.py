@@ -1,0 +1,311 @@
+"""What can be told of a training before anything expensive starts; needs no torch.
+
+The command line asks here once, and not each training process.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..recognition import is_glm4v
+from ..training.choices import require_packages
+from ..training.gpus import find_gpus
+from .config import Recipe, check_values, located
+from .recipe_file import Fault, RecipeError, read_document, shown
+
+Device = Literal["cuda", "cpu"]
+
+GB = 10**9
+# Names of the Hub: OWNER/NAME, of letters, digits, "-", "_" and ".", neither "--" nor ".." inside.
+HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<![.-])", re.ASCII)
+LONGEST_HUB_ID = 96
+LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
+TARGET = "query_key_value.weight"  # of LoRA: weights.LORA_TARGETS
+FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
+# Whose sizes are known before it is downloaded.
+PUBLISHED = ("zai-org/glm-4v-9b", "THUDM/glm-4v-9b")
+PUBLISHED_SHAPES = {
+    **{f"transformer.encoder.layers.{n}.{TARGET}": [4608, 4096] for n in range(40)},
+    **{f"transformer.vision.transformer.layers.{n}.{TARGET}": [5376, 1792] for n in range(63)},
+    "all others of the language model": [8_644_976_640],
+    "all others of transformer.vision.": [3_899_440_640],
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """On what a training runs: so many processes, each on a GPU of its own, or all on the CPU."""
+
+    processes: int
+    on_cpu: bool = False
+
+
+def check(
+    path: Path,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    device: Device = "cuda",
+) -> tuple[Recipe, Placement]:
+    """Read a recipe, and see whether it can be run here.
+
+    Args:
+        overrides: As ``engine.compile=true``; laid over the file.
+        processes, device: As :func:`place` takes them.
+
+    Raises:
+        RecipeError: with a line for everything that is wrong, as far as one fault does not hide
+            another.
+    """
+    document = read_document(path).override(overrides)
+    checked = check_values(document.values)
+    faults = [*checked.faults, *_faults_here(checked.known, device)]
+    placement = _place(processes, device, checked.known.get("engine.zero_stage", 3))
+    if isinstance(placement, Fault):
+        faults.append(placement)
+    if faults or document.faults:
+        raise located(document, faults)
+    return checked.recipe, placement
+
+
+def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
+    """Args:
+        processes: None for one on each GPU; on a CPU, or without ZeRO, for a single one.
+        device: "cpu", to train without GPUs, however many there are.
+
+    Raises:
+        RecipeError: there are fewer GPUs than processes, or several processes and no ZeRO.
+    """
+    placement = _place(processes, device, zero_stage)
+    if isinstance(placement, Fault):
+        raise RecipeError(placement.text)
+    return placement
+
+
+def _place(processes: int | None, device: Device, zero_stage: int) -> Placement | Fault:
+    if zero_stage == 0 and processes not in (None, 1):
+        return Fault(
+            "engine.zero_stage",
+            f"engine.zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
+            "expected --processes 1, or engine.zero_stage 1, 2 or 3",
+        )
+    if device == "cpu":
+        return Placement(processes or 1, on_cpu=True)
+    gpus = find_gpus()
+    if not gpus.found:
+        return Fault(
+            "--device",
+            f"there is no GPU: {gpus.reason}; to train on the CPU all the same: --device cpu",
+        )
+    wanted = processes or (1 if zero_stage == 0 else len(gpus))
+    if len(gpus) < wanted:
+        return Fault(
+            "--processes",
+            f"{wanted} processes on {len(gpus)} GPUs: each needs one of its own; expected "
+            f"--processes {len(gpus)}{' or fewer' * (len(gpus) > 1)}, or --device cpu",
+        )
+    return Placement(wanted)
+
+
+def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
+    """What is wrong here with values that are right by themselves."""
+    checks = {
+        "model": _fault_of_model,
+        "data.train": _fault_of_file,
+        "data.reuse_features": _fault_of_folder,
+        "out": _fault_of_folder,
+    }
+    for name, fault_of in checks.items():
+        value = known.get(name)
+        if not isinstance(value, str):
+            continue  # false or none; or it cannot be, which is told
+        text = fault_of(value)
+        if name == "out":
+            text = text or _fault_of_space(known)
+        if text:
+            yield Fault(name, f"{name} is {shown(value)}: {text}")
+    if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
+        yield Fault(
+            "engine.optimizer",
+            "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected "
+            "adamw",
+        )
+    for name in ("trained", "engine.optimizer"):
+        try:
+            require_packages(known.get(name))
+        except RuntimeError as error:
+            yield Fault(name, str(error))
+
+
+def _fault_of_model(model: str) -> str | None:
+    if os.path.isdir(model):
+        return _fault_of_model_folder(Path(model))
+    expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
+    if os.path.lexists(model):
+        return f"a file, or a link to nothing; {expected}"
+    is_id = HUB_ID.fullmatch(model) and len(model) <= LONGEST_HUB_ID
+    return None if is_id else f"there is no such folder; {expected}"
+
+
+def _fault_of_model_folder(folder: Path) -> str | None:
+    if (folder / "adapter_config.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "a folder without config.json; expected one of a glm-4v"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"its config.json cannot be read: {shown(str(error))}"
+    if not isinstance(config, dict) or not is_glm4v(config):
+        kind = config.get("model_type") if isinstance(config, dict) else config
+        return (
+            f"its config.json has model_type {shown(kind)} and is not a glm-4v's; expected "
+            "chatglm, with a vision_config"
+        )
+    shards = _shards(folder)
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
+    pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
+    if pointers:
+        return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
+    if not shards and not [*folder.glob("*.bin")]:
+        return "a folder without weights; expected model.safetensors, or an index of its parts"
+    return None
+
+
+def _begins(file: Path, start: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(start)) == start
+    except OSError:
+        return False  # told when it is loaded
+
+
+def _fault_of_file(file: str) -> str | None:
+    if not os.path.lexists(file):
+        return "there is no such file"
+    if not os.path.isfile(file):
+        return "no file, but a folder or a link to nothing"
+    if not os.access(file, os.R_OK):
+        return "it may not be read"
+    return None if os.path.getsize(file) else "it is empty"
+
+
+def _fault_of_folder(folder: str) -> str | None:
+    """Why a folder cannot be written, or made."""
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        return "no folder, but a file or a link to nothing"
+    place = _nearest(folder)
+    if not os.path.isdir(place):
+        return f"{place} is no folder"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{place} may not be written"
+    return None
+
+
+def _nearest(folder: str) -> str:
+    """The folder itself, or what there is of the folders around it."""
+    place = os.path.abspath(folder)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    return place
+
+
+def _fault_of_space(known: Mapping[str, Any]) -> str | None:
+    names = ("model", "trained", "lora.rank", "engine.zero_stage", "engine.precision")
+    names += ("engine.optimizer", "trainer.max_steps")
+    names += ("trainer.save_steps", "trainer.save_total_limit")
+    if not known.keys() >= {*names}:
+        return None
+    shapes = PUBLISHED_SHAPES
+    if known["model"] not in PUBLISHED:
+        shapes = _shapes(Path(known["model"]))
+    if not shapes:
+        return None  # of others on the Hub, of adapters and of pickled weights it is not known
+    model, checkpoint = saved_bytes(known, shapes)
+    number = checkpoints_at_once(
+        *(known[f"trainer.{name}"] for name in ("max_steps", "save_steps", "save_total_limit"))
+    )
+    there = len([*Path(known["out"]).glob("checkpoint-*")])  # of a run to be continued
+    needed = model + max(number - there, 0) * checkpoint
+    free = shutil.disk_usage(_nearest(known["out"])).free
+    if needed <= free:
+        return None
+    saved = f"the model ({model / GB:.1f} GB)"
+    if number:
+        saved += f" and up to {number} checkpoints at once ({checkpoint / GB:.1f} GB each)"
+    cure = "expected a folder on a larger disk"
+    if number > 1:
+        cure += ", or fewer checkpoints (trainer.save_total_limit, trainer.save_steps)"
+    return f"{free / GB:.1f} GB are free there, and {saved} take {needed / GB:.1f} GB; {cure}"
+
+
+def checkpoints_at_once(max_steps: int, save_steps: int | None, limit: int | None) -> int:
+    """The most that lie on the disk: an old one goes when a new one is complete."""
+    if save_steps is None:
+        return 0
+    saved = (max_steps - 1) // save_steps  # none at the last step
+    return saved if limit is None else min(saved, limit + 1)
+
+
+def saved_bytes(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """Bytes of what is saved at the end, and of a checkpoint.
+
+    Args:
+        known: Values of a recipe by dotted names.
+        shapes: Of the model's weights, by name.
+    """
+    what, stage = known["trained"], known["engine.zero_stage"]
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    total = sum(sizes.values())
+    adapters = 0
+    if what in ("lora_lm", "lora_all", "qlora"):
+        adapters = sum(
+            known["lora.rank"] * sum(shape)
+            for name, shape in shapes.items()
+            if name.endswith("query_key_value.weight")
+            and (what == "lora_all" or ".encoder." in name)
+        )
+    frozen = sum(size for name, size in sizes.items() if ".vision." in name) if what == "lm" else 0
+    trained = adapters or total - frozen
+    width = 2 if known["engine.precision"] == "bf16" else FP32
+    moments = MOMENTS_OF_8_BITS if known["engine.optimizer"] == "adamw_8bit" else MOMENTS
+    model = (adapters or total) * width
+    if stage == 0:  # trained in fp32, which is rounded at the end
+        return model, frozen * width + trained * (FP32 + moments)
+    # DeepSpeed keeps fp32 masters, and beside what the Trainer saves a copy of its own: of all
+    # weights, or where they are sharded of those that are frozen.
+    copied = frozen if stage == 3 else trained + frozen
+    return model, model + copied * width + trained * (FP32 + moments)
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Of the weights in safetensors, by name; what cannot be read is told when it is loaded."""
+    shapes = {}
+    for name in _shards(folder):
+        try:
+            with (folder / name).open("rb") as file:
+                length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
+                header = dict(json.loads(file.read(length)))
+            header.pop("__metadata__", None)
+            shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {}
+    return shapes
+
+
+def _shards(folder: Path) -> list[str]:
+    """Names of the model's files of weights."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return sorted({*index["weight_map"].values()})
+    except FileNotFoundError:
+        return ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # what is wrong with it is told when it is loaded

@@ -1,0 +1,308 @@
+"""A YAML or JSON file as values, with the line of each key; what cannot be read is told by line."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+try:
+    import yaml
+except ImportError as error:
+    raise RuntimeError(
+        "recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'"
+    ) from error
+
+# A recipe is a page of text; by this a mistaken file, as of data or weights, is told at once.
+MOST_BYTES = 2**16
+DEEPEST = 20
+TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
+MOST_FAULTS = 20
+
+Key = tuple[str | int, ...]
+# How the message about a line begins.
+Where = Callable[[int | None], str]
+
+
+class Fault(NamedTuple):
+    """``name`` is dotted; empty where no field is to blame, and an option where that is."""
+
+    name: str
+    text: str
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be; the message has a line for each fault."""
+
+    @classmethod
+    def of(cls, faults: Sequence[str]) -> "RecipeError":
+        more = [f"and {len(faults) - MOST_FAULTS} more faults"] * (len(faults) > MOST_FAULTS)
+        return cls("\n".join([*faults[:MOST_FAULTS], *more]))
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a file says, and then the command line.
+
+    ``lines`` has the line of each key by its dotted name; ``faults`` the keys that are there twice;
+    ``overridden`` the dotted names that the command line gave.
+    """
+
+    path: Path
+    values: Any
+    lines: dict[str, int]
+    faults: tuple[Fault, ...] = ()
+    overridden: frozenset[str] = frozenset()
+
+    def where(self, name: str) -> str:
+        """``FILE:LINE: `` of a dotted name, or of the section around it."""
+        around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        around = [name, *reversed(around)]
+        line = next((self.lines[outer] for outer in around if outer in self.lines), None)
+        given = name.startswith("--") or any(o.startswith(f"{name}.") for o in self.overridden)
+        if (line is None and given) or not self.overridden.isdisjoint(around):
+            return "command line: "
+        return f"{_printable(str(self.path))}:{'' if line is None else f'{line}:'} "
+
+    def override(self, assignments: Sequence[str]) -> "Document":
+        """The document with ``engine.compile=true`` and the like laid over it.
+
+        Raises:
+            RecipeError: one is no assignment, its value no YAML, or a name is there twice.
+        """
+        given, faults, twice = {}, [], []
+        for text in assignments:
+            name, equals, value = text.partition("=")
+            if not equals or not all(name.split(".")):
+                faults.append(
+                    f"command line: {shown(text)} is no assignment; expected field=value, as in "
+                    "engine.compile=true"
+                )
+            elif name in given:
+                faults.append(f"command line: {shown_name(name)} is given twice")
+            else:
+                given[name] = None
+                try:
+                    place = f"command line: {shown_name(name)}"
+                    given[name], _ = _read_yaml(value, lambda line, place=place: place, twice)
+                except RecipeError as error:
+                    faults.append(str(error))
+        faults += [f"command line: {fault.text}" for fault in twice]
+        if faults:
+            raise RecipeError.of(faults)
+        if not isinstance(self.values, dict):
+            return self  # which is told instead
+        values, misplaced = place_all(self.values, given)
+        faults = (*self.faults, *misplaced)
+        return replace(self, values=values, faults=faults, overridden=frozenset(given))
+
+
+def read_document(path: Path) -> Document:
+    """Read a file as JSON if it is named ``.json``, otherwise as YAML (1.1, numbers as in 1.2).
+
+    Raises:
+        RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
+    """
+    name, twice = _printable(str(path)), []
+    read = _read_json if path.suffix.lower() == ".json" else _read_yaml
+    values, lines = read(
+        _read_text(path, name), lambda line: name if line is None else f"{name}:{line}", twice
+    )
+    return Document(path, values, lines, tuple(twice))
+
+
+def place_all(values: dict, given: Mapping[str, Any]) -> tuple[dict, list[Fault]]:
+    """A copy of nested ``values`` with others by dotted names, and which of them had no place."""
+    values, misplaced = dict(values), []
+    for name, value in given.items():
+        *sections, field = name.split(".")
+        place = values
+        for section in sections:
+            inner = place.get(section, {})
+            if not isinstance(inner, dict):
+                text = f"{shown_name(name)} cannot be: {shown_name(section)} is {shown(inner)}"
+                misplaced.append(Fault(name, f"{text}, and no section"))
+                break
+            place[section] = place = dict(inner)
+        else:
+            place[field] = value
+    return values, misplaced
+
+
+def read_scalar(text: str) -> Any:
+    """What YAML makes of a text without quotes: a number, true, false or the text itself."""
+    tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
+    if not tag.endswith((":int", ":float", ":bool")):
+        return text
+    return _Loader("").construct_object(yaml.ScalarNode(tag, text))
+
+
+def shown(value: Any) -> str:
+    """A value as JSON has it, on one line and not too long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return _printable(text if len(text) <= 80 else text[:77] + "...")
+
+
+def shown_name(name: str) -> str:
+    """A key, on one line and not too long."""
+    return _printable(name if len(name) <= 80 else name[:77] + "...") or '""'
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+
+
+def _read_text(path: Path, name: str) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in content[:4]:
+        raise RecipeError(f"{name}:1: is UTF-16 or UTF-32; save it as UTF-8")
+    if len(content) > MOST_BYTES:
+        raise RecipeError(
+            f"{name}: has over {MOST_BYTES:,} bytes, and a recipe is a page of text: is it another "
+            "file?"
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            f"{name}:{line}: byte 0x{content[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _read_json(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[str, int]]:
+    try:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{where(error.lineno)}: is not JSON: {error.msg}") from None
+    except RecursionError:
+        values = None  # its line is found below
+    except ValueError as error:  # NaN, or a number of thousands of digits
+        raise RecipeError(f"{where(None)}: is not JSON: {error}") from None
+    lines: dict[Key, int] = {}
+    line = 1
+    inside: list[list] = []  # of each object its last key, of each array its last index
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}:,\n]', text):
+        sign = token[0]
+        if sign == "\n":
+            line += 1
+        elif sign in "{[":
+            inside.append([None if sign == "{" else 0, sign])
+            if len(inside) > DEEPEST:
+                raise RecipeError(f"{where(line)}: {TOO_DEEP}")
+        elif sign in "}]":
+            inside.pop()
+        elif sign == "," and inside[-1][1] == "[":
+            inside[-1][0] += 1
+        elif sign == ",":
+            inside[-1][0] = None
+        elif sign.startswith('"') and inside and inside[-1][0] is None:
+            inside[-1][0] = json.loads(sign)
+            _add_line(lines, tuple(key for key, _ in inside), line, twice)
+    return values, _dotted(lines)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _read_yaml(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[str, int]]:
+    lines: dict[Key, int] = {}
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        _add_lines(node, (), lines, twice)
+        return loader.construct_document(node), _dotted(lines)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        told = ", ".join(filter(None, (error.context, error.problem)))
+        raise RecipeError(f"{where(mark.line + 1)}: {_printable(told)}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(
+            f"{where(line)}: the character {_printable(chr(error.character))} cannot be in YAML"
+        ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without aliases and tags, whose numbers are those of YAML 1.2.
+
+    In YAML 1.1 ``1e-4`` is text, ``010`` is 8, ``1:30`` is 90 and ``2024-01-01`` is a date.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0].endswith((":bool", ":null"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _marked(f"*{event.anchor} is an alias; write the value itself", event)
+        if getattr(event, "tag", None) is not None:
+            raise _marked(f"{event.tag} is a tag, which recipes do not have", event)
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise _marked(TOO_DEEP, event)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node, deep=False):
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # a number of thousands of digits
+            raise _marked(str(error), node) from None
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
+def _add_lines(node: yaml.Node, path: Key, lines: dict[Key, int], twice: list[Fault]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _add_lines(item, (*path, index), lines, twice)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                raise _marked("a key is not text", key)
+            line = key.start_mark.line + 1
+            _add_line(lines, (*path, key.value), line, twice)
+            _add_lines(value, (*path, key.value), lines, twice)
+
+
+def _add_line(lines: dict[Key, int], path: Key, line: int, twice: list[Fault]) -> None:
+    if path in lines:
+        name = ".".join(map(str, path))
+        text = f"{shown_name(name)} is there twice, in lines {lines[path]} and {line}"
+        twice.append(Fault(name, text))
+    lines.setdefault(path, line)
+
+
+def _dotted(lines: dict[Key, int]) -> dict[str, int]:
+    return {".".join(map(str, path)): line for path, line in lines.items()}

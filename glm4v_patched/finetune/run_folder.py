@@ -1,0 +1,284 @@
+"""The folder of a run: one run at a time writes to it, and none over what it did not write.
+
+``run.json`` in it says that what has a run's names there was written by runs; it is made when
+nothing there has such a name, and lists at the end what the run has left. Needs no torch.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+LOCK = "run.lock"
+RECORD = "run.json"
+REPORT = "training.json"
+# The trained model or adapters, and what lies beside them to load them.
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"]
+BESIDE = ["config.json", "generation_config.json", "adapter_config.json", "chat_template.jinja"]
+BESIDE += ["processor_config.json", "preprocessor_config.json", "special_tokens_map.json"]
+BESIDE += ["tokenizer*.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"]
+MODEL = WEIGHTS + BESIDE
+CODE = ["*_chatglm.py"]
+CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
+CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
+# What a run that was stopped leaves beside checkpoints.
+STATE = ["recipe.json", "data.json"]
+
+
+def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
+    """What is in a folder under names that a run writes, ``run.json`` aside.
+
+    Args:
+        adapters: Whether the run trains adapters; peft writes a README.md beside them.
+    """
+    patterns = [*MODEL, *CODE, *STATE, REPORT, *(["README.md"] if adapters else [])]
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if CHECKPOINTS.fullmatch(path.name) or any(fnmatch(path.name, p) for p in patterns)
+    )
+
+
+def require_apart(out: Path, model: Path) -> None:
+    """Raise ``ValueError`` if a run in ``out`` would write into the model's folder, or lies
+    around it; links are followed."""
+    out, model = out.resolve(), model.resolve()
+    cure = "expected out to be a folder of its own, beside the model's"
+    if out == model:
+        raise ValueError(f"out is the model's own folder, {model}, and would replace it; {cure}")
+    if model in out.parents:
+        raise ValueError(f"out, {out}, lies in the model's folder, {model}; {cure}")
+    if out in model.parents:
+        raise ValueError(f"the model's folder, {model}, lies in out, {out}; {cure}")
+
+
+@contextmanager
+def locked(folder: Path, command: str | None = None) -> Iterator[None]:
+    """Make a folder where there is none, and keep other runs out of it meanwhile.
+
+    The lock is the kernel's, and gone with this process however that ends.
+
+    Raises:
+        ValueError: another run holds it, or nothing can be written there; says who, or why.
+    """
+    made = not os.path.lexists(folder)
+    file = _take_lock(folder)
+    try:
+        holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": command or shlex.join(sys.argv),
+        }
+        os.truncate(file, 0)
+        os.pwrite(file, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        # While it is held: whoever opened it before will see that it has left the folder.
+        with suppress(OSError):
+            os.unlink(folder / LOCK)
+        os.close(file)
+        if made:
+            with suppress(OSError):  # not empty: that is the run
+                folder.rmdir()
+
+
+def _take_lock(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
+                    return file
+            except FileNotFoundError:
+                pass
+            except BlockingIOError:
+                raise ValueError(_describe_holder(folder, file)) from None
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+    except OSError as error:
+        raise ValueError(_why_not_writable(folder, error)) from None
+
+
+def _describe_holder(folder: Path, file: int) -> str:
+    try:
+        holder = json.loads(os.pread(file, 10_000, 0))
+        who = "process {pid} on {host}, since {started}: {command}".format(**holder)
+    except (ValueError, KeyError, TypeError):  # it is just about to say
+        who = "a process that has just taken it"
+    return (
+        f"another run writes to {folder} ({who}); wait for it, end it, or give this one another "
+        "folder (out)"
+    )
+
+
+def _why_not_writable(folder: Path, error: OSError) -> str:
+    cure = "expected out to be a folder that can be written to"
+    for place in (folder, *folder.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            return f"{place} is a link to {os.readlink(place)}, which is not there; {cure}"
+        if os.path.exists(place):
+            if not os.path.isdir(place):
+                return f"{place} is a file; {cure}"
+            break
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"nothing can be written to {place} ({error.strerror}); {cure}"
+    return f"{folder} cannot be used: {error}; {cure}"
+
+
+def require_usable(
+    folder: Path, inputs: list[Path], adapters: bool, resume: bool, overwrite: bool
+) -> list[str]:
+    """Make sure that a run may write to its folder; changes nothing. The caller holds its lock.
+
+    Args:
+        inputs: Files and folders that the run reads.
+        overwrite: Whether what earlier runs wrote there may go: only names that
+            :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
+
+    Returns:
+        What is to be removed there, for :func:`begin`.
+
+    Raises:
+        ValueError: there is a finished training, or what has a run's names and may not go.
+    """
+    recorded = read_record(folder)
+    present = names_of_run(folder, adapters)
+    for path in inputs:
+        relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
+        if relative[0] in {*present, "recipe.json", "data.json", RECORD, LOCK}:
+            raise ValueError(
+                f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
+                "be another folder"
+            )
+    if resume:
+        if read_report(folder).get("finished"):
+            raise ValueError(
+                f"the training in {folder} is finished ({REPORT}), there is nothing to continue; "
+                "to train further, give a new run that folder as model"
+            )
+        others = [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in STATE]
+        if others and recorded is None:
+            raise ValueError(
+                f"{folder} holds {_listed(others)}, which no run wrote and this one would replace; "
+                "give it another folder (out), or move them away"
+            )
+        return []
+    if recorded is not None and not read_report(folder).get("finished"):
+        # What a run leaves that was stopped before it had anything to lose.
+        present = [name for name in present if name not in (*STATE, REPORT)]
+    foreign = present if recorded is None else sorted({*present} - recorded)
+    if present and not overwrite:
+        raise ValueError(
+            f"{folder} holds {_describe(present)}; give the new run another folder (out)"
+            + ("" if foreign else ", or replace them (--overwrite)")
+            + _or_resume(present)
+        )
+    if foreign:
+        raise ValueError(
+            f"--overwrite removes only what runs wrote, and {folder} holds {_listed(foreign)}, of "
+            "which no run says so; move them away, or give the new run another folder (out)"
+        )
+    return present
+
+
+def begin(folder: Path, remove: list[str]) -> None:
+    """Remove what :func:`require_usable` said, and say that what comes now is a run's."""
+    # Written anew already, or about to be.
+    if remove := [name for name in remove if name not in STATE]:
+        for name in remove:
+            _remove(folder / name)
+        print(f"removed from {folder}: {_listed(remove, most=100)}", flush=True)
+    present = names_of_run(folder)
+    ours = read_record(folder) is not None
+    if ours or all(CHECKPOINTS.fullmatch(name) or name in STATE for name in present):
+        _write_record(folder, None)
+    (folder / REPORT).unlink(missing_ok=True)
+
+
+def read_record(folder: Path) -> set[str] | None:
+    """The names that runs have written in a folder: all that is there now under a run's names
+    unless the last run came to its end, and listed them. None if no run says so."""
+    try:
+        listed = json.loads((folder / RECORD).read_text(encoding="utf-8"))["written"]
+        return {*names_of_run(folder)} if listed is None else {*map(str, listed)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def close_record(folder: Path, adapters: bool) -> None:
+    """List what a run has written, at its end."""
+    if read_record(folder) is not None:
+        _write_record(folder, names_of_run(folder, adapters))
+
+
+def _write_record(folder: Path, names: list[str] | None) -> None:
+    (folder / RECORD).write_text(json.dumps({"written": names}, indent=2))
+
+
+def read_report(folder: Path) -> dict:
+    """``training.json``, or nothing if there is none that can be read."""
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def remove_weights(folder: Path) -> None:
+    """Take the weights out of a folder whose run has come to nothing."""
+    for path in folder.iterdir():
+        if any(fnmatch(path.name, pattern) for pattern in WEIGHTS):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _describe(names: list[str]) -> str:
+    kinds = {
+        "a finished training": REPORT in names,
+        "a model": any(fnmatch(name, "model*.safetensors*") for name in names),
+        "adapters": any(fnmatch(name, "adapter_*") for name in names),
+    }
+    kinds |= {name: True for name in names if CHECKPOINTS.fullmatch(name)}
+    found = [kind for kind, there in kinds.items() if there]
+    return _listed(found or names)
+
+
+def _or_resume(present: list[str]) -> str:
+    if REPORT not in present and any(CHECKPOINTS.fullmatch(name) for name in present):
+        return ", or continue what was stopped there (--resume)"
+    return ""
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Give the weights in a folder the mode of every other new file: safetensors writes them for
+    their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o666 & ~mask)

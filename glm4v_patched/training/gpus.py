@@ -1,0 +1,75 @@
+"""The GPUs that training processes will see, asked without torch, so that mistakes are answered at
+once."""
+
+import ctypes
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``memory`` is all that it has, in bytes."""
+
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """``reason`` says why none was found; it is empty where there are some."""
+
+    found: tuple[Gpu, ...]
+    reason: str = ""
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+def find_gpus() -> Gpus:
+    """What the CUDA driver shows: ``CUDA_VISIBLE_DEVICES`` and parts of GPUs (MIG) are its matter.
+
+    No context is made, so that nothing is taken of a GPU's memory.
+    """
+    if torch_without_cuda():
+        return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Gpus((), "no driver of NVIDIA is installed (libcuda.so.1 was not found)")
+    status = driver.cuInit(0)
+    count = ctypes.c_int()
+    status = status or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status and status != NO_DEVICE:
+        return Gpus((), f"NVIDIA's driver cannot be started: cuInit gave error {status}")
+    if status or not count.value:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        reason = "NVIDIA's driver shows none"
+        return Gpus((), reason if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}")
+    return Gpus(tuple(_describe(driver, index) for index in range(count.value)))
+
+
+def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
+    device, memory = ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    status = driver.cuDeviceGet(ctypes.byref(device), index)
+    status = status or driver.cuDeviceGetName(name, len(name), device)
+    status = status or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    if status:
+        raise RuntimeError(f"NVIDIA's driver gave error {status} about GPU {index}")
+    return Gpu(name.value.decode(errors="replace"), memory.value)
+
+
+def torch_without_cuda() -> bool:
+    """Whether the installed torch can use no GPU of NVIDIA; read without importing it."""
+    package = importlib.util.find_spec("torch")
+    if package is None:
+        return True
+    file = Path(package.submodule_search_locations[0], "version.py")
+    spec = importlib.util.spec_from_file_location("version_of_torch", file)
+    version = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(version)
+    return version.cuda is None

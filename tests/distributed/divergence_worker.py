@@ -1,0 +1,84 @@
+"""Runs recipes under ZeRO-3 that break in different ways, one after the other; writes what each
+process made of them.
+
+Started by test_divergence.py: ``python -m torch.distributed.run --nproc_per_node 2
+divergence_worker.py FOLDER``.
+"""
+
+import json
+import math
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
+from glm4v_patched.finetune.trainer import RecipeTrainer, leave, train
+
+BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
+
+
+@contextmanager
+def loss_of_rank_1_is_nan(from_step: int, backward: bool):
+    """Also for the gradients, or in what is told alone."""
+    compute, see, steps = RecipeTrainer.compute_loss, DivergenceWatch.see, []
+
+    def poisoned(loss):
+        return loss * math.nan if dist.get_rank() == 1 and len(steps) >= from_step else loss
+
+    def compute_loss(self, *args, **kwargs):
+        steps.append(None)
+        loss = compute(self, *args, **kwargs)
+        return poisoned(loss) if backward else loss
+
+    def told(self, loss, norm):
+        return see(self, poisoned(loss), norm)
+
+    with (
+        mock.patch.object(RecipeTrainer, "compute_loss", compute_loss),
+        mock.patch.object(DivergenceWatch, "see", told),
+    ):
+        yield
+
+
+@contextmanager
+def a_weight_is_broken_at_the_end():
+    """One number of rank 1's share of it."""
+    save = RecipeTrainer.save_model
+
+    def break_and_save(self, *args, **kwargs):
+        if dist.get_rank() == 1:
+            self.model.get_parameter(BROKEN).ds_tensor.data[0] = math.nan
+        save(self, *args, **kwargs)
+
+    with mock.patch.object(RecipeTrainer, "save_model", break_and_save):
+        yield
+
+
+def main(folder: Path) -> None:
+    cases = {
+        "told": loss_of_rank_1_is_nan(2, backward=False),
+        "gradients": loss_of_rank_1_is_nan(2, backward=True),
+        "base": nullcontext(),
+        "saved": a_weight_is_broken_at_the_end(),
+    }
+    outcomes = {}
+    for name, broken in cases.items():
+        recipe = Recipe.read(folder / f"{name}.json")
+        with broken:
+            try:
+                train(recipe)
+                outcomes[name] = "trained"
+            except Diverged as error:
+                outcomes[name] = str(error)
+    (folder / f"outcomes-{dist.get_rank()}.json").write_text(json.dumps(outcomes))
+    leave()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

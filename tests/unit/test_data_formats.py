@@ -1,0 +1,339 @@
+"""Reading rows: what is taken, and that all else is refused with file, line and cure."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from glm4v_patched.data.formats import (
+    ROLES,
+    Fault,
+    Row,
+    read_conversations,
+    read_rows,
+    write_conversations,
+)
+
+
+def said(role: str, content="x", **more) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+def row(*messages: dict, **more) -> str:
+    return json.dumps({"messages": messages, **more})
+
+
+GOOD = row(said("user", "a"), said("assistant", "b"))
+PICTURE = said("user", "q", image="a.png")
+ANSWER = said("assistant", "b")
+CALL = said("assistant", '{"city": "x"}', metadata="weather")
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    return tmp_path
+
+
+def read(folder: Path, *lines: str | bytes) -> list[list[dict]]:
+    written = [line if isinstance(line, bytes) else line.encode() for line in lines]
+    (folder / "data.jsonl").write_bytes(b"\n".join(written) + b"\n")
+    return read_conversations(folder / "data.jsonl")
+
+
+# What is taken
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [said("system"), said("user"), said("assistant")],
+        [said("user"), said("assistant"), said("user"), said("assistant")],
+        [said("system", "", tools=[TOOL]), said("user"), CALL, said("observation"), ANSWER],
+        [said("system", tools=[{"name": "weather"}]), said("user"), ANSWER],
+        [said("user"), ANSWER, CALL, said("observation"), said("observation"), ANSWER],
+        [said("user"), said("assistant", "b", metadata="")],
+        [said("user", "x <|assistant|> <images> 2 < 3"), said("assistant", "image <b>")],
+    ],
+    ids=range(7),
+)
+def test_conversations_are_taken_as_they_stand(folder, messages):
+    assert read(folder, row(*messages)) == [messages]
+
+
+def test_pictures_get_absolute_paths(folder):
+    other = said("user", "q", image=str(folder / "b" / ".." / "a.png"))
+    ((first, _), (second, _)) = read(folder, row(PICTURE, ANSWER), row(other, ANSWER))
+    assert first["image"] == second["image"] == str(folder / "a.png")
+
+
+@pytest.mark.parametrize("content", ["<image>\nq", "<image>q", " <image>  q", "q\n<image>"])
+def test_the_mark_of_a_picture_at_either_end_of_its_words_is_its_place_and_no_word(folder, content):
+    ((question, _),) = read(folder, row(said("user", content, image="a.png"), ANSWER))
+    assert question == said("user", "q", image=str(folder / "a.png"))
+
+
+def test_a_picture_needs_no_question(folder):
+    for content in ("", "<image>"):
+        ((question, _),) = read(folder, row(said("user", content, image="a.png"), ANSWER))
+        assert question["content"] == ""
+
+
+def test_utf_8_with_a_byte_order_mark_and_any_line_ends_is_taken(folder):
+    assert len(read(folder, b"\xef\xbb\xbf" + GOOD.encode(), "", GOOD)) == 2
+    assert len(read(folder, GOOD + "\r", GOOD + "\r")) == 2
+    # A whole character by two escapes, and one that ends a line elsewhere.
+    ((question, _),) = read(folder, row(said("user", "\U0001f600\u2028\x85"), ANSWER))
+    assert question["content"] == "\U0001f600\u2028\x85"
+
+
+# What is refused
+
+
+LONG = {"id": 7, "messages": [said("user"), ANSWER]}
+REFUSED = {
+    # Keys of a row
+    "images": (
+        row(said("user", "<image>What?"), ANSWER, images=["a.png"]),
+        '"images" is not read .pictures in it: 1, .* in the words: 1.: give .*"image": "a.png"',
+    ),
+    "images without a mark": (row(said("user"), ANSWER, images=["a.png"]), "in the words: 0"),
+    "image of a row": (row(said("user"), ANSWER, image="a.png"), 'key "image" .*to the message'),
+    "Messages": (json.dumps({"Messages": []}), 'key "Messages" .*write "messages", in small'),
+    "conversations": (
+        json.dumps({"conversations": [{"from": "human", "value": "q"}]}),
+        'key "conversations" is not read: write "messages"',
+    ),
+    "tools of a row": (row(said("user"), ANSWER, tools=[TOOL]), '"tools" .*the system message'),
+    "unknown keys": (row(said("user"), ANSWER, id=1, split="a"), '"id" .*take it out.*"split" '),
+    "no messages": ("{}", '"messages" is missing'),
+    # Keys of a message
+    **{
+        key: (row(said("user", **{key: "a.png"}), ANSWER), f'message 1 of 2: .*"{key}".*"image"')
+        for key in ("images", "Image", "IMAGE", "img", "image_url", "picture")
+    },
+    "from and value": (
+        row({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}),
+        '"from" is not read: write "role": .*; the key "value" is not read: write "content"',
+    ),
+    "tool_calls": (row(said("user"), said("assistant", tool_calls=[])), 'tool\'s name as "meta'),
+    "no role": (row({"content": "x"}, ANSWER), 'key "role" is missing'),
+    "no content": (row({"role": "user"}, ANSWER), 'key "content" is missing'),
+    # Values
+    "role": (row(said("tool"), ANSWER), "'?\"tool\" is not one of system, user"),
+    "role of no text": (row(said(["user"]), ANSWER), "the role a list is not one of"),
+    "content parts": (
+        row(said("user", [{"type": "text", "text": "q"}]), ANSWER),
+        'content is a list; expected text: write its words as "content" and its picture',
+    ),
+    "content null": (row(said("user", None), ANSWER), "content is null; expected text"),
+    "content number": (row(said("user", 5), ANSWER), "content is 5; expected text"),
+    "messages object": (json.dumps({"messages": {"role": "user"}}), "messages is a object|an obj"),
+    "messages null": (json.dumps({"messages": None}), "messages is null; expected a list"),
+    "messages empty": (json.dumps({"messages": []}), "messages is an empty list"),
+    "message of text": (json.dumps({"messages": ["hello"]}), "message 1 of 1: is a text"),
+    "row of text": ('"hello"', "is a text; expected"),
+    "row of number": ("5", "is a number; expected"),
+    # Pictures
+    "lost": (row(said("user", image="no.png"), ANSWER), r"image .*no\.png does not exist"),
+    "folder": (row(said("user", image="."), ANSWER), "does not exist"),
+    "null": (row(said("user", image=None), ANSWER), "image is null; .*leave the key out"),
+    "empty path": (row(said("user", image=""), ANSWER), 'image is ""; .*leave the key out'),
+    "list": (row(said("user", image=["a.png"]), ANSWER), "image is a list; expected the path of"),
+    "number": (row(said("user", image=5), ANSWER), "image is 5; expected the path of one"),
+    "URL": (row(said("user", image="https://x.y/a.png"), ANSWER), "expected a path: save the"),
+    "data URL": (row(said("user", image="data:image/png;base64,iVBO"), ANSWER), "expected a path"),
+    "NUL": (row(said("user", image="a\0.png"), ANSWER), "a path holds no character of code 0"),
+    "of the assistant": (row(said("user"), said("assistant", image="a.png")), "role assistant: on"),
+    "of the system": (row(said("system", image="a.png"), said("user"), ANSWER), "role system: on"),
+    "of a tool": (
+        row(said("user"), CALL, said("observation", image="a.png"), ANSWER),
+        "3 of 4: has an image and the role observation",
+    ),
+    # Places of pictures
+    "mark without picture": (
+        row(said("user", "<image>\nq"), ANSWER),
+        r"pictures: 1 \(<image>\), pictures: 0: give the message its picture",
+    ),
+    "two marks": (
+        row(said("user", "<image><image>q", image="a.png"), ANSWER),
+        r"pictures: 2 \(<image>\), pictures: 1: a message shows one",
+    ),
+    "mark in the middle": (
+        row(said("user", "is <image> red?", image="a.png"), ANSWER),
+        "the model has a picture before the words; write <image> at their beginning",
+    ),
+    "mark in an answer": (row(said("user"), said("assistant", "<image>")), "only the user shows"),
+    "mark of the system": (row(said("system", "<image>"), said("user"), ANSWER), "take <image> o"),
+    "mark in metadata": (
+        row(said("user"), said("assistant", metadata="<image>")),
+        "a picture has no place in it",
+    ),
+    **{
+        f"{mark}{' with picture' * more}": (
+            row(said("user", mark + "q", **({"image": "a.png"} if more else {})), ANSWER),
+            "cannot be the picture's place" if more else "pictures: 0",
+        )
+        for mark in (
+            "<|begin_of_image|>", "<|image|>", "<|image_1|>", "<image_2>", "<|image_pad|>",
+            "<ImageHere>", "<img>a.png</img>",
+        )
+        for more in (False, True)
+    },
+    "both ids": (
+        row(said("user", "<|begin_of_image|><|endoftext|><|end_of_image|>q"), ANSWER),
+        r"pictures: 2 \(<\|begin_of_image\|>\), pictures: 0",
+    ),
+    # Turns
+    "empty answer": (row(said("user"), said("assistant", "")), "content of assistant is empty"),
+    "white answer": (row(said("user"), said("assistant", " \n")), r"is ' \\n', which is empty"),
+    "empty answer in the middle": (
+        row(said("user"), said("assistant", ""), said("user"), ANSWER),
+        "message 2 of 4: the content of assistant is empty: write the answer, or leave the row out",
+    ),
+    "empty call": (row(said("user"), said("assistant", "", metadata="f")), "assistant is empty"),
+    "empty question": (row(said("user", ""), ANSWER), "content of user is empty"),
+    "empty system": (row(said("system", ""), said("user"), ANSWER), "content of system is empty"),
+    "empty observation": (row(said("user"), CALL, said("observation", ""), ANSWER), "observation"),
+    "assistant alone": (row(ANSWER), "1 of 1 is of assistant, at the beginning: expected one of s"),
+    "assistant first": (row(ANSWER, said("user"), ANSWER), "at the beginning"),
+    "ends with the user": (row(said("user"), ANSWER, said("user")), "ends with a message of user"),
+    "user alone": (row(said("user")), "with a message of user; expected one of"),
+    "user twice": (row(said("user"), said("user"), ANSWER), "2 of 3 .*expected one of ass.*join"),
+    "assistant twice": (row(said("user"), ANSWER, ANSWER), "3 of 3 .*after one of ass.*join"),
+    "system twice": (row(said("system"), said("system"), said("user"), ANSWER), "join the two"),
+    "system later": (row(said("user"), said("system"), ANSWER), "2 of 3 is of system, after"),
+    "system alone": (row(said("system"), ANSWER), "2 of 2 is of assistant, after one of system"),
+    "user after a tool": (
+        row(said("user"), CALL, said("observation"), said("user"), ANSWER),
+        "4 of 5 is of user, after one of observation",
+    ),
+    # Tools and metadata
+    "tools of a user": (row(said("user", tools=[TOOL]), ANSWER), "expected them in a system messa"),
+    **{
+        f"tools {number}": (row(said("system", tools=tools), said("user"), ANSWER), message)
+        for number, (tools, message) in enumerate(
+            [
+                ({}, "tools is an empty object; expected a list"),
+                ([], "tools is an empty list"),
+                ("weather", 'tools is "weather"; expected a list of functions'),
+                (["weather"], 'tool 1 of 1 is "weather"; expected an object'),
+                ([TOOL, {"type": "code"}], 'tool 2 of 2 has the type "code"; expected "function"'),
+                ([{"type": "function"}], "tool 1 of 1 has the name null; expected text"),
+                ([{"function": {"name": 5}}], "tool 1 of 1 has the name 5; expected text"),
+                ([{"function": {"name": " "}}], "expected text"),
+                ([{"function": "f"}], 'the function of tool 1 of 1 is "f"; expected an object'),
+                ([{**TOOL, "strict": True}], 'key "strict" is not read: tool 1 of 1, which has'),
+            ]
+        )
+    },
+    "metadata": (row(said("user"), said("assistant", metadata=5)), "metadata is 5; expected text"),
+    "metadata of a user": (row(said("user", metadata="f"), ANSWER), "only the assistant calls a"),
+    "metadata null": (row(said("user"), said("assistant", metadata=None)), "metadata is null"),
+    "metadata of two lines": (row(said("user"), said("assistant", metadata="a\nb")), "one line"),
+    # JSON
+    "no JSON": ("not json", r"no JSON \(Expecting value, column 1\): not json"),
+    "cut": (GOOD[:-5], "no JSON"),
+    "two rows in one line": (GOOD + GOOD, "no JSON .Extra data"),
+    "deep": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "twice": ('{"messages": [], ' + GOOD[1:], 'key "messages" stands 2 times in one object'),
+    "twice in a message": (
+        '{"messages": [{"role": "user", "role": "assistant", "content": ""}]}',
+        'key "role" stands 2 times',
+    ),
+    "NaN": (row(said("system", tools=[{"name": "f", "x": float("nan")}]), ANSWER), "NaN is no val"),
+    "infinite": (
+        row(said("system", tools=[{"name": "f", "x": 1}]), ANSWER).replace("1}", "9e999}"),
+        "message 1 of 2: Out of range float",
+    ),
+    "half a character": (row(said("user", "a\ud83d"), ANSWER), r"1 of 2: holds '\\ud83d', half of"),
+    "half a character in a path": (row(said("user", image="\udc80"), ANSWER), "half of a"),
+    "half a character in a tool": (
+        row(said("system", tools=[{"name": "f", "\ud800": 1}]), said("user"), ANSWER),
+        "message 1 of 3: holds",
+    ),
+    "no UTF-8": (GOOD.replace('"a"', '"\xe9"').encode("latin-1"), "is the byte 0xe9, which is no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_row_is_refused_with_file_line_and_cure(folder, name):
+    line, message = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"(?s)1 of 3 rows .*data\.jsonl:2: .*{message}"):
+        read(folder, GOOD, line, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"[{GOOD},\n{GOOD}]", "is a JSON array; expected a row a line"),
+        (f"\n[\n{GOOD}\n]", "is a JSON array; expected a row a line"),
+        (json.dumps(json.loads(GOOD), indent=2), "is one JSON object over several lines"),
+        (GOOD.encode("utf-16"), "is UTF-16 or UTF-32; expected .*in UTF-8"),
+        (GOOD.encode("utf-16-le"), "is UTF-16 or UTF-32"),
+        (GOOD.encode("utf-16-be"), "is UTF-16 or UTF-32"),
+        (GOOD.encode("utf-32"), "is UTF-16 or UTF-32"),
+        (b"PAR1\0\0", "is Parquet; expected"),
+        (b"\x1f\x8b\x08\x00", "is gzip; expected"),
+        ("", "0 conversations; expected at least 1 line"),
+        ("\n \n", "0 conversations; expected at least 1 line"),
+    ],
+    ids=range(11),
+)
+def test_a_file_of_another_kind_is_named(tmp_path, content, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"data\.jsonl:? {message}"):
+        read_conversations(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for path, message in [(tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")]:
+        with pytest.raises(ValueError, match=f"{path.name} cannot be read: {message}"):
+            read_conversations(path)
+
+
+def test_up_to_20_faults_are_listed_and_all_are_counted(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"{GOOD}\n" + "5\n" * 23)
+    with pytest.raises(ValueError) as refused:
+        read_conversations(path)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == f"{path}: 23 of 24 rows cannot be used:"
+    assert [line.split(": ")[0] for line in lines[1:-1]] == [f"  {path}:{n}" for n in range(2, 22)]
+    assert lines[-1] == "  and 3 more"
+
+
+def test_what_is_shown_of_a_row_is_short_and_printable(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(row(said("user", image="data:" + "\x1b[31m" * 10_000), ANSWER))
+    with pytest.raises(ValueError) as refused:
+        read_conversations(path)
+    assert len(str(refused.value)) < 1000 and "\x1b" not in str(refused.value)
+
+
+def test_a_row_is_read_by_the_reader_of_its_format(tmp_path):
+    def read_pairs(pair: dict) -> list[dict]:
+        return [said("user", pair["q"]), said("assistant", pair["a"])]
+
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"q": "x", "a": "y"}\n{"q": "x", "a": ""}')
+    good, bad = read_rows(path, read_pairs)
+    assert good == Row(1, [said("user", "x"), said("assistant", "y")])
+    assert isinstance(bad, Fault) and bad.line == 2
+
+
+def test_written_conversations_replace_no_file_unless_told(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match=r"data\.jsonl exists and is not overwritten"):
+        write_conversations(path, [json.loads(GOOD)["messages"]])
+    assert path.read_text() == "mine"
+    write_conversations(path, [json.loads(GOOD)["messages"]], overwrite=True)
+    assert path.read_text() == GOOD + "\n"
+
+
+def test_every_role_has_a_place():
+    assert {message["role"] for message in [said("system"), said("user"), CALL]} < {*ROLES}

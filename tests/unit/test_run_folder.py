@@ -1,0 +1,300 @@
+"""One run writes to a folder at a time, and over nothing that runs have not written."""
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.finetune import run_folder
+from glm4v_patched.finetune.run_folder import (
+    LOCK,
+    RECORD,
+    begin,
+    close_record,
+    give_usual_modes,
+    locked,
+    remove_weights,
+    require_apart,
+    require_usable,
+)
+
+MODEL = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "README.md"]
+TRAINING = ["training.json", "recipe.json", "data.json"]
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from glm4v_patched.finetune.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def files(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(f"content of {name}")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def usable(folder: Path, resume=False, overwrite=False, inputs=(), adapters=True) -> list[str]:
+    return require_usable(folder, [*inputs], adapters, resume, overwrite)
+
+
+def ended_run(folder: Path, names: list[str]) -> Path:
+    files(folder)
+    begin(folder, usable(folder))
+    files(folder, *names)
+    close_record(folder, adapters=True)
+    return folder
+
+
+@pytest.mark.parametrize("names", [MODEL, ADAPTERS, TRAINING, ["modeling_chatglm.py"]])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_no_run_wrote_is_never_replaced(tmp_path, names, overwrite):
+    out = files(tmp_path / "out", *names, "notes.txt")
+    before = contents(out)
+    with pytest.raises(ValueError, match=r"holds .*another folder \(out\)") as error:
+        usable(out, overwrite=overwrite)
+    assert "--overwrite)" not in str(error.value)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("names", [MODEL, ADAPTERS])
+def test_resuming_replaces_no_foreign_model(tmp_path, names):
+    with pytest.raises(ValueError, match="which no run wrote and this one would replace"):
+        usable(files(tmp_path, *names), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (MODEL + TRAINING, "holds a finished training, a model; give"),
+        (ADAPTERS + TRAINING, "holds a finished training, adapters; give"),
+    ],
+)
+def test_a_finished_run_goes_only_when_asked_and_with_it_nothing_else(tmp_path, names, said):
+    out = ended_run(tmp_path / "out", names)
+    (out / "training.json").write_text('{"finished": true}')
+    files(out, "notes.txt", "loss.png")
+    files(out / "checkpoint-x", "mine.txt")
+    with pytest.raises(ValueError, match=rf"{said}.*\(--overwrite\)"):
+        usable(out)
+    begin(out, usable(out, overwrite=True))
+    left = {name for name in contents(out)}
+    assert left == {"notes.txt", "loss.png", "checkpoint-x/mine.txt", RECORD} | (
+        {*names} & {"recipe.json", "data.json"}
+    )
+
+
+def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):
+    out = files(tmp_path / "out")
+    begin(out, usable(out))
+    files(out / "checkpoint-4", "model.safetensors")
+    files(out / "incomplete-checkpoint-8-2", "model.safetensors")
+    with pytest.raises(ValueError, match=r"checkpoint-4.*\(--overwrite\), or .* \(--resume\)"):
+        usable(out)
+    assert usable(out, resume=True) == []
+    begin(out, usable(out, overwrite=True))
+    assert {*contents(out)} == {RECORD}
+
+
+def test_a_run_that_was_stopped_before_it_had_a_checkpoint_is_in_nobody_s_way(tmp_path):
+    out = files(tmp_path / "out")
+    begin(out, usable(out))
+    files(out, "recipe.json", "data.json")
+    (out / "training.json").write_text('{"finished": false, "error": "training diverged"}')
+    assert usable(out) == []
+    begin(out, [])
+    assert not (out / "training.json").exists()
+
+
+def test_a_file_that_came_after_the_end_of_a_run_is_not_the_run_s(tmp_path):
+    out = ended_run(tmp_path / "out", MODEL)
+    files(out, "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="only what runs wrote, .* holds adapter_model.safeten"):
+        usable(out, overwrite=True)
+
+
+def test_a_finished_run_is_not_continued(tmp_path):
+    out = ended_run(tmp_path / "out", MODEL)
+    (out / "training.json").write_text('{"finished": true}')
+    with pytest.raises(ValueError, match="is finished .*, there is nothing to continue"):
+        usable(out, resume=True)
+    (out / "training.json").write_text('{"finished": false}')
+    assert usable(out, resume=True) == []
+
+
+@pytest.mark.parametrize("damage", ["", "null", "[]", '{"written": 5}', "[" * 99_999, "{"])
+def test_a_damaged_record_says_nothing(tmp_path, damage):
+    out = ended_run(tmp_path / "out", MODEL)
+    (out / RECORD).write_text(damage)
+    with pytest.raises(ValueError, match="of which no run says so"):
+        usable(out, overwrite=True)
+
+
+def test_what_a_run_reads_is_not_replaced_by_it(tmp_path):
+    out = files(tmp_path / "out", "mine.jsonl")
+    assert usable(out, inputs=[out / "mine.jsonl"]) == []
+    for name in ("data.json", "recipe.json"):
+        link = tmp_path / "link.jsonl"
+        link.unlink(missing_ok=True)
+        link.symlink_to(out / name)
+        with pytest.raises(ValueError, match=f"reads .*link.jsonl, and would replace .*{name}"):
+            usable(out, inputs=[link], resume=True)
+
+
+def test_links_in_a_folder_go_and_what_they_lead_to_stays(tmp_path):
+    elsewhere = files(tmp_path / "elsewhere", "model.safetensors")
+    out = ended_run(tmp_path / "out", ["config.json"])
+    (out / RECORD).write_text('{"written": null}')
+    (out / "checkpoint-4").symlink_to(elsewhere)
+    (out / "model.safetensors").symlink_to(elsewhere / "model.safetensors")
+    begin(out, usable(out, overwrite=True))
+    assert {*contents(out)} == {RECORD}
+    assert {*contents(elsewhere)} == {"model.safetensors"}
+
+
+def test_out_and_the_model_are_apart_through_links_too(tmp_path):
+    model = files(tmp_path / "models" / "base", *MODEL)
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    for out, message in (
+        (model, "is the model's own folder"),
+        (link, "is the model's own folder"),
+        (model / "out", "lies in the model's folder"),
+        (link / "a" / "out", "lies in the model's folder"),
+        (tmp_path / "models", "lies in out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            require_apart(out, link)
+    require_apart(tmp_path / "models" / "base2", model)
+
+
+def start_holder(folder: Path) -> subprocess.Popen:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert holder.stdout.readline() == b"held\n"
+    return holder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_second_run_is_refused_naming_the_first_until_that_has_died(tmp_path, number):
+    out = tmp_path / "new" / "out"
+    holder = start_holder(out)
+    try:
+        link = tmp_path / "link"
+        link.symlink_to(out)
+        for folder in (out, link):
+            with (
+                pytest.raises(ValueError, match=rf"process {holder.pid} on .*, since .*: .*-c"),
+                locked(folder),
+            ):
+                pass
+        assert (out / LOCK).exists()
+    finally:
+        holder.send_signal(number)
+        holder.wait()
+    with locked(out):
+        assert json.loads((out / LOCK).read_text())["pid"] == os.getpid()
+    assert not (out / LOCK).exists()
+
+
+def test_a_folder_that_was_made_for_nothing_goes(tmp_path):
+    with pytest.raises(KeyError), locked(tmp_path / "out"):
+        raise KeyError
+    assert not (tmp_path / "out").exists()
+    with locked(tmp_path / "kept"):
+        (tmp_path / "kept" / "model").touch()
+    assert (tmp_path / "kept").exists()
+
+
+def test_of_many_at_once_one_holds_a_folder(tmp_path):
+    out, inside, most = tmp_path / "out", [], []
+    guard = threading.Lock()
+
+    def work() -> None:
+        for _ in range(200):
+            try:
+                with locked(out):
+                    with guard:
+                        inside.append(None)
+                        most.append(len(inside))
+                    with guard:
+                        inside.pop()
+            except ValueError:
+                continue
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {*most} == {1}
+
+
+def test_places_that_cannot_be_a_folder_are_named(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for out, message in (
+        (tmp_path / "file", "file is a file"),
+        (tmp_path / "file" / "out", "file is a file"),
+        (tmp_path / "dangling", "dangling is a link to .*nowhere, which is not there"),
+        (tmp_path / "dangling" / "out", "dangling is a link to .*nowhere, which is not there"),
+        (tmp_path / ("x" * 300), "cannot be used: .*too long"),
+    ):
+        with pytest.raises(ValueError, match=message), locked(out):
+            pass
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "dangling"}
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)  # root may write anywhere
+    with (
+        pytest.raises(ValueError, match="nothing can be written to .*out .Permission denied"),
+        locked(tmp_path / "out"),
+    ):
+        pass
+
+
+def test_weights_of_a_run_that_came_to_nothing_go(tmp_path):
+    files(tmp_path, *MODEL, *ADAPTERS, "training.json")
+    remove_weights(tmp_path)
+    left = {"config.json", "adapter_config.json", "README.md", "training.json"}
+    assert {*contents(tmp_path)} == left
+
+
+def test_weights_have_the_mode_of_other_new_files(tmp_path):
+    files(tmp_path, "model.safetensors", "config.json")
+    (tmp_path / "model.safetensors").chmod(0o600)
+    before = os.umask(0o027)
+    try:
+        give_usual_modes(tmp_path)
+    finally:
+        assert os.umask(before) == 0o027
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
+
+
+def test_every_file_of_code_beside_a_model_is_known():
+    remote = Path(run_folder.__file__).parents[1] / "remote"
+    names = {p.name for p in remote.glob("*.py")} - {"__init__.py"}
+    assert names <= {*run_folder.CODE}
