@@ -17,14 +17,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
 import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
 
-from .conversion import own_config
 from .kernels import kernel_swaps
 from .patching import PatchSet, Swap
-from .remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from .remote.configuration_chatglm import (
+    AUTO_MAP,
+    FIRST_UNTESTED_TRANSFORMERS,
+    TESTED_TRANSFORMERS,
+    ChatGLMConfig,
+)
 from .remote.image_processing_chatglm import ChatGLMImageProcessor
 from .remote.modeling_chatglm import (
     ChatGLMForSequenceClassification,
@@ -40,6 +45,18 @@ logger = logging.getLogger(__name__)
 # Some are of newer transformers only.
 MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
+]
+
+# Where the Auto classes get the code of repositories from, each under a name of its own.
+CODE_LOADERS = [
+    f"transformers.models.auto.{module}"
+    for module in (
+        "auto_factory",
+        "configuration_auto",
+        "image_processing_auto",
+        "processing_auto",
+        "tokenization_auto",
+    )
 ]
 
 # What the Auto classes take for themselves and our classes have no use for.
@@ -99,6 +116,7 @@ class _Activation:
                     f"{options.said()} contradicts: revert() first"
                 )
             return
+        require_tested_transformers(transformers.__version__)
         patches = PatchSet(_swaps(options))
         patches.apply()
         self.patches, self.options = patches, options
@@ -115,6 +133,18 @@ class _Activation:
 _activation = _Activation()
 
 
+def require_tested_transformers(version: str) -> None:
+    """Raise ``ImportError`` for a newer one than those that are tested.
+
+    The model's code only warns of one: it replaces nothing of transformers'.
+    """
+    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+        raise ImportError(
+            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
+            f"install a tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )
+
+
 def apply(**options) -> None:
     """From now on the Auto classes give this package's classes for every glm-4v.
 
@@ -123,7 +153,9 @@ def apply(**options) -> None:
     ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor``,
     ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for folders and for
     repositories of the Hub; other models are loaded as before. Adapters that peft saves get our
-    code beside them. Applying again changes nothing.
+    code beside them. Applying again changes nothing. A method that was taken from an Auto class
+    before (``load = AutoModel.from_pretrained``) raises ``RuntimeError`` for a glm-4v with code of
+    its own.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
@@ -135,7 +167,8 @@ def apply(**options) -> None:
         ValueError: an unknown option or value; options that contradict those in force; kernels
             without GPU.
         RuntimeError: transformers was imported anew since this package was.
-        ImportError: kernels were asked for and Liger-Kernel is not there.
+        ImportError: kernels were asked for and Liger-Kernel is not there; transformers is newer
+            than those that are tested.
         AttributeError: transformers has moved something; nothing was patched.
     """
     with _activation.lock:
@@ -194,6 +227,9 @@ def _swaps(options: Options) -> list[Swap]:
         )
         for name in MODEL_CLASSES
     ]
+    swaps += [
+        Swap(module, "get_class_from_dynamic_module", _refuse_code) for module in CODE_LOADERS
+    ]
     if is_peft_available():
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
     return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
@@ -240,13 +276,33 @@ def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
     return classmethod(from_config)
 
 
+def _refuse_code(original: Callable) -> Callable:
+    """No code of a glm-4v's repository gets in by a way around the patched methods.
+
+    Half of it would: the config that it then meets is ours.
+    """
+
+    @functools.wraps(original)
+    def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
+        if Repository(repository, kwargs).holds_glm4v():
+            raise RuntimeError(
+                f"{class_reference} of {repository} would be loaded beside this package's code "
+                "for glm-4v: either a from_pretrained or from_config was taken from its Auto class "
+                "before apply(), which then has to be called earlier; or it is that of an Auto "
+                f"class without one of ours, which there are for {', '.join(MODEL_CLASSES)}"
+            )
+        return original(class_reference, repository, *args, **kwargs)
+
+    return get_class_from_dynamic_module
+
+
 def _load_config(name_or_path, **kwargs):
     return ChatGLMConfig.from_pretrained(name_or_path, name_or_path=name_or_path, **kwargs)
 
 
 def _load_model(options: Options, model_class, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
-        config = own_config(config)
+        config = ChatGLMConfig.of(config)
     if options.attn_implementation is not None:
         kwargs.setdefault("attn_implementation", options.attn_implementation)
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
@@ -258,7 +314,7 @@ def _load_model(options: Options, model_class, name_or_path, *args, config=None,
 def _make_model(options: Options, model_class, config: PretrainedConfig, **kwargs):
     if options.attn_implementation is not None:
         kwargs.setdefault("attn_implementation", options.attn_implementation)
-    model = model_class._from_config(own_config(config), **kwargs)
+    model = model_class._from_config(ChatGLMConfig.of(config), **kwargs)
     _set_loss(model, options)
     return model
 

@@ -15,7 +15,7 @@ from types import MethodType
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .remote.configuration_chatglm import ChatGLMConfig
 from .remote.loss import OutputLayer
@@ -54,7 +54,7 @@ def patch_model(model: nn.Module) -> nn.Module:
         return model
     checkpointed = any(getattr(part, "gradient_checkpointing", False) for part in core.modules())
     with torch.device("meta"):
-        ours = GLM4VForCausalLM(own_config(core.config))
+        ours = GLM4VForCausalLM(ChatGLMConfig.of(core.config))
     conversion = _Conversion(core, ours)
     conversion.match(core, ours, "")
     conversion.match_attributes(model)
@@ -64,24 +64,6 @@ def patch_model(model: nn.Module) -> nn.Module:
         old_name = core.gradient_checkpointing_enable
         getattr(core, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
     return model
-
-
-def own_config(theirs: PretrainedConfig) -> ChatGLMConfig:
-    """The same configuration as an object of our class; the same object if it is one.
-
-    Raises:
-        ValueError: a field at a value that our model does not compute.
-    """
-    if isinstance(theirs, ChatGLMConfig):
-        return theirs
-    config = ChatGLMConfig.from_dict(theirs.to_dict())
-    for name in ("quantization_config", "_pre_quantization_dtype"):
-        if name in vars(theirs):  # to_dict flattens the one, which peft reads, and drops the other
-            setattr(config, name, getattr(theirs, name))
-    # transformers enters "eager" for classes that declare nothing else.
-    if theirs._attn_implementation not in (None, "eager"):
-        config._attn_implementation = theirs._attn_implementation
-    return config
 
 
 def _only_glm4v(model: nn.Module) -> PreTrainedModel:

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 
-def run_as_stranger(code: str, folder: Path, *arguments: str, **variables: str) -> None:
-    """Run Python code in ``folder`` and fail with its errors. It has 300 s."""
+def run_as_stranger(code: str, folder: Path, *arguments: str, **variables: str) -> str:
+    """Run Python code in ``folder``, for 300 s at most; return its stderr, or fail with that."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {
         "HF_HOME": str(folder / "home"),
@@ -24,3 +24,4 @@ def run_as_stranger(code: str, folder: Path, *arguments: str, **variables: str) 
         timeout=300,
     )
     assert process.returncode == 0, process.stderr[-4000:]
+    return process.stderr

@@ -10,22 +10,40 @@ from dataclasses import asdict, dataclass, fields
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig
+from transformers.utils import logging
 
 OLDEST_TRANSFORMERS = "4.57.6"
 FIRST_UNTESTED_TRANSFORMERS = "5.24"
 
 
-def require_supported_transformers(version: str) -> None:
-    """Raise ``ImportError`` unless ``version`` lies in the range this code is tested on."""
-    if not Version(OLDEST_TRANSFORMERS) <= Version(version) < Version(FIRST_UNTESTED_TRANSFORMERS):
+TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}"
+
+
+def check_transformers(version: str) -> None:
+    """Warn of a ``version`` newer than those this code is tested on.
+
+    Raises:
+        ImportError: it is older than them.
+    """
+    found = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {version}"
+    if Version(version) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
-            f"this glm-4v code is tested on transformers >={OLDEST_TRANSFORMERS},"
-            f"<{FIRST_UNTESTED_TRANSFORMERS} and found {version}; install a tested one: "
-            f"pip install 'transformers>={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}'"
+            f"{found}, which lacks what it needs; install a tested one: "
+            f"pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )
+    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+        # Of transformers' own logger: each Auto class may load a copy of this file, and one warning
+        # is enough.
+        logging.get_logger().warning_once(
+            f"{found}; if it fails, or its numbers do, install a tested one: "
+            f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
 
 
-require_supported_transformers(transformers.__version__)
+check_transformers(transformers.__version__)
+
+# <|begin_of_video|> of glm-4v-9b: processing_chatglm.py says why.
+IMAGE_TOKEN_ID = 151341
 
 # What a saved model tells transformers to load, whatever was in the config it came from.
 AUTO_MAP = {
@@ -120,6 +138,9 @@ class ChatGLMConfig(PretrainedConfig):
             ``logits`` is then ``None``. Off by default because callers may read the logits.
         loss_chunk_size: Supervised positions a chunk when ``skip_logits`` is on.
         initializer_range: Standard deviation of new weights.
+        image_token_id: What fills an image's positions in the rows of our processor, for trainers
+            that count them; the model reads any id there. ``None`` for a vocabulary too small for
+            glm-4v-9b's.
 
     Raises:
         ValueError: a field at a value that this code does not compute.
@@ -169,6 +190,9 @@ class ChatGLMConfig(PretrainedConfig):
         boi_token_id=151339,
         eoi_token_id=151340,
         vision_config=None,
+        image_token_id=None,
+        bos_token_id=None,
+        pre_seq_len=None,
         initializer_range=0.02,
         rope_in_fp32=False,
         skip_logits=False,
@@ -202,6 +226,10 @@ class ChatGLMConfig(PretrainedConfig):
         self.use_cache = use_cache
         self.boi_token_id = boi_token_id
         self.eoi_token_id = eoi_token_id
+        if image_token_id is None and padded_vocab_size > IMAGE_TOKEN_ID:
+            image_token_id = IMAGE_TOKEN_ID
+        self.image_token_id = image_token_id
+        self.pre_seq_len = pre_seq_len
         self.initializer_range = initializer_range
         self.rope_in_fp32 = rope_in_fp32
         self.skip_logits = skip_logits
@@ -211,19 +239,66 @@ class ChatGLMConfig(PretrainedConfig):
         self._refuse_unsupported(tie_word_embeddings)
         kwargs["auto_map"] = _auto_map(kwargs.get("auto_map"))
         super().__init__(
+            bos_token_id=bos_token_id,
             pad_token_id=pad_token_id,
             eos_token_id=list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id,
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
         # transformers 5 no longer keeps these on every config; ours are part of the format.
+        self.bos_token_id = bos_token_id
         self.pad_token_id = pad_token_id
         self.eos_token_id = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
         self.tie_word_embeddings = tie_word_embeddings
 
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ChatGLMConfig":
+        """``config`` as an object of this class; the same object if it is one.
+
+        Others have classes of their own for the fields of the published file: its code, and vLLM,
+        which registers one for the whole process.
+
+        Raises:
+            ValueError: it is not that of a glm-4v, or a field has a value that is not computed.
+        """
+        if isinstance(config, cls):
+            return config
+        values = config.to_dict()
+        if values.get("model_type") != cls.model_type or not values.get("vision_config"):
+            raise ValueError(
+                f"{type(config).__module__}.{type(config).__qualname__} has model_type "
+                f"{values.get('model_type')!r} and vision_config {values.get('vision_config')!r}: "
+                "give the config of a glm-4v, of model_type 'chatglm' and with a vision_config"
+            )
+        own = cls.from_dict(values)
+        for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
+            if name in vars(config):  # to_dict flattens the first, and drops the others
+                setattr(own, name, getattr(config, name))
+        # transformers enters "eager" for classes that declare nothing else.
+        if config._attn_implementation not in (None, "eager"):
+            own._attn_implementation = config._attn_implementation
+        return own
+
     def to_dict(self) -> dict:
-        """As usual; what is saved has the code beside it, wherever this one's came from."""
-        return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
+        """As usual; what is saved has the code beside it, wherever this one's came from.
+
+        peft looks here, and not at the attributes, for the number of key-value heads.
+        """
+        heads = {"num_key_value_heads": self.multi_query_group_num}
+        return super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
+
+    def to_diff_dict(self) -> dict:
+        """What is saved: without what follows from the published fields, as other readers know
+        the file."""
+        values = super().to_diff_dict()
+        values.pop("num_key_value_heads", None)
+        absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
+        if self.padded_vocab_size <= IMAGE_TOKEN_ID:
+            absent["image_token_id"] = None
+        for name, value in absent.items():
+            if name in values and values[name] == value:
+                del values[name]
+        return values
 
     @property
     def vision(self) -> EVA2CLIPVisionConfig:
@@ -239,6 +314,7 @@ class ChatGLMConfig(PretrainedConfig):
             "apply_residual_connection_post_layernorm": False,
             "fp32_residual_connection": False,
             "hidden_dropout": 0.0,
+            "pre_seq_len": None,
         }
         for name, value in only.items():
             if getattr(self, name) != value:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import (
@@ -220,6 +220,19 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_missing = [r"rotary_pos_emb\.inv_freq"]
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """As usual, also with a ``config`` of somebody else's class for the same fields."""
+        if isinstance(config, PretrainedConfig):
+            config = ChatGLMConfig.of(config)
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, **kwargs
+        )
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        return super()._from_config(ChatGLMConfig.of(config), **kwargs)
+
+    @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         # transformers guesses from this file's text, in which it misses the name of its registry
         # (attention.py has it). Both towers read the config at every call.
@@ -393,6 +406,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
+        if self._is_images(attention_mask):
+            # By their places in the published code: input_ids, images, position_ids, mask.
+            images, attention_mask = self._only_images(attention_mask, images), None
+            if isinstance(past_key_values, Tensor):
+                attention_mask, past_key_values = past_key_values, None
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         attention_kwargs = _known_keywords(attention_kwargs)
@@ -571,6 +589,23 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
+    def _is_images(self, attention_mask) -> bool:
+        vision = self.vision.vision_config
+        side = vision.image_size
+        return (
+            isinstance(attention_mask, Tensor)
+            and tuple(attention_mask.shape[1:]) == (vision.in_channels, side, side)
+            and attention_mask.is_floating_point()
+        )
+
+    def _only_images(self, given_by_place, images) -> Tensor:
+        if images is not None:
+            raise ValueError(
+                f"{len(given_by_place)} images were given in the second place and {len(images)} as "
+                "images: give them once"
+            )
+        return given_by_place
+
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
             raise ValueError("pixel_values and images are two names of one input: give one")
@@ -645,7 +680,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             # FSDP2 derives a class, and save_pretrained would write torch's files, and its name.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
 
-    def __init__(self, config: ChatGLMConfig):
+    def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
+        """``empty_init``: of the published code, where it left out initialisation. No effect here:
+        weights that no checkpoint gives are initialised, and no others."""
         super().__init__(config)
         self.transformer = ChatGLMModel(config)
         self.post_init()
@@ -886,7 +923,8 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
     _auto_class = "AutoModelForSequenceClassification"
     _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]
 
-    def __init__(self, config: ChatGLMConfig):
+    def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
+        """``empty_init``: as in :class:`GLM4VForCausalLM`."""
         super().__init__(config)
         self.num_labels = config.num_labels
         self.transformer = ChatGLMModel(config)

@@ -12,8 +12,10 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
+# What these import themselves has to be imported here, too: transformers 4.57 looks no further.
+from .configuration_chatglm import ChatGLMConfig  # noqa: F401
 from .image_processing_chatglm import ChatGLMImageProcessor
-from .tokenization_chatglm import IMAGE_SOURCES, PROMPT_PREFIX, ChatGLM4Tokenizer
+from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer, find_images
 
 DOWNLOAD_OPTIONS = (
     "cache_dir",
@@ -237,15 +239,11 @@ class ChatGLMProcessor(ProcessorMixin):
             )
         is_batched = isinstance(conversation[0], (list, tuple)) if conversation else False
         conversations = conversation if is_batched else [conversation]
-        rows = self.tokenizer.apply_chat_template(
-            conversations,
-            return_dict=True,
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
-            **chat,
+        rows = self.tokenizer.encode_chats(
+            conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **chat
         )
-        rows.pop("attention_mask")
-        images = [_find_images(messages) for messages in conversations]
-        out = self._finish(dict(rows), images, images_options, return_tensors, **options)
+        images = [find_images(messages) for messages in conversations]
+        out = self._finish(rows, images, images_options, return_tensors, **options)
         return out if return_dict else out["input_ids"]
 
     def _named_template(self, chat_template: str | None) -> str:
@@ -412,25 +410,3 @@ def _flatten(images: Any) -> tuple[list, list[int] | None]:
     if getattr(images, "ndim", 3) == 4:
         return list(images), None
     return [images], None
-
-
-def _find_images(messages: list[dict]) -> list:
-    """Return the images of a conversation in the order in which the template places them."""
-    found = []
-    for number, message in enumerate(messages):
-        if message.get("image") is not None:
-            found.append(message["image"])
-        content = message.get("content")
-        for part in content if isinstance(content, (list, tuple)) else ():
-            if part.get("type") not in ("image", "image_url"):
-                continue
-            image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
-            if isinstance(image, dict):
-                image = image.get("url")
-            if image is None:
-                raise ValueError(
-                    f"message {number} has an image part with 0 images: put one under 'image', "
-                    "'url' or 'path', or use tokenize=False and pass images to the processor"
-                )
-            found.append(image)
-    return found

@@ -7,22 +7,28 @@ tests/unit/test_tokenization.py:
   loading, and ``save_pretrained`` writes ``tokenizer.json``. Ids are upstream's.
 - Both padding sides work.
 - The chat format is a Jinja template, so ``tokenize=False`` carries the image placeholder too.
-- ``apply_chat_template`` returns what transformers' own does, not a batch for one conversation.
+- A conversation may hold any number of images, and a batch rows with and without.
+- Ordinary encoding gives no position ids: the model makes them. Chats have them, as upstream's.
 """
 
 import base64
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+# First: it raises for versions of transformers that lack what is imported below.
+from .configuration_chatglm import ChatGLMConfig  # noqa: F401
+
+# isort: split
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
-from transformers.utils import get_json_schema, logging
+from transformers.utils import PaddingStrategy, get_json_schema, logging
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from .image_processing_chatglm import ChatGLMImageProcessor
 
 logger = logging.get_logger(__name__)
 
@@ -127,9 +133,7 @@ _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
 
-_RETURN_DICT_DEFAULT = (
-    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters["return_dict"].default
-)
+ROLES = ("system", "user", "assistant", "observation")
 
 
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
@@ -143,7 +147,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         tokenizer_file: Serialised `tokenizers.Tokenizer`.
         tokenizer_object: A `tokenizers.Tokenizer`. Special tokens that it lacks are added; no id
             is assumed.
-        image_size: Side in pixels of the images the prompts are for. Kept and saved, not used.
+        image_size: Side in pixels of the images that `apply_chat_template` makes.
         chat_template: Defaults to this module's.
         **kwargs: As for `PreTrainedTokenizerFast`. ``eos_token`` and ``pad_token`` default to
             ``<|endoftext|>``, ``padding_side`` to left.
@@ -230,12 +234,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         truncation: bool | str = False,
         max_length: int | None = None,
         return_tensors: str | None = None,
-        return_dict: bool = _RETURN_DICT_DEFAULT,
+        return_dict: bool = False,
         return_assistant_tokens_mask: bool = False,
+        add_special_tokens: bool = True,
         tokenizer_kwargs: dict[str, Any] | None = None,
         **kwargs,
-    ) -> str | list[str] | list[int] | list[list[int]] | BatchEncoding:
-        """Format one conversation or a list of them, as `PreTrainedTokenizerBase` does.
+    ) -> str | list[str] | list[list[int]] | BatchEncoding:
+        """Format one conversation or a list of them, as upstream's method does.
 
         A message is ``{"role", "content"}`` with optional ``"metadata"``, ``"tools"`` and
         ``"image"`` (upstream's form; anything but None stands for one image), or has a list of
@@ -251,29 +256,35 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         own is beyond help.) A plain string (``tokenize=False``) cannot keep the two apart.
 
         Args:
+            add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
             tokenizer_kwargs: ``pad_to_multiple_of`` and ``padding_side``.
             **kwargs: Variables for the template.
 
         Returns:
-            What transformers returns for these arguments, with the installed version's default of
-            ``return_dict``: a batch for a list of conversations or with ``return_tensors``.
+            Text (``tokenize=False``: a string, or a list for a list of conversations), else always
+            a batch, of one conversation too, with an image as three ids: its ids ``[B, L]``, or
+            with ``return_dict`` also ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at
+            padding), ``assistant_masks`` if asked for, and ``images`` if the messages hold
+            pictures: float32 ``[number of images, 3, S, S]`` in the order of their begin ids, a
+            torch tensor unless ``return_tensors`` is ``"np"``. Without ``return_dict`` images are
+            not opened. In image parts of a content list pictures may be missing, from all.
 
         Raises:
             ValueError: arguments that exclude each other, an empty conversation, a message that
-                is not a dict or holds what nothing reads, or an unknown entry of
-                ``tokenizer_kwargs``.
+                is not a dict or holds what nothing reads, an unknown entry of
+                ``tokenizer_kwargs``, pictures without an ``image_size``, or another number of
+                pictures than of images in the ids.
         """
-        kwargs.pop("sanitize_control_tokens", None)  # transformers 5.23: always the case here
-        conversations, is_batched = _as_batch(conversation)
-        own_template = self.get_chat_template(chat_template, tools) == CHAT_TEMPLATE
-        for messages in conversations:
-            _check_conversation(messages, kwargs, own_template)
+        conversations, _ = _as_batch(conversation)
         padding_options = tokenizer_kwargs or {}
         if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
                 f"unknown tokenizer_kwargs {unknown}: use pad_to_multiple_of and padding_side"
             )
         rendering = {
+            "tools": tools,
+            "documents": documents,
+            "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
@@ -282,22 +293,76 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "return_assistant_tokens_mask=True needs tokenize=True and return_dict=True"
             )
         if not tokenize:
-            return super().apply_chat_template(
-                conversation,
-                tools=tools,
-                documents=documents,
-                chat_template=chat_template,
-                tokenize=False,
-                return_dict=False,
-                **rendering,
-                **kwargs,
+            self._check_conversations(conversations, chat_template, tools, kwargs)
+            kwargs.pop("sanitize_control_tokens", None)
+            text = super().apply_chat_template(
+                conversation, tokenize=False, return_dict=False, **rendering, **kwargs
             )
+            return text if add_special_tokens else _without_prefix(text)
+
+        rows = self.encode_chats(
+            conversations,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **rendering,
+            **kwargs,
+        )
+        if not add_special_tokens:
+            prefix = self.get_prefix_tokens()
+            starts = [len(prefix) * (row[: len(prefix)] == prefix) for row in rows["input_ids"]]
+            for name, values in rows.items():
+                rows[name] = [row[at:] for row, at in zip(values, starts, strict=True)]
+        limit = self.truncation_limit(truncation, max_length)
+        if limit is not None:
+            cut = slice(None, limit) if self.truncation_side == "right" else slice(-limit, None)
+            rows = {name: [row[cut] for row in values] for name, values in rows.items()}
+        pictures = self._pictures(conversations, rows["input_ids"]) if return_dict else []
+        rows["position_ids"] = [[*range(len(row))] for row in rows["input_ids"]]
+        encoding = self.pad_rows(
+            rows,
+            padding=padding,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            **padding_options,
+        )
+        if not return_dict:
+            return encoding["input_ids"]
+        if pictures:
+            prepare = ChatGLMImageProcessor(size=self.image_size)
+            kind = "np" if return_tensors == "np" else "pt"
+            encoding["images"] = prepare(pictures, return_tensors=kind)["pixel_values"]
+        return encoding
+
+    def encode_chats(
+        self,
+        conversations: list[list[dict]],
+        tools: list | None = None,
+        documents: list[dict] | None = None,
+        chat_template: str | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
+        **kwargs,
+    ) -> dict[str, list[list[int]]]:
+        """The ids of conversations, images as three ids and not opened.
+
+        Args:
+            **kwargs: Variables for the template.
+
+        Returns:
+            ``input_ids``, a list of ids for each conversation, and with
+            ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
+
+        Raises:
+            ValueError: as `apply_chat_template`.
+        """
+        self._check_conversations(conversations, chat_template, tools, kwargs)
+        kwargs.pop("sanitize_control_tokens", None)  # transformers 5.23: always the case here
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
             raise ValueError(
                 "continue_final_message excludes add_generation_prompt and "
                 "return_assistant_tokens_mask: the final message is left open"
             )
-
         escape = _Escaper(self._special_ids())
         if tools is not None:
             # Schemas are made here, so that docstrings are escaped like any other string.
@@ -308,7 +373,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             documents=escape(documents),
             chat_template=self.get_chat_template(chat_template, tools),
             return_assistant_tokens_mask=return_assistant_tokens_mask,
-            **rendering,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             **{**self.special_tokens_map, **escape(kwargs), "piece_break": _PIECE_BREAK},
         )
         rows: dict[str, list[list[int]]] = {"input_ids": [], "assistant_masks": []}
@@ -318,21 +384,125 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             rows["assistant_masks"].append(mask)
         if not return_assistant_tokens_mask:
             del rows["assistant_masks"]
+        return rows
 
-        limit = self.truncation_limit(truncation, max_length)
-        if limit is not None:
-            cut = slice(None, limit) if self.truncation_side == "right" else slice(-limit, None)
-            rows = {name: [row[cut] for row in values] for name, values in rows.items()}
-        encoding = self.pad_rows(
-            rows,
-            padding=padding,
-            max_length=max_length,
-            return_tensors=return_tensors,
-            **padding_options,
+    def _check_conversations(self, conversations, chat_template, tools, variables) -> None:
+        own_template = self.get_chat_template(chat_template, tools) == CHAT_TEMPLATE
+        for messages in conversations:
+            _check_conversation(messages, variables, own_template)
+
+    def _pictures(self, conversations: list[list[dict]], rows: list[list[int]]) -> list:
+        """The pictures of all messages in the order of their begin ids, not opened yet."""
+        found = [find_images(messages, may_miss=True) for messages in conversations]
+        flat = [picture for of_row in found for picture in of_row]
+        if all(picture is None for picture in flat):
+            return []  # there are none, or the caller keeps those of image parts elsewhere
+        found = [find_images(messages) for messages in conversations]
+        for name in ("<|begin_of_image|>", "<|end_of_image|>"):
+            marker = self.convert_tokens_to_ids(name)
+            for number, (pictures, row) in enumerate(zip(found, rows, strict=True)):
+                if row.count(marker) != len(pictures):
+                    raise ValueError(
+                        f"conversation {number} holds {len(pictures)} images, but its ids have "
+                        f"{row.count(marker)} times {name}: give a longer max_length, or a chat "
+                        "template that writes images"
+                    )
+        if self.image_size is None:
+            raise ValueError(
+                f"{len(flat)} images were given but this tokenizer has image_size None: give it "
+                "the image_size of the model's vision_config"
+            )
+        return flat
+
+    def get_prefix_tokens(self) -> list[int]:
+        """The ids of ``[gMASK]<sop>``."""
+        return self.convert_tokens_to_ids(list(PROMPT_PREFIX))
+
+    def build_single_message(
+        self,
+        role: str,
+        metadata: str,
+        message: str,
+        tokenize: bool = True,
+        message_prefix: list[int] | None = None,
+    ) -> list[int] | str:
+        """One message of a chat: ``<|role|>``, metadata, a newline, ``message_prefix``, the text.
+
+        Special tokens are not read out of the texts. ``message_prefix`` are ids, e.g. an image's.
+
+        Raises:
+            ValueError: an unknown role.
+        """
+        if role not in ROLES:
+            raise ValueError(f"the message has the role {role!r}: use {', '.join(ROLES)}")
+        if not tokenize:
+            return f"<|{role}|>{metadata}\n{message}"
+        encode = self._plain_tokenizer().encode
+        head, text = (
+            encode(piece, add_special_tokens=False).ids for piece in (f"{metadata}\n", message)
         )
-        if not is_batched and return_tensors is None:
-            encoding = BatchEncoding({name: values[0] for name, values in encoding.items()})
-        return encoding if return_dict else encoding["input_ids"]
+        return [self.convert_tokens_to_ids(f"<|{role}|>"), *head, *(message_prefix or []), *text]
+
+    if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
+        # Two names that transformers 5 has dropped.
+        def encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
+            """``self(text, text_pair, ...)``."""
+            return self(text, text_pair, **kwargs)
+
+        def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
+            """``self(texts, ...)``, or of pairs of texts."""
+            texts = batch_text_or_text_pairs
+            if texts and isinstance(texts[0], (list, tuple)) and len(texts[0]) == 2:
+                texts, kwargs["text_pair"] = map(list, zip(*texts, strict=True))
+            return self(texts, **kwargs)
+
+    def __getattr__(self, name: str):
+        if name == "tokenizer":
+            # No property: frameworks ask a processor for its tokenizer by this name, and take
+            # what has none for a tokenizer.
+            raise AttributeError(
+                "the published tokenizer's .tokenizer was tiktoken's, which is not used here: "
+                "encode(text, add_special_tokens=False) reads special tokens out of the text, "
+                "build_single_message does not; backend_tokenizer is that of `tokenizers`"
+            )
+        inherited = getattr(super(), "__getattr__", None)  # of transformers 5
+        if inherited is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        return inherited(name)
+
+    @classmethod
+    def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
+        """Leave the split pattern alone, also with ``fix_mistral_regex=True``.
+
+        transformers takes the folders it saved itself in 4.57.3 to 4.57.6 for Mistral's, warns, and
+        offers to put another pattern in the place of ours, which would change the ids.
+        """
+        return tokenizer
+
+    def _pad(
+        self,
+        encoded_inputs,
+        max_length=None,
+        padding_strategy=PaddingStrategy.DO_NOT_PAD,
+        pad_to_multiple_of=None,
+        padding_side=None,
+        return_attention_mask=None,
+    ) -> dict:
+        """As transformers', and ``position_ids``, if there are any, get 0 at padding."""
+        padded = super()._pad(
+            encoded_inputs,
+            max_length=max_length,
+            padding_strategy=padding_strategy,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+            return_attention_mask=return_attention_mask,
+        )
+        if "position_ids" in padded:
+            positions = list(padded["position_ids"])
+            fill = [0] * (len(padded["input_ids"]) - len(positions))
+            on_left = (padding_side or self.padding_side) == "left"
+            padded["position_ids"] = fill + positions if on_left else positions + fill
+        return padded
 
     def truncation_limit(self, truncation: bool | str | None, max_length: int | None) -> int | None:
         """Return the length that ``truncation`` cuts rows to, or None if it cuts nothing."""
@@ -505,6 +675,41 @@ def _as_batch(conversation: list) -> tuple[list[list], bool]:
     is_batched = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     conversations = conversation if is_batched else [conversation]
     return [getattr(messages, "messages", messages) for messages in conversations], is_batched
+
+
+def find_images(messages: list[dict], may_miss: bool = False) -> list:
+    """The images of a conversation, as given, in the order in which the template places them.
+
+    Args:
+        may_miss: An image part that names no image is a ``None`` in what is returned.
+
+    Raises:
+        ValueError: an image part names no image.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        if message.get("image") is not None:
+            found.append(message["image"])
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if part.get("type") not in ("image", "image_url"):
+                continue
+            image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
+            if isinstance(image, dict):
+                image = image.get("url")
+            if image is None and not may_miss:
+                raise ValueError(
+                    f"message {number} has an image part with 0 images: put one under 'image', "
+                    "'url' or 'path', or use tokenize=False and pass images to the processor"
+                )
+            found.append(image)
+    return found
+
+
+def _without_prefix(text: str | list[str]) -> str | list[str]:
+    if isinstance(text, list):
+        return [_without_prefix(one) for one in text]
+    return text.removeprefix("".join(PROMPT_PREFIX))
 
 
 MESSAGE_KEYS = ("role", "content", "metadata", "tools", "image")

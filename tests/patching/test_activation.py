@@ -383,6 +383,43 @@ def test_a_classifier_of_glm4v_is_ours(published):
     made = AutoModelForSequenceClassification.from_config(loaded.config)
     assert type(made) is ChatGLMForSequenceClassification and made.score.out_features == 1
 
+    # The config's auto_map has the published class, if it was loaded before.
+    glm4v_patched.revert()
+    config = AutoConfig.from_pretrained(published, trust_remote_code=True)
+    config.auto_map["AutoModelForSequenceClassification"] = "modeling_chatglm.Classifier"
+    glm4v_patched.apply()
+    with pytest.raises(RuntimeError, match="an Auto class without one of ours, which there are fo"):
+        AutoModelForSequenceClassification.from_pretrained(
+            published, config=config, trust_remote_code=True
+        )
+
+
+@pytest.mark.parametrize("auto_class", PUBLISHED_ONES)
+def test_a_method_taken_before_is_an_error_and_never_half_ours(auto_class, published):
+    load_as_before = getattr(transformers, auto_class).from_pretrained
+    glm4v_patched.apply()
+    with pytest.raises(RuntimeError, match="before apply.., which then has to be called earlier"):
+        load_as_before(published, trust_remote_code=True)
+    glm4v_patched.revert()
+    thing = load_as_before(published, trust_remote_code=True)
+    assert type(thing).__module__.startswith("transformers_modules.")
+
+
+def test_a_from_config_taken_before_is_an_error(published):
+    make_as_before = AutoModel.from_config
+    config = AutoConfig.from_pretrained(published, trust_remote_code=True)
+    glm4v_patched.apply()
+    with pytest.raises(RuntimeError, match="before apply.., which then has to be called earlier"):
+        make_as_before(config, trust_remote_code=True)
+
+
+def test_methods_taken_before_load_other_models(other):
+    load_as_before = AutoModel.from_pretrained
+    glm4v_patched.apply()
+    assert type(load_as_before(other, trust_remote_code=True)).__module__.startswith(
+        "transformers_modules."
+    )
+
 
 # On and off
 

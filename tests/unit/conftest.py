@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from transformers.utils import logging
 
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -89,3 +90,12 @@ def real_dir():
 @pytest.fixture(scope="session")
 def real_tokenizer(real_dir):
     return ChatGLM4Tokenizer.from_pretrained(real_dir)
+
+
+@pytest.fixture
+def warned(caplog):
+    """What transformers logs from WARNING up."""
+    logger = logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

@@ -229,7 +229,7 @@ def test_legacy_merges_what_it_learned(legacy_tokenizer):
 @pytest.mark.parametrize("text", ["", "Which shape is it? <|user|>"])
 def test_legacy_messages_have_our_ids(text, legacy_tokenizer, our_tokenizer):
     message = {"role": "user", "image": "a picture", "content": text}
-    ids = our_tokenizer.apply_chat_template([message], return_dict=False)
+    (ids,) = our_tokenizer.apply_chat_template([message])
     assert legacy_tokenizer.get_prefix_tokens() + legacy_tokenizer._encode_message(message) == ids
 
 

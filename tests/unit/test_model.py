@@ -129,6 +129,40 @@ def test_no_images_may_be_said_in_any_way(model, name, empty):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_images_by_their_place_in_the_published_code(model):
+    inputs = batch(three_id_image())
+    ids, mask, images = (inputs[name] for name in ("input_ids", "attention_mask", "pixel_values"))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for part in (model, model.transformer):
+        one = part(ids[:1], images)
+        assert torch.equal(one[0], part(ids[:1], pixel_values=images)[0])
+        both = part(ids, images, positions, mask)
+        assert torch.equal(both[0], part(ids, mask, pixel_values=images)[0])
+        given = part(ids[:1], images, past_key_values=DynamicCache())
+        assert torch.equal(given[0], one[0])
+        with pytest.raises(ValueError, match="1 images .* second place and 1 as images: give them"):
+            part(ids[:1], images, images=images)
+
+
+def test_refuses_a_mask_that_the_caller_grew(model):
+    """As callers of the published code had to, in evaluation."""
+    row = torch.tensor([[*text(3, seed=1), *three_id_image(), *text(4, seed=2)]])
+    grown = torch.ones(1, row.shape[1] + 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"shape \(1, 13\) but input_ids \(1, 10\).*are grown in"):
+        model(row, grown, pixel_values=pictures(1))
+
+
+@pytest.mark.parametrize("empty_init", [True, False])
+def test_empty_init_changes_nothing(empty_init, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    model = GLM4VForCausalLM.from_pretrained(tmp_path, empty_init=empty_init)
+    wanted = tiny_model().state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    made = GLM4VForCausalLM._from_config(tiny_config(), empty_init=empty_init)
+    assert all(parameter.isfinite().all() for parameter in made.parameters())
+
+
 def test_images_may_be_a_list(model):
     inputs = batch()
     want = model(**inputs).logits

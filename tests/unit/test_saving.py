@@ -12,7 +12,6 @@ from strangers import run_as_stranger
 from tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
 from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
 from torch.distributed.fsdp import fully_shard
-from transformers.utils import logging
 
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -40,15 +39,6 @@ def inputs() -> dict[str, torch.Tensor]:
 def logits(model) -> torch.Tensor:
     images = inputs()["pixel_values"].to(model.dtype)
     return model.eval()(**inputs() | {"pixel_values": images}).logits
-
-
-@pytest.fixture
-def warned(caplog):
-    """What transformers logs from WARNING up."""
-    logger = logging.get_logger("transformers")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

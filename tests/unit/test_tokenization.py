@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from PIL import Image
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from glm4v_patched.remote.tokenization_chatglm import (
     CHAT_TEMPLATE,
@@ -25,7 +26,9 @@ IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 
 
 def chat_ids(tokenizer, conversation, **kwargs):
-    return tokenizer.apply_chat_template(conversation, return_dict=False, **kwargs)
+    """The ids of one conversation."""
+    (row,) = tokenizer.apply_chat_template(conversation, return_dict=False, **kwargs)
+    return row
 
 
 def user(content, **rest):
@@ -73,17 +76,25 @@ def test_chat_ids_equal_upstream(real_tokenizer, expected):
         assert text.replace(IMAGE, "") == case["string"], case["name"]
 
 
+def picture(color=(200, 30, 30), size=(80, 60)):
+    return Image.new("RGB", size, color)
+
+
 def test_left_padded_batch_equals_upstream(real_tokenizer, expected):
-    want = expected["batch_left_pad"]
-    out = real_tokenizer.apply_chat_template(
-        [user("a longer question about it?", image="x"), user("hm", image="x")],
-        add_generation_prompt=True,
-        padding=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    assert out["input_ids"].tolist() == want["input_ids"]
-    assert out["attention_mask"].tolist() == want["attention_mask"]
+    want = dict(expected["batch_left_pad"])
+    real_tokenizer.image_size = want["images"][-1]  # of the recorded configuration
+    try:
+        out = real_tokenizer.apply_chat_template(
+            [user("a longer question about it?", image=picture()), user("hm", image=picture())],
+            add_generation_prompt=True,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    finally:
+        real_tokenizer.image_size = 1120
+    assert list(out["images"].shape) == want.pop("images")
+    assert {name: out[name].tolist() for name in out if name != "images"} == want
 
 
 def test_ranks_below_those_of_their_parts_are_merged(real_tokenizer):
@@ -264,28 +275,23 @@ def test_bad_messages_are_errors(tokenizer):
         tokenizer.apply_chat_template(user("x"), tokenizer_kwargs={"pad": 1})
 
 
-def test_return_types_are_those_of_transformers(tokenizer, small_backend):
+def test_batches_are_those_of_transformers(tokenizer, small_backend):
     stock = PreTrainedTokenizerFast(
         tokenizer_object=small_backend, pad_token="<|endoftext|>", padding_side="left"
     )
-    one, two = user("hello"), [user("hello"), user("hello to the cat")]
+    two = [user("hello"), user("hello to the cat")]
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for conversation, kwargs in [
-        (one, {}),
-        (one, {"return_dict": False}),
-        (one, {"return_dict": True}),
-        (one, {"return_dict": True, "return_tensors": "pt"}),
-        (one, {"return_dict": False, "return_tensors": "pt"}),
-        (two, {}),
-        (two, {"return_dict": False}),
-        (two, {"padding": True, "return_dict": True, "return_tensors": "pt"}),
-        (two, {"padding": "max_length", "max_length": 20, "return_dict": True}),
-        (two, {"truncation": True, "max_length": 3, "return_dict": True}),
-        (two, {"tokenize": False}),
+    for kwargs in [
+        {"return_dict": False},
+        {"padding": True, "return_dict": False, "return_tensors": "pt"},
+        {"padding": True, "return_dict": True, "return_tensors": "pt"},
+        {"padding": "max_length", "max_length": 20, "return_dict": True},
+        {"truncation": True, "max_length": 3, "return_dict": True},
+        {"tokenize": False, "return_dict": False},
     ]:
         kwargs["chat_template"] = template
-        want = stock.apply_chat_template(conversation, **kwargs)
-        got = tokenizer.apply_chat_template(conversation, **kwargs)
+        want = stock.apply_chat_template(two, **kwargs)
+        got = tokenizer.apply_chat_template(two, **kwargs)
         assert type(got) is type(want), kwargs
         if not hasattr(want, "keys"):
             want, got = {"input_ids": want}, {"input_ids": got}
@@ -295,11 +301,208 @@ def test_return_types_are_those_of_transformers(tokenizer, small_backend):
             assert same(got[name], want[name]), kwargs
 
 
+# What the published tokenizer gives and takes
+
+
+@pytest.mark.parametrize("options", [{}, {"return_dict": False}])
+def test_one_conversation_is_a_batch_of_ids(options, tokenizer, expected):
+    assert all(case["returned_as_batch"] for case in expected["chat"])
+    (row,) = tokenizer.apply_chat_template(user("hello"), **options)
+    assert type(row) is list and row[:2] == tokenizer.get_prefix_tokens()
+    tensor = tokenizer.apply_chat_template(user("hello"), return_tensors="pt", **options)
+    assert tensor.tolist() == [row]
+    assert tokenizer.apply_chat_template([user("hello")] * 2, **options) == [row, row]
+
+
+def test_a_dict_has_positions_and_is_a_batch(tokenizer):
+    out = tokenizer.apply_chat_template(user("hello"), return_dict=True)
+    (row,) = tokenizer.apply_chat_template(user("hello"))
+    length = len(row)
+    assert dict(out) == {
+        "input_ids": [row],
+        "attention_mask": [[1] * length],
+        "position_ids": [[*range(length)]],
+    }
+    out = tokenizer.apply_chat_template(user("hello"), return_dict=True, return_tensors="pt")
+    assert {name: (tuple(t.shape), t.dtype) for name, t in out.items()} == {
+        name: ((1, length), torch.int64) for name in ("input_ids", "attention_mask", "position_ids")
+    }
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_begin_where_the_row_does(side, tokenizer):
+    out = tokenizer.apply_chat_template(
+        [user("hello"), user("hello to the cat")],
+        padding="max_length",
+        max_length=20,
+        return_dict=True,
+        return_tensors="pt",
+        tokenizer_kwargs={"padding_side": side},
+    )
+    for mask, positions in zip(out["attention_mask"], out["position_ids"], strict=True):
+        assert positions[mask == 1].tolist() == [*range(int(mask.sum()))]
+        assert not positions[mask == 0].any()
+
+
+def test_pictures_are_the_image_processors(tokenizer, image_processor):
+    tokenizer.image_size = 56
+    one, two, three = picture(), picture((0, 90, 5)), picture((9, 9, 250), (300, 20))
+    conversations = [
+        user("What?", image=one),
+        user("hello"),
+        [
+            *user([{"type": "text", "text": "a"}, {"type": "image", "image": two}]),
+            *user("", image=three),
+        ],
+    ]
+    want = image_processor([one, two, three])["pixel_values"]
+    for tensors in (None, "pt"):
+        out = tokenizer.apply_chat_template(
+            conversations, padding=True, return_dict=True, return_tensors=tensors
+        )
+        assert torch.equal(out["images"], want) and out["images"].dtype == torch.float32
+        begin = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
+        assert [[*row].count(begin) for row in out["input_ids"]] == [1, 0, 2]
+    out = tokenizer.apply_chat_template(
+        conversations, padding=True, return_dict=True, return_tensors="np"
+    )
+    assert {type(value).__name__ for value in out.values()} == {"ndarray"}
+    assert "images" not in tokenizer.apply_chat_template(user("hello"), return_dict=True)
+
+
+def test_pictures_kept_elsewhere_are_left_to_the_caller(tokenizer):
+    tokenizer.image_size = 56
+    part = {"type": "image"}
+    out = tokenizer.apply_chat_template(user([part, part]), return_dict=True)
+    assert set(out) == {"input_ids", "attention_mask", "position_ids"}
+    with pytest.raises(ValueError, match="message 0 has an image part with 0 images"):
+        tokenizer.apply_chat_template(user([part, part | {"image": picture()}]), return_dict=True)
+
+
+def test_ids_alone_open_no_picture(tokenizer):
+    message = user("What?", image="no such file")
+    assert len(chat_ids(tokenizer, message)) > 6
+    with pytest.raises(ValueError, match="image_size None"):
+        tokenizer.apply_chat_template(message, return_dict=True)
+    tokenizer.image_size = 56
+    with pytest.raises(Exception, match="no such file|ncorrect image|ncorrect format"):
+        tokenizer.apply_chat_template(message, return_dict=True)
+
+
+def test_a_picture_that_truncation_cuts_is_an_error(tokenizer):
+    tokenizer.image_size = 56
+    message = user("What?", image=picture())
+    options = {"return_dict": True, "truncation": True}
+    # [gMASK] <sop> <|user|> \n begin placeholder end
+    for length, name in [(4, "begin"), (6, "end")]:
+        with pytest.raises(ValueError, match=rf"holds 1 images, but .* 0 times <.{name}_of_image"):
+            tokenizer.apply_chat_template(message, max_length=length, **options)
+    out = tokenizer.apply_chat_template(message, max_length=7, **options)
+    assert len(out["input_ids"][0]) == 7 and len(out["images"]) == 1
+
+
+def test_chats_without_the_prefix(tokenizer):
+    for kwargs in ({}, {"return_dict": True, "return_assistant_tokens_mask": True}):
+        whole = tokenizer.apply_chat_template(user("hello"), **kwargs)
+        bare = tokenizer.apply_chat_template(user("hello"), add_special_tokens=False, **kwargs)
+        for name in whole if kwargs else ():
+            if name != "position_ids":
+                assert bare[name][0] == whole[name][0][2:], name
+        assert kwargs or bare[0] == whole[0][2:]
+    for conversation, want in [(user("x"), "<|user|>\nx"), ([user("x")], ["<|user|>\nx"])]:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_special_tokens=False)
+        assert text == want
+
+
+def test_single_messages_make_up_a_chat(tokenizer):
+    image = tokenizer.convert_tokens_to_ids(["<|begin_of_image|>", "<|endoftext|>"])
+    image.append(tokenizer.convert_tokens_to_ids("<|end_of_image|>"))
+    build = tokenizer.build_single_message
+    row = tokenizer.get_prefix_tokens()
+    row += build("user", "", "say <|user|>", message_prefix=image)
+    row += build("assistant", "tool", "\nyes")
+    chat = [*user("say <|user|>", image="x"), {"role": "assistant", "content": "\nyes"}]
+    chat[1]["metadata"] = "tool"
+    assert chat_ids(tokenizer, chat) == row
+    assert build("observation", "a", "b", tokenize=False) == "<|observation|>a\nb"
+    with pytest.raises(ValueError, match="has the role 'tool': use system, user"):
+        build("tool", "", "x")
+
+
+def test_real_messages_equal_upstream(real_tokenizer, expected):
+    for case in expected["chat"]:
+        messages = [m for m in case["conversation"] if m.get("content") and "tools" not in m]
+        if any("image" in m or "tools" in m for m in case["conversation"]):
+            continue
+        row = real_tokenizer.get_prefix_tokens()
+        for m in messages:
+            row += real_tokenizer.build_single_message(
+                m["role"], m.get("metadata", ""), m["content"]
+            )
+        if case["add_generation_prompt"]:
+            row.append(real_tokenizer.convert_tokens_to_ids("<|assistant|>"))
+        assert row == case["ids"], case["name"]
+
+
+def test_names_of_transformers_4_are_there(tokenizer):
+    texts = ["hello", "hello to the cat"]
+    want = dict(tokenizer(texts, padding=True))
+    assert dict(tokenizer.batch_encode_plus(texts, padding=True)) == want
+    assert dict(tokenizer.encode_plus("hello")) == dict(tokenizer("hello"))
+    pairs = tokenizer.batch_encode_plus([("hello", "cat"), ("a", "dog")])
+    assert pairs["input_ids"][0] == tokenizer.encode("hello", "cat")
+
+
+def test_the_tokenizer_of_tiktoken_is_missed_with_a_word(tokenizer):
+    """Frameworks take an object that has a tokenizer for a processor."""
+    assert getattr(tokenizer, "tokenizer", tokenizer) is tokenizer
+    with pytest.raises(AttributeError, match="tiktoken's, which is not used here: encode"):
+        tokenizer.tokenizer.encode("hello")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = tokenizer.no_such_name
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_collators_pad_positions(side, as_tensors, tokenizer):
+    tokenizer.padding_side = side
+    rows = [[7, 8, 9, 10], [11, 12]]
+    features = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
+    for feature in features:
+        feature["position_ids"] = [*range(len(feature["input_ids"]))]
+        if as_tensors:
+            feature |= {name: torch.tensor(value) for name, value in feature.items()}
+    batch = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=6)(features)
+    assert batch["position_ids"].shape == batch["labels"].shape == (2, 6)
+    for row, mask, positions in zip(
+        rows, batch["attention_mask"], batch["position_ids"], strict=True
+    ):
+        assert positions[mask == 1].tolist() == [*range(len(row))]
+        assert positions.sum() == sum(range(len(row)))
+
+
+@pytest.mark.parametrize("advice", [{}, {"fix_mistral_regex": True}])
+@pytest.mark.parametrize("version", ["4.57.6", "4.44.2", None])
+def test_nobody_takes_it_for_mistrals(version, advice, real_tokenizer, expected, tmp_path, warned):
+    real_tokenizer.save_pretrained(tmp_path)
+    config = {"model_type": "chatglm", "vision_config": {}}
+    if version is not None:
+        config["transformers_version"] = version
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = ChatGLM4Tokenizer.from_pretrained(tmp_path, **advice)
+    for case in expected["encode"]:
+        assert again.encode(case["text"]) == case["add_special_tokens_true"], case["text"]
+    assert "regex" not in warned.text
+    # The method that asks is transformers' own: if it has another name there, so must ours.
+    # If transformers renames the method that asks, ours does nothing.
+    assert hasattr(PreTrainedTokenizerFast, "_patch_mistral_regex")
+
+
 def test_objects_with_messages_are_conversations(tokenizer):
     """Pipelines pass such objects."""
     chat = SimpleNamespace(messages=user("hello"))
     want = chat_ids(tokenizer, user("hello"))
-    assert chat_ids(tokenizer, [chat, chat]) == [want, want]
+    assert tokenizer.apply_chat_template([chat, chat]) == [want, want]
     assert chat_ids(tokenizer, chat) == want
 
 
@@ -349,8 +552,8 @@ def test_assistant_mask_with_a_template_that_starts_inside_a_piece(tokenizer):
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    assert tokenizer.decode(out["input_ids"]) == "user:<|user|> cat|user:dog<|user|>|"
-    pairs = zip(out["input_ids"], out["assistant_masks"], strict=True)
+    assert tokenizer.decode(out["input_ids"][0]) == "user:<|user|> cat|user:dog<|user|>|"
+    pairs = zip(out["input_ids"][0], out["assistant_masks"][0], strict=True)
     marked = "".join(tokenizer.decode([i]) if m else "_" for i, m in pairs)
     assert [part for part in marked.split("_") if part] == ["<|user|> cat", "dog<|user|>"]
 
@@ -542,7 +745,7 @@ def test_auto_tokenizer_loads_the_saved_folder(tokenizer, tmp_path):
         tok.save_pretrained(folder + "-again")
         tok = AutoTokenizer.from_pretrained(folder + "-again", trust_remote_code=True)
         messages = [{"role": "user", "content": "say <|user|>", "image": "x"}]
-        ids = tok.apply_chat_template(messages, return_dict=False)
+        (ids,) = tok.apply_chat_template(messages)
         print(json.dumps([type(tok).__name__, tok.image_size, ids, tok.encode("hello")]))
         """,
         tmp_path / "saved",
