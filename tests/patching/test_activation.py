@@ -383,13 +383,14 @@ def test_a_classifier_of_glm4v_is_ours(published):
     made = AutoModelForSequenceClassification.from_config(loaded.config)
     assert type(made) is ChatGLMForSequenceClassification and made.score.out_features == 1
 
-    # The config's auto_map has the published class, if it was loaded before.
-    glm4v_patched.revert()
+
+def test_an_auto_class_without_one_of_ours_is_named(published):
+    """Its own code would be loaded half: the config that it then meets is ours."""
     config = AutoConfig.from_pretrained(published, trust_remote_code=True)
-    config.auto_map["AutoModelForSequenceClassification"] = "modeling_chatglm.Classifier"
+    config.auto_map["AutoModelForTokenClassification"] = "modeling_chatglm.Classifier"
     glm4v_patched.apply()
     with pytest.raises(RuntimeError, match="an Auto class without one of ours, which there are fo"):
-        AutoModelForSequenceClassification.from_pretrained(
+        transformers.AutoModelForTokenClassification.from_pretrained(
             published, config=config, trust_remote_code=True
         )
 

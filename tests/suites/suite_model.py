@@ -26,8 +26,8 @@ know_by_name(
 )
 
 
-# Not at the vocabulary's end, which the suite cuts off.
-BEGIN, END, PAD, FILL = 2, 3, 4, 5
+# Neither among the lowest ids, which the suite draws, nor at the vocabulary's end, which it cuts.
+BEGIN, END, PAD, FILL = 450, 451, 452, 453
 THREE_IDS = [BEGIN, PAD, END]
 GROWN = [BEGIN, *[FILL] * NUM_IMAGE_TOKENS, END]
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from legacy_repository import remote_code_under
 from safetensors.torch import load_file
 from tiny import (
     golden_weights,
@@ -35,6 +36,12 @@ def tiny_classifier(num_labels: int = 3, **changes) -> ChatGLMForSequenceClassif
 @pytest.fixture(scope="module")
 def model() -> ChatGLMForSequenceClassification:
     return tiny_classifier()
+
+
+@pytest.fixture
+def code_of_repositories(tmp_path):
+    with remote_code_under(tmp_path / "modules"):
+        yield
 
 
 def rows(image: list[int]) -> list[list[int]]:
@@ -101,7 +108,7 @@ def test_losses_are_those_of_transformers(num_labels, labels, loss):
 
 @torch.no_grad()
 @pytest.mark.parametrize("applied", [False, True], ids=["a stranger", "apply()"])
-def test_begins_from_a_language_model_and_loads_again(applied, tmp_path):
+def test_begins_from_a_language_model_and_loads_again(applied, tmp_path, code_of_repositories):
     tiny_model().save_pretrained(tmp_path / "model")
     torch.manual_seed(1)
     if applied:
