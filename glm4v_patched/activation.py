@@ -31,14 +31,21 @@ from .remote.configuration_chatglm import (
     ChatGLMConfig,
 )
 from .remote.image_processing_chatglm import ChatGLMImageProcessor
-from .remote.modeling_chatglm import GLM4VForCausalLM
+from .remote.modeling_chatglm import (
+    ChatGLMForSequenceClassification,
+    ChatGLMPreTrainedModel,
+    GLM4VForCausalLM,
+)
 from .remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from .remote.tokenization_chatglm import ChatGLM4Tokenizer
 from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
 
 logger = logging.getLogger(__name__)
 
-MODEL_CLASSES = [name for name in AUTO_MAP if name.startswith("AutoModel")]
+# Some are of newer transformers only.
+MODEL_CLASSES = [
+    name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
+]
 
 # Where the Auto classes get the code of repositories from, each under a name of its own.
 CODE_LOADERS = [
@@ -142,11 +149,13 @@ def apply(**options) -> None:
     """From now on the Auto classes give this package's classes for every glm-4v.
 
     ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
-    ``AutoModelForImageTextToText``, ``AutoTokenizer``, ``AutoProcessor``, ``AutoImageProcessor``,
-    with and without ``trust_remote_code=True``, for folders and for repositories of the Hub; other
-    models are loaded as before. Adapters that peft saves get our code beside them. Applying again
-    changes nothing. A method that was taken from an Auto class before (``load =
-    AutoModel.from_pretrained``) raises ``RuntimeError`` for a glm-4v with code of its own.
+    ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (of transformers 5),
+    ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor``,
+    ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for folders and for
+    repositories of the Hub; other models are loaded as before. Adapters that peft saves get our
+    code beside them. Applying again changes nothing. A method that was taken from an Auto class
+    before (``load = AutoModel.from_pretrained``) raises ``RuntimeError`` for a glm-4v with code of
+    its own.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
@@ -197,11 +206,9 @@ def applied(**options) -> Iterator[None]:
 
 
 def _swaps(options: Options) -> list[Swap]:
-    load_model = functools.partial(_load_model, options)
-    make_model = functools.partial(_make_model, options)
     loaders = {
         "AutoConfig": _load_config,
-        **{name: load_model for name in MODEL_CLASSES},
+        **{name: functools.partial(_load_model, options, _class(name)) for name in MODEL_CLASSES},
         "AutoTokenizer": _load_tokenizer,
         "AutoProcessor": _load_processor,
         "AutoImageProcessor": _load_image_processor,
@@ -211,7 +218,13 @@ def _swaps(options: Options) -> list[Swap]:
         for name, load in loaders.items()
     ]
     swaps += [
-        Swap(f"transformers:{name}", "from_config", functools.partial(_dispatch_config, make_model))
+        Swap(
+            f"transformers:{name}",
+            "from_config",
+            functools.partial(
+                _dispatch_config, functools.partial(_make_model, options, _class(name))
+            ),
+        )
         for name in MODEL_CLASSES
     ]
     swaps += [
@@ -220,6 +233,12 @@ def _swaps(options: Options) -> list[Swap]:
     if is_peft_available():
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
     return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
+
+
+def _class(auto_class: str) -> type[ChatGLMPreTrainedModel]:
+    if auto_class == "AutoModelForSequenceClassification":
+        return ChatGLMForSequenceClassification
+    return GLM4VForCausalLM
 
 
 def _dispatch(load: Callable, original: classmethod) -> classmethod:
@@ -281,26 +300,26 @@ def _load_config(name_or_path, **kwargs):
     return ChatGLMConfig.from_pretrained(name_or_path, name_or_path=name_or_path, **kwargs)
 
 
-def _load_model(options: Options, name_or_path, *args, config=None, **kwargs):
+def _load_model(options: Options, model_class, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
         config = ChatGLMConfig.of(config)
     if options.attn_implementation is not None:
         kwargs.setdefault("attn_implementation", options.attn_implementation)
-    loaded = GLM4VForCausalLM.from_pretrained(name_or_path, *args, config=config, **kwargs)
+    loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
     _set_loss(model, options)
     return loaded
 
 
-def _make_model(options: Options, config: PretrainedConfig, **kwargs):
+def _make_model(options: Options, model_class, config: PretrainedConfig, **kwargs):
     if options.attn_implementation is not None:
         kwargs.setdefault("attn_implementation", options.attn_implementation)
-    model = GLM4VForCausalLM._from_config(ChatGLMConfig.of(config), **kwargs)
+    model = model_class._from_config(ChatGLMConfig.of(config), **kwargs)
     _set_loss(model, options)
     return model
 
 
-def _set_loss(model: GLM4VForCausalLM, options: Options) -> None:
+def _set_loss(model: ChatGLMPreTrainedModel, options: Options) -> None:
     if options.fused_linear_cross_entropy is not None:
         model.config.skip_logits = options.fused_linear_cross_entropy
 
@@ -333,7 +352,7 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         result = original(self, save_directory, *args, **kwargs)
         given = signature.bind(self, save_directory, *args, **kwargs).arguments
         base = self.get_base_model()
-        if isinstance(base, GLM4VForCausalLM) and given.get("is_main_process", True):
+        if isinstance(base, ChatGLMPreTrainedModel) and given.get("is_main_process", True):
             for name in given.get("selected_adapters") or self.peft_config:
                 # As peft names their folders.
                 folder = "" if name == "default" else name

@@ -3,9 +3,12 @@
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 results/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the code of
 LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires.
+``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
+docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
 """
 
 import sys
+import tempfile
 from itertools import product
 from pathlib import Path
 
@@ -67,3 +70,23 @@ def llamafactory(session: nox.Session) -> None:
     for transformers in (TRANSFORMERS[0], "5.6.0"):  # the oldest of ours, the newest of its
         session.install(f"transformers=={transformers}")
         session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_patched_training.py"))
+
+
+@nox.session
+def suites(session: nox.Session) -> None:
+    folder = ROOT / "tests" / "suites"
+    with tempfile.TemporaryDirectory() as temporary:
+        results = []
+        for version in (TRANSFORMERS[0], TRANSFORMERS[-1]):
+            session.install("torch==2.13.0")
+            # The suites import the rest.
+            needed = ["pytest", "parameterized", "requests", "protobuf", "sentencepiece"]
+            session.install("-e", str(ROOT), f"transformers=={version}", "accelerate", *needed)
+            sdist = ["--no-deps", "--no-binary", "transformers", "--dest", temporary]
+            session.run("pip", "download", "-q", *sdist, f"transformers=={version}")
+            (archive,) = Path(temporary).glob(f"transformers-{version}.*")
+            results.append(str(Path(temporary, f"{version}.json")))
+            command = ["python", str(folder / "run.py"), str(archive), "--out", results[-1]]
+            session.run(*command, *session.posargs)
+        page = str(ROOT / "docs" / "suites.md")
+        session.run("python", str(folder / "table.py"), *results, "--out", page)

@@ -53,6 +53,11 @@ def tiny_model(dtype=torch.float32, attn_implementation="sdpa", **changes) -> GL
     return model.to(dtype).eval()
 
 
+def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
+    """What takes the place of these pictures in their rows."""
+    return model.get_image_features(pixels, return_dict=True).pooler_output
+
+
 def three_id_image() -> list[int]:
     return [BOI, PAD, EOI]
 

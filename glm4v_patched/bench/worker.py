@@ -311,7 +311,7 @@ def _features(model: nn.Module, pixels: Tensor) -> Tensor:
     """What a first epoch would have kept of these pictures."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with torch.no_grad():
-        return base.transformer.get_image_features(pixels)
+        return base.transformer.get_image_features(pixels, return_dict=True).pooler_output
 
 
 def _versions() -> dict[str, str]:

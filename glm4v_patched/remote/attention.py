@@ -68,6 +68,8 @@ def attend(
     value_BGKC: Tensor,
     attention_mask: Tensor | PackedSamples | None,
     implementation: str,
+    *,
+    kept_weights: list[Tensor] | None = None,
     **kwargs,
 ) -> Tensor:
     """Scaled dot-product attention by the named implementation (eager, sdpa, flex, flash, ...).
@@ -77,6 +79,7 @@ def attend(
             head), which the implementations read.
         attention_mask: What transformers' mask functions make for that implementation; ``None``;
             or packed samples, for an implementation that is causal without a mask (sdpa).
+        kept_weights: Takes the weights ``(B, H, Q, K)``, which only eager attention makes.
 
     Returns:
         ``(B, Q, H * C)`` in the dtype of the inputs.
@@ -89,7 +92,7 @@ def attend(
         eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     )
     scaling = query_BHQC.shape[-1] ** -0.5
-    out_BQHC, _ = function(
+    out_BQHC, weights_BHQK = function(
         module,
         query_BHQC,
         key_BGKC,
@@ -99,6 +102,8 @@ def attend(
         dropout=0.0,
         **kwargs,
     )
+    if kept_weights is not None:
+        kept_weights.append(weights_BHQK)
     return out_BQHC.flatten(2)
 
 

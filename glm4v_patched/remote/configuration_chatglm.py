@@ -52,6 +52,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_chatglm.GLM4VForCausalLM",
     "AutoModelForSeq2SeqLM": "modeling_chatglm.GLM4VForCausalLM",
     "AutoModelForImageTextToText": "modeling_chatglm.GLM4VForCausalLM",
+    "AutoModelForMultimodalLM": "modeling_chatglm.GLM4VForCausalLM",  # of transformers 5
+    "AutoModelForSequenceClassification": "modeling_chatglm.ChatGLMForSequenceClassification",
 }
 
 

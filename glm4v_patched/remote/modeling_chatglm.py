@@ -11,15 +11,24 @@ from it, each with a test:
 
 from dataclasses import dataclass
 from inspect import signature
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils import logging
 
 from .attention import PackedSamples, attend, group_samples
 from .checkpointing import CheckpointedLayer
@@ -27,7 +36,9 @@ from .configuration_chatglm import ChatGLMConfig
 from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
 from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
 from .sharding import must_run_on_every_process, refuse_split_model
-from .visual import EVA2CLIPModel, PatchEmbedding
+from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
+
+logger = logging.get_logger(__name__)
 
 # What frameworks pass on to attention: for packed rows, and for continuous batching by its name in
 # transformers 4.57 and in 5. Anything else beside the named arguments is a slip of the pen.
@@ -39,6 +50,8 @@ ATTENTION_KEYWORDS = frozenset(
 )
 # Said in other ways already: by the cache, and by positions that restart.
 REDUNDANT_KEYWORDS = frozenset(("cache_position", "seq_idx"))
+
+MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
 
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
@@ -172,15 +185,23 @@ class GLMBlock(CheckpointedLayer):
 class GLMTransformer(nn.Module):
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
+        self.config = config
         self.layers = nn.ModuleList(GLMBlock(config, i) for i in range(config.num_layers))
         self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, x_BRD: Tensor, *attention_inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The normalised output, and what went into each layer and came out of the last."""
+    def forward(
+        self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The normalised output; if asked, what went into each layer and came out of the last.
+
+        ``config.num_layers`` may be less than there are: generate leaves out the last layers so.
+        """
         states = [x_BRD]
-        for layer in self.layers:
-            states.append(layer(states[-1], *attention_inputs))
-        return self.final_layernorm(states[-1]), tuple(states)
+        for layer in islice(self.layers, self.config.num_layers):
+            x_BRD = layer(x_BRD, *attention_inputs)
+            if keep_states:
+                states.append(x_BRD)
+        return self.final_layernorm(x_BRD), tuple(states) if keep_states else None
 
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
@@ -217,6 +238,32 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         # (attention.py has it). Both towers read the config at every call.
         return True
 
+    def _weights_to_keep(
+        self, layers: nn.ModuleList, output_attentions: bool | None
+    ) -> list[Tensor] | None:
+        """A list for the attention weights of ``layers``, if they are asked for and made."""
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if not output_attentions:
+            return None
+        implementation = self.config._attn_implementation
+        if implementation != "eager":
+            # transformers' own models warn, too, and return none.
+            logger.warning_once(
+                f"output_attentions=True: the attention implementation {implementation!r} makes "
+                "no weights and none are returned; choose another one, e.g. by "
+                'model.set_attn_implementation("eager")'
+            )
+            return None
+        recomputed = sum(layer.gradient_checkpointing for layer in layers)
+        if recomputed and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"output_attentions=True in training, where {recomputed} of {len(layers)} layers "
+                "recompute their activations: the weights of a recomputed layer have no "
+                "gradients; disable activation checkpointing or leave output_attentions out"
+            )
+        return []
+
     def train(self, mode: bool = True):
         """As usual. Raises ``ValueError`` for a split model among several processes."""
         if mode:
@@ -252,10 +299,13 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
         labels: ``(B, R)`` int64, grown with the rows; ``None`` if none were given.
         image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features as the tower
             made them, or as they were given; ``None`` without images.
+        attention_mask: ``(B, cached + R)``, grown with the rows; ``None`` if none was given or
+            needed.
     """
 
     labels: Tensor | None = None
     image_hidden_states: Tensor | None = None
+    attention_mask: Tensor | None = None
 
 
 @dataclass
@@ -288,7 +338,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return ImageFormat(
             begin_id=self.config.boi_token_id,
             end_id=self.config.eoi_token_id,
-            num_image_tokens=self.config.vision.num_image_tokens,
+            num_image_tokens=self.vision.vision_config.num_image_tokens,
             vocab_size=self.config.padded_vocab_size,
             max_positions=self.config.seq_length,
             placeholder_id=self.config.pad_token_id,
@@ -330,7 +380,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             past_key_values: A ``Cache``; rows that follow one may bring new images. What position
                 comes next is known for rows that this model put there, whatever their order now;
                 for others, or after ``crop``, give ``position_ids``.
-            inputs_embeds: ``(B, L, D)``; cannot be combined with images.
+            inputs_embeds: ``(B, L, D)``. Images go where these are the embeddings of begin- and
+                end-of-image ids, in rows of the grown form.
             pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
             images: Another name for ``pixel_values``, which the published code uses.
@@ -341,13 +392,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 labels inside images, where nothing is learned.
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
-            output_attentions: Accepted and without effect, as in the published code.
+            output_attentions: Also return each layer's attention weights ``(B, H, R, cached +
+                R)``. Only eager attention makes them; any other warns and returns none.
             prompt_length: Ids from this column on were drawn by generation; begin- and
                 end-of-image ids among them are ordinary tokens.
             image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
-                :meth:`get_image_features` gives for them, from another time. The tower does not
-                run. Processes that gather it together must all be given features or none; without
-                images, ``N`` is 0, which also leaves out the blank image.
+                :meth:`get_image_features` gives for them (its output, too), from another time.
+                The tower does not run. Processes that gather it together must all be given
+                features or none; without images, ``N`` is 0, which also leaves out the blank
+                image.
             attention_kwargs: For the attention implementation: :data:`ATTENTION_KEYWORDS`.
 
         Raises:
@@ -361,6 +414,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         attention_kwargs = _known_keywords(attention_kwargs)
+        if isinstance(image_features, BaseModelOutputWithPooling):
+            image_features = image_features.pooler_output
         if image_features is not None:
             self._check_features(image_features, pixel_values, images)
         pixel_values = self._one_image_tensor(pixel_values, images)
@@ -369,14 +424,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         given_images = pixel_values if image_features is None else image_features
         num_images = 0 if given_images is None else len(given_images)
-        if input_ids is None:
-            self._refuse_images_with_embeddings(given_images)
         label_after = None
         if shift_labels is not None:
             # As transformers does: they win over labels. Nothing predicts the first id.
             labels = F.pad(shift_labels[:, :-1], (1, 0), value=-100)
             label_after = shift_labels[:, -1:]
-        given_ids = input_ids if inputs_embeds is None else self._ids_without_images(inputs_embeds)
+        given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
         _check_rows_of_cache(past_key_values, past_length, given_ids)
         rows = grow_rows(
             given_ids,
@@ -403,6 +456,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 "models and value heads do) would look inside images; give grown rows, as this "
                 "model's processor makes them"
             )
+        if inputs_embeds is not None and length != given_length:
+            raise ValueError(
+                f"inputs_embeds has {given_length} positions but its rows take {length} with their "
+                "images grown, which embeddings cannot be: give those of grown rows, as this "
+                "model's processor makes them, or input_ids"
+            )
         _check_room(past_key_values, past_length + rows.input_ids.shape[1])
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
         embeds_BRD, features_NKD = self._merge_images(
@@ -413,8 +472,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         mask = _causal_mask(self.config, embeds_BRD, rows, past_key_values, past_length)
         if rows.packed_position_ids is not None:
             attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
+        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
+        if weights is not None:
+            attention_kwargs = {"kept_weights": weights, **attention_kwargs}
         hidden_BRD, states = self.encoder(
-            embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs
+            *(embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs),
+            keep_states=output_hidden_states,
         )
         if past_key_values is not None:
             _remember_rows(past_key_values, rows, past_length, num_images)
@@ -422,20 +485,57 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
             past_key_values=past_key_values,
-            hidden_states=states if output_hidden_states else None,
+            hidden_states=states,
+            attentions=None if weights is None else tuple(weights),
             labels=rows.labels,
             image_hidden_states=features_NKD,
+            attention_mask=rows.attention_mask,
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
-    def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Encode images ``(N, 3, S, S)`` to ``(N, num_image_tokens + 2, D)``, begin and end
-        vectors included. Raises ``ValueError`` for another size than the configured one.
+    def get_image_features(
+        self,
+        pixel_values: Tensor,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple | Tensor:
+        """Encode images ``(N, 3, S, S)``, as transformers' own models do.
 
         A tower without trainable weights records no gradients, unless ``pixel_values`` requires
         grad itself.
+
+        Returns:
+            With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, what takes an
+            image's place in its row, begin and end vectors included; ``last_hidden_state``
+            ``(N, T, V)`` of the tower; on request ``hidden_states`` and ``attentions`` of its
+            layers (see :meth:`forward`). With transformers 4: what ``pooler_output`` would be,
+            unless ``return_dict`` is given.
+
+        Raises:
+            ValueError: images of another size than the configured one.
         """
-        vision = self.config.vision
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        layers = self.vision.transformer.layers
+        record = TowerRecord(
+            states=[] if output_hidden_states else None,
+            weights=self._weights_to_keep(layers, output_attentions),
+        )
+        features_NKD = self._encode(pixel_values, record)
+        if return_dict is None and Version(transformers.__version__).major < 5:
+            return features_NKD
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=record.last_state,
+            pooler_output=features_NKD,
+            hidden_states=None if record.states is None else tuple(record.states),
+            attentions=None if record.weights is None else tuple(record.weights),
+        )
+        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _encode(self, pixel_values: Tensor, record: TowerRecord | None = None) -> Tensor:
+        """Features ``(N, num_image_tokens + 2, D)`` of images of the configured size."""
+        vision = self.vision.vision_config
         wanted = (vision.in_channels, vision.image_size, vision.image_size)
         if tuple(pixel_values.shape[1:]) != wanted:
             raise ValueError(
@@ -443,16 +543,16 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"(number of images, {', '.join(map(str, wanted))}): resize them with this "
                 "model's image processor; positions are not interpolated"
             )
-        return self._run_tower(pixel_values)
+        return self._run_tower(pixel_values, record)
 
-    def _run_tower(self, pixels_N3SS: Tensor) -> Tensor:
+    def _run_tower(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
         # Frameworks make what goes into a layer require grad, for its checkpoint's sake: a frozen
         # tower would then keep all its activations for a backward pass that leads nowhere.
         leads_nowhere = not pixels_N3SS.requires_grad and not any(
             parameter.requires_grad for parameter in self.vision.parameters()
         )
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leads_nowhere):
-            return self.vision(pixels_N3SS)
+            return self.vision(pixels_N3SS, *(() if record is None else (record,)))
 
     def _check_features(self, image_features, pixel_values, images) -> None:
         if pixel_values is not None or images is not None:
@@ -462,7 +562,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 "image_features: give the images of a batch in one form"
             )
         # Begin and end of an image are features, too.
-        wanted = (self.config.vision.num_image_tokens + 2, self.config.hidden_size)
+        wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
         if tuple(image_features.shape[1:]) != wanted:
             raise ValueError(
                 f"image_features have shape {tuple(image_features.shape)} but this model takes "
@@ -475,9 +575,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """The embeddings with the images in their places, and the images' features, if any."""
         if pixel_values is not None:
-            features_NKD = self.get_image_features(
-                pixel_values.to(embeds_BRD.device, embeds_BRD.dtype)
-            )
+            features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
         if features_NKD is not None:
             if len(features_NKD) == 0:
                 return embeds_BRD, None
@@ -486,20 +584,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if past_length == 0 and must_run_on_every_process(self.vision):
             # Another process may have an image; the smallest stand-in keeps this one in step and
             # changes no number.
-            side, channels = self.vision.smallest_side, self.config.vision.in_channels
+            side, channels = self.vision.smallest_side, self.vision.vision_config.in_channels
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _refuse_images_with_embeddings(self, images) -> None:
-        if images is not None and len(images):
-            raise ValueError(
-                f"{len(images)} images were given with inputs_embeds, which do not say where "
-                "images go: give input_ids"
-            )
-
     def _is_images(self, attention_mask) -> bool:
-        vision = self.config.vision
+        vision = self.vision.vision_config
         side = vision.image_size
         return (
             isinstance(attention_mask, Tensor)
@@ -553,11 +644,25 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return DynamicCache(config=self.config)
         return past_key_values
 
-    def _ids_without_images(self, inputs_embeds: Tensor) -> Tensor:
-        """Ids that only say how long the rows are."""
+    def _ids_of(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
+        """Ids that say how long the rows are and, if there are images, where they begin and end.
+
+        Raises ``ValueError`` if images are given and no position holds a begin's embedding.
+        """
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
-        return torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
+        ids = torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
+        if num_images:
+            vectors = self.embedding(torch.tensor(markers, device=ids.device))
+            for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
+                ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
+            if not (ids == markers[0]).any():
+                raise ValueError(
+                    f"{num_images} images were given with inputs_embeds, in which 0 positions hold "
+                    f"the embedding of the begin-of-image id {markers[0]}: embed the ids of grown "
+                    "rows, or give input_ids"
+                )
+        return ids
 
 
 class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
@@ -595,7 +700,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         # Resizing makes a plain Linear.
         if type(value) is nn.Linear:
             value = OutputLayer.from_linear(value)
+            value._is_hf_initialized = True  # post_init would draw its weights anew
         self.transformer.output_layer = value
+
+    def get_image_features(self, pixel_values: Tensor, **options):
+        """As :meth:`ChatGLMModel.get_image_features`."""
+        return self.transformer.get_image_features(pixel_values, **options)
 
     def forward(
         self,
@@ -650,6 +760,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             num_items_in_batch=num_items_in_batch,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             return_dict=True,
             **attention_kwargs,
         )
@@ -679,6 +790,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            attentions=output.attentions,
             image_hidden_states=output.image_hidden_states,
         )
         return result if _wants_dict(return_dict, self.config) else result.to_tuple()
@@ -703,17 +815,18 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         past_length = _cached_length(past_key_values)
         inputs = {"past_key_values": past_key_values}
         if inputs_embeds is not None:
-            self.transformer._refuse_images_with_embeddings(
-                self.transformer._one_image_tensor(pixel_values, images)
-            )
-            new = 1 if past_length else inputs_embeds.shape[1]
-            inputs["attention_mask"] = attention_mask
-            if position_ids is not None:
-                inputs["position_ids"] = position_ids[:, -new:]
-            if past_length:
-                inputs["input_ids"] = input_ids[:, -new:]
+            # Until a token is drawn there are no ids, unless they are given beside embeddings.
+            is_first = past_length == 0 or input_ids.shape[1] == 0
+            new = 1
+            if is_first or kwargs.get("is_first_iteration"):
+                new = _not_cached_yet(inputs_embeds, past_length)
+                inputs["inputs_embeds"] = inputs_embeds[:, -new:]
+                inputs |= {"pixel_values": pixel_values, "images": images}
             else:
-                inputs["inputs_embeds"] = inputs_embeds
+                inputs["input_ids"] = input_ids[:, -new:]
+            inputs["attention_mask"] = attention_mask
+            if position_ids is not None and not _holds_images(past_key_values, past_length):
+                inputs["position_ids"] = position_ids[:, -new:]
         else:
             images = self.transformer._one_image_tensor(pixel_values, images)
             if attention_mask is None:
@@ -770,7 +883,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
         if images is not None and expand_size > 1:
-            counts = count_images(input_ids, self.transformer.image_format, len(images))
+            ids, embeds = input_ids, model_kwargs.get("inputs_embeds")
+            if embeds is not None:
+                ids = self.transformer._ids_of(embeds, len(images))
+            counts = count_images(ids, self.transformer.image_format, len(images))
             if sum(counts) != len(images):
                 raise ValueError(
                     f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
@@ -794,6 +910,130 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM
+
+
+class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
+    """glm-4v with a linear head on each row's last token: classifiers and reward models.
+
+    The published class of this name reads the last row of the batch and no images. The head is
+    named as in transformers' own models, ``score``, for whoever trains it beside adapters; the
+    output projection is left out.
+    """
+
+    _auto_class = "AutoModelForSequenceClassification"
+    _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]
+
+    def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
+        """``empty_init``: as in :class:`GLM4VForCausalLM`."""
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = ChatGLMModel(config)
+        del self.transformer.output_layer
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.set_input_embeddings(value)
+
+    def get_image_features(self, pixel_values: Tensor, **options):
+        """As :meth:`ChatGLMModel.get_image_features`."""
+        return self.transformer.get_image_features(pixel_values, **options)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        image_features: Tensor | None = None,
+        **attention_kwargs,
+    ) -> SequenceClassifierOutputWithPast | tuple:
+        """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
+
+        Args:
+            attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
+                that it ends with, as in transformers' own models.
+            labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
+                at once. What loss they are for ``config.problem_type`` says, or their dtype.
+
+        Returns:
+            ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
+
+        Raises:
+            ValueError: packed rows, which hold several samples.
+        """
+        if self.training:
+            refuse_split_model(self)
+        if attention_mask is None and input_ids is not None:
+            attention_mask = self._mask_of_ends(input_ids, _cached_length(past_key_values))
+        output = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            images=images,
+            image_features=image_features,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+            **attention_kwargs,
+        )
+        if attention_mask is not None and output.attention_mask is None:
+            raise ValueError(
+                f"position_ids restart within {len(attention_mask)} rows, which then hold more "
+                "than one sample each, but one score is read at the end of a row: give a row for "
+                "every sample"
+            )
+        hidden_BRD = output.last_hidden_state
+        last_B = self._last_tokens(hidden_BRD, output.attention_mask)
+        logits = self.score(hidden_BRD[torch.arange(len(last_B), device=last_B.device), last_B])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        result = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )
+        return result if _wants_dict(return_dict, self.config) else result.to_tuple()
+
+    def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
+        """Zeros at the padding ids that rows end with."""
+        is_token = input_ids != self.config.pad_token_id
+        follows_token = is_token.flip(1).cummax(dim=1).values.flip(1)
+        return F.pad(follows_token.long(), (past_length, 0), value=1)
+
+    def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Each row's last column ``(B,)`` that is no padding."""
+        length = hidden_BRD.shape[1]
+        columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
+        if attention_mask is None:
+            return columns[:, -1]
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
+                "last token, which a mask (rows, ids) says"
+            )
+        is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
+        return columns.masked_fill(~is_token, 0).amax(dim=1)
 
 
 def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
@@ -820,10 +1060,10 @@ def _causal_mask(
         # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
         "position_ids": rows.packed_position_ids,
     }
-    parameters = signature(create_causal_mask).parameters
     # transformers 4.57 spells it input_embeds, and wants to be told where the queries stand.
-    arguments["inputs_embeds" if "inputs_embeds" in parameters else "input_embeds"] = embeds_BRD
-    if "cache_position" in parameters:
+    spelled = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
+    arguments[spelled] = embeds_BRD
+    if "cache_position" in MASK_PARAMETERS:
         arguments["cache_position"] = torch.arange(
             past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
         )
@@ -832,8 +1072,8 @@ def _causal_mask(
 
 def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
     """Whether no row of a 2D mask has a token after padding. False for a mask of another kind."""
-    if attention_mask.ndim != 2:
-        return False
+    if attention_mask.ndim != 2 or torch.compiler.is_compiling():
+        return False  # a graph cannot depend on values
     is_token = attention_mask.bool()
     # A transfer from the device, in the place of transformers' own for a mask of ones.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
@@ -936,6 +1176,24 @@ def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     next_position_B1 = known.next_position
     is_same = is_same.to(next_position_B1.device)
     return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
+
+
+def _holds_images(cache: Cache | None, past_length: int) -> bool:
+    """Whether images are known to be in the cache: generate's positions count them too long."""
+    known = _cached_rows(cache) if past_length else None
+    return known is not None and bool(known.images_up_to(past_length))
+
+
+def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
+    """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
+    new = inputs_embeds.shape[1] - past_length
+    if new < 1:
+        raise ValueError(
+            f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
+            f"{past_length} already: give generate the embeddings of whole rows, those in the "
+            "cache included"
+        )
+    return new
 
 
 def _check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:

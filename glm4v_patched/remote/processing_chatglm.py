@@ -5,6 +5,7 @@ This processor emits the grown row, so that ids, mask, labels and logits have on
 is its begin id, one fill id for every position its features take, and its end id.
 """
 
+from inspect import signature
 from typing import Any
 
 from transformers import BatchFeature, ProcessorMixin
@@ -384,6 +385,15 @@ def _merge_options(
             f"unknown options {unknown}: text takes {sorted(options)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
+    parameters = signature(ChatGLMProcessor.__call__).parameters
+    # apply_chat_template of transformers says add_special_tokens beside what its caller says.
+    for name in sorted((options.keys() & text_options.keys()) - {"add_special_tokens"}):
+        said = options[name] != parameters[name].default
+        if said and options[name] != text_options[name]:
+            raise ValueError(
+                f"{name} was given twice, as {options[name]!r} and as {text_options[name]!r} in "
+                "text_kwargs: give it once"
+            )
     chosen = return_tensors or tensors[1] or tensors[0]
     return images_options, {**options, **text_options}, chosen
 

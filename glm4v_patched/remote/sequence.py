@@ -99,7 +99,10 @@ def grow_rows(
         num_items_in_batch: What the summed loss will be divided by, if that was given.
 
     Raises:
-        ValueError: names both numbers and the cure.
+        ValueError: names both numbers and the cure. In a compiled or exported graph, whose shapes
+            cannot follow from values, rows are taken to be grown and without stray ids; a
+            ``RuntimeError`` when the graph runs says that they are not, or that they have a fault
+            (on a GPU a device-side assertion).
     """
     _check_shapes(input_ids, attention_mask, position_ids, labels, past_length)
     if labels is not None:
@@ -111,7 +114,8 @@ def grow_rows(
     spans = _find_images(input_ids, image_format, prompt_length)
     masks = attention_mask, position_ids, past_length, next_position
     given = (input_ids, image_format, *masks, labels, label_after, num_cached)
-    rows = _read_rows(spans, *given)
+    in_graph = torch.compiler.is_compiling() and _may_be_grown(input_ids, image_format, num_images)
+    rows = _read_rows(spans, *given, (num_images, allow_unpaired) if in_graph else None)
     fault = _fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
     if fault is not None:
         spans = _without_strays(spans, rows.current_mask, input_ids, image_format)
@@ -350,6 +354,7 @@ def _read_rows(
     labels: Tensor | None,
     label_after: Tensor | None,
     num_cached: int,
+    in_graph: tuple[int | None, bool] | None = None,
 ) -> _ReadRows:
     padding_mask = current_mask = None
     if attention_mask is not None and attention_mask.ndim == 2:
@@ -370,7 +375,7 @@ def _read_rows(
         "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
         "found": spans.is_begin.sum(),
         "found_after_cache": (spans.is_begin & (ends > num_cached)).sum(),
-        "misfit": misfits[(misfits - 1).abs().argmax()],
+        "misfit": misfits.gather(0, (misfits - 1).abs().argmax(keepdim=True)).squeeze(),
         "smallest_id": input_ids.amin(),
         "largest_id": input_ids.amax(),
         "last_position": positions.amax(),
@@ -396,8 +401,55 @@ def _read_rows(
             now, follows = counted[:, 1:], is_token[:, 1:] & (last_token >= 0)
             facts["restarts"] = (follows & (now == 0)).sum()
             facts["steps_back"] = (follows & (now < before) & (now != 0)).sum()
-    numbers = torch.stack([facts.get(name, none).long() for name in _Facts._fields]).tolist()
-    return _ReadRows(_Facts(*numbers), padding_mask, current_mask, positions, width)
+    if in_graph is not None:
+        known = _facts_in_graph(facts, input_ids, image_format, *in_graph)
+    else:
+        numbers = torch.stack([facts.get(name, none).long() for name in _Facts._fields])
+        known = _Facts(*numbers.tolist())
+    return _ReadRows(known, padding_mask, current_mask, positions, width)
+
+
+def _may_be_grown(input_ids: Tensor, image_format: ImageFormat, num_images) -> bool:
+    """Whether there is room for that many grown images, as far as shapes tell."""
+    if not (num_images is None or isinstance(num_images, int)):
+        return False
+    places = (num_images or 0) * (image_format.num_image_tokens + 2)
+    return places <= input_ids.shape[0] * input_ids.shape[1]
+
+
+def _facts_in_graph(
+    facts: dict[str, Tensor],
+    input_ids: Tensor,
+    image_format: ImageFormat,
+    num_images: int | None,
+    allow_unpaired: bool,
+) -> _Facts:
+    """What sound, grown rows have, asserted of these rows whenever the graph runs."""
+    length = input_ids.shape[1]
+    last = image_format.vocab_size - 1
+    is_sound = (facts["misfit"] == 1) & (facts["length"] == length)
+    is_sound &= (facts["smallest_id"] >= 0) & (facts["largest_id"] <= last)
+    is_sound &= facts["last_position"] < image_format.max_positions
+    if not allow_unpaired:
+        is_sound &= (facts["begins"] == facts["found"]) & (facts["ends"] == facts["found"])
+    if num_images is not None:
+        is_sound &= facts["found"] == num_images
+    if "smallest_label" in facts:
+        is_sound &= (facts["smallest_label"] >= 0) & (facts["largest_label"] <= last)
+    for name in ("unknown_positions", "wrong_mask_values", "restarts", "steps_back"):
+        if name in facts:
+            is_sound &= facts[name] == 0
+    torch._assert_async(
+        is_sound,
+        "these rows do not fit a compiled graph: they are in the three-id form (give grown rows, "
+        "as this model's processor makes them), hold stray begin- or end-of-image ids, or have a "
+        "fault that the same call without compilation names",
+    )
+    images = num_images or 0
+    expected = dict.fromkeys(_Facts._fields, 0)
+    expected |= {"begins": images, "ends": images, "found": images, "misfit": 1, "length": length}
+    # Where the last image ends is not known: at the end of the rows, to be on the safe side.
+    return _Facts(**(expected | {"images_end": length if images else 0}))
 
 
 def _fault_of_images(

@@ -5,6 +5,8 @@ the *output* of its attention and of its MLP before adding it, there is no final
 begin- and end-of-image vectors are learned here, not taken from the token embeddings.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,23 @@ from .configuration_chatglm import ChatGLMConfig
 
 # Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
 # (class token first), V tower width, G side of the patch grid, D language model width.
+
+
+@dataclass
+class TowerRecord:
+    """What a caller wants to see of the tower besides the features; filled by its forward.
+
+    Attributes:
+        states: If a list, takes what goes into each layer and what comes out of the last,
+            ``(N, T, V)`` each.
+        weights: If a list, takes each layer's attention weights ``(N, heads, T, T)``; eager
+            attention only.
+        last_state: What comes out of the last layer.
+    """
+
+    states: list[Tensor] | None = None
+    weights: list[Tensor] | None = None
+    last_state: Tensor | None = None
 
 
 class PatchEmbedding(nn.Module):
@@ -53,11 +72,12 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.dense = nn.Linear(width, width)
 
-    def forward(self, x_NTV: Tensor) -> Tensor:
+    def forward(self, x_NTV: Tensor, kept_weights: list[Tensor] | None = None) -> Tensor:
         # (N, T, 3, heads, channels) -> three of (N, heads, T, channels)
         fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = fused.permute(2, 0, 3, 1, 4)
-        return self.dense(attend(self, query, key, value, None, self.config._attn_implementation))
+        rest = None, self.config._attn_implementation
+        return self.dense(attend(self, query, key, value, *rest, kept_weights=kept_weights))
 
 
 class MLP(nn.Module):
@@ -83,8 +103,8 @@ class TransformerLayer(CheckpointedLayer):
         self.mlp = MLP(config)
         self.post_attention_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
 
-    def layer_forward(self, x_NTV: Tensor) -> Tensor:
-        x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV))
+    def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
+        x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV, *kept_weights))
         return x_NTV + self.post_attention_layernorm(self.mlp(x_NTV))
 
 
@@ -95,9 +115,16 @@ class Transformer(nn.Module):
             TransformerLayer(config) for _ in range(config.vision.num_hidden_layers)
         )
 
-    def forward(self, x_NTV: Tensor) -> Tensor:
+    def forward(self, x_NTV: Tensor, record: TowerRecord | None = None) -> Tensor:
+        record = TowerRecord() if record is None else record
+        kept_weights = () if record.weights is None else (record.weights,)
         for layer in self.layers:
-            x_NTV = layer(x_NTV)
+            if record.states is not None:
+                record.states.append(x_NTV)
+            x_NTV = layer(x_NTV, *kept_weights)
+        if record.states is not None:
+            record.states.append(x_NTV)
+        record.last_state = x_NTV
         return x_NTV
 
 
@@ -123,7 +150,8 @@ class EVA2CLIPModel(nn.Module):
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        vision = config.vision
+        # Read once: compilation cannot follow how the config makes it.
+        self.vision_config = vision = config.vision
         self.patch_embedding = PatchEmbedding(config)
         self.transformer = Transformer(config)
         self.linear_proj = GLU(config)
@@ -133,19 +161,20 @@ class EVA2CLIPModel(nn.Module):
         self.scaling_factor = vision.scaling_factor
         self.smallest_side = 2 * vision.patch_size
 
-    def forward(self, pixels_N3SS: Tensor) -> Tensor:
+    def forward(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
         """Encode images.
 
         Args:
             pixels_N3SS: ``(N, 3, S, S)`` in the dtype of the weights. ``S`` is the configured
                 ``image_size``, or ``smallest_side`` for a stand-in that only has to touch every
                 parameter; the learned positions of the two do not correspond.
+            record: Filled with what it asks for.
 
         Returns:
             ``(N, num_image_tokens + 2, D)``: begin vector, image, end vector, all divided by
             ``scaling_factor``.
         """
-        patches_NPV = self.transformer(self.patch_embedding(pixels_N3SS))[:, 1:]
+        patches_NPV = self.transformer(self.patch_embedding(pixels_N3SS), record)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
         grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
         image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2))

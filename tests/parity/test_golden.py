@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load
 from tiny import (
+    encoded,
     golden_bytes,
     golden_case,
     golden_json,
@@ -173,7 +174,7 @@ def vision_stages(model, images: torch.Tensor) -> dict[str, torch.Tensor]:
 
     handles = [part.register_forward_hook(keep(name)) for name, part in parts.items()]
     with torch.no_grad():
-        stages["features"] = model.transformer.get_image_features(images)
+        stages["features"] = encoded(model, images)
     for handle in handles:
         handle.remove()
     return stages

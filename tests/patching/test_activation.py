@@ -18,6 +18,7 @@ from legacy_repository import (
     write_legacy_repository,
 )
 from local_hub import LocalHub
+from packaging.version import Version
 from tiny import golden_json, padded, pictures, text, three_id_image, tiny_model
 from transformers import (
     AutoConfig,
@@ -33,7 +34,10 @@ import glm4v_patched
 from glm4v_patched.activation import Options
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.remote.modeling_chatglm import (
+    ChatGLMForSequenceClassification,
+    GLM4VForCausalLM,
+)
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from glm4v_patched.repository import Repository
@@ -44,10 +48,14 @@ OURS = {
     "AutoModelForCausalLM": GLM4VForCausalLM,
     "AutoModelForSeq2SeqLM": GLM4VForCausalLM,
     "AutoModelForImageTextToText": GLM4VForCausalLM,
+    "AutoModelForMultimodalLM": GLM4VForCausalLM,
+    "AutoModelForSequenceClassification": ChatGLMForSequenceClassification,
     "AutoTokenizer": ChatGLM4Tokenizer,
     "AutoProcessor": ChatGLMProcessor,
     "AutoImageProcessor": ChatGLMImageProcessor,
 }
+if Version(transformers.__version__).major < 5:
+    OURS.pop("AutoModelForMultimodalLM")
 MODELS = [name for name, ours in OURS.items() if ours is GLM4VForCausalLM]
 PUBLISHED_ONES = ["AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"]
 
@@ -368,19 +376,21 @@ def test_options_of_the_image_processor_are_taken(published):
     assert AutoImageProcessor.from_pretrained(published, size=size).size == size
 
 
-def test_a_classifier_of_glm4v_is_not_there(published):
-    """The published one reads the wrong row and no images; ours does not pretend."""
+def test_a_classifier_of_glm4v_is_ours(published):
     glm4v_patched.apply()
-    with pytest.raises(ValueError, match="Unrecognized configuration class"):
-        AutoModelForSequenceClassification.from_pretrained(published, trust_remote_code=False)
+    loaded = AutoModelForSequenceClassification.from_pretrained(published, num_labels=1)
+    assert type(loaded) is ChatGLMForSequenceClassification
+    made = AutoModelForSequenceClassification.from_config(loaded.config)
+    assert type(made) is ChatGLMForSequenceClassification and made.score.out_features == 1
 
-    # The config's auto_map has the published class, if it was loaded before.
-    glm4v_patched.revert()
+
+def test_an_auto_class_without_one_of_ours_is_named(published):
+    """Its own code would be loaded half: the config that it then meets is ours."""
     config = AutoConfig.from_pretrained(published, trust_remote_code=True)
-    config.auto_map["AutoModelForSequenceClassification"] = "modeling_chatglm.Classifier"
+    config.auto_map["AutoModelForTokenClassification"] = "modeling_chatglm.Classifier"
     glm4v_patched.apply()
     with pytest.raises(RuntimeError, match="an Auto class without one of ours, which there are fo"):
-        AutoModelForSequenceClassification.from_pretrained(
+        transformers.AutoModelForTokenClassification.from_pretrained(
             published, config=config, trust_remote_code=True
         )
 

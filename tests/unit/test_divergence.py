@@ -214,6 +214,24 @@ def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(drawn, tmp_
     assert not [*out.glob("*.safetensors")]
 
 
+def test_weights_that_bf16_cannot_hold_are_looked_at_as_they_are_saved(
+    drawn, tmp_path, monkeypatch
+):
+    """Without ZeRO they are trained in fp32, and the largest of these are infinite in bf16."""
+    out = tmp_path / "out"
+    changes = {"trainer.max_steps": 1, "trainer.save_steps": None, "engine.precision": "bf16"}
+    end = DivergenceWatch.on_step_end
+
+    def grow(self, args, state, control, model, **kwargs):
+        next(p for p in model.parameters() if p.requires_grad).data[0, 0] = 3.4e38
+        return end(self, args, state, control, model=model, **kwargs)
+
+    monkeypatch.setattr(DivergenceWatch, "on_step_end", grow)
+    with pytest.raises(Diverged, match="infinite, in 1 tensors"):
+        train_here(drawn.override({"out": str(out)} | changes))
+    assert not [*out.glob("*.safetensors")]
+
+
 def test_a_base_with_one_nan_is_named_before_the_first_step(drawn, tmp_path):
     import shutil
 

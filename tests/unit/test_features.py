@@ -16,7 +16,16 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from recipes import recipe
 from safetensors.torch import load, save_file
-from tiny import grown_image, padded, pictures, text, three_id_image, tiny_config, tiny_model
+from tiny import (
+    encoded,
+    grown_image,
+    padded,
+    pictures,
+    text,
+    three_id_image,
+    tiny_config,
+    tiny_model,
+)
 from transformers import TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
@@ -111,7 +120,7 @@ def test_features_given_are_merged_as_the_towers_own(image):
     model = tiny_model()
     for inputs in epoch(image)[:2]:
         want = model(**inputs)
-        features = model.transformer.get_image_features(inputs["pixel_values"])
+        features = encoded(model, inputs["pixel_values"])
         assert torch.equal(want.image_hidden_states, features)
         runs = count_runs(model)
         got = model(**(inputs | {"pixel_values": None}), image_features=features)
@@ -124,7 +133,7 @@ def test_features_given_are_merged_as_the_towers_own(image):
 def test_features_belong_to_images_in_the_order_of_their_ids():
     model = tiny_model()
     inputs = epoch(grown_image())[0]
-    features = model.transformer.get_image_features(inputs.pop("pixel_values"))
+    features = encoded(model, inputs.pop("pixel_values"))
     given, turned = (model(**inputs, image_features=f).logits for f in (features, features.flip(0)))
     assert not torch.equal(given, turned)
 
@@ -268,8 +277,8 @@ def test_a_picture_is_known_in_other_company(folder):
     assert "pixel_values" not in replaced
     first, second, third = replaced["image_features"]
     with torch.no_grad():
-        three = model.transformer.get_image_features(seen[:3])
-        alone = model.transformer.get_image_features(seen[3:])
+        three = encoded(model, seen[:3])
+        alone = encoded(model, seen[3:])
     assert torch.equal(first, alone[0]) and torch.equal(third, alone[0])
     assert torch.equal(second, three[0])
 
@@ -593,7 +602,7 @@ def test_a_file_holds_the_towers_own_bytes(tmp_path):
     folder = filled(tmp_path)
     model = frozen_model()
     pixels = epoch(grown_image())[0]["pixel_values"]
-    want = model.transformer.get_image_features(pixels)
+    want = encoded(model, pixels)
     for digest, features in zip(digest_pictures(pixels).tolist(), want, strict=True):
         (path,) = folder.rglob(f"{bytes(digest).hex()}.safetensors")
         (kept,) = load(path.read_bytes()).values()

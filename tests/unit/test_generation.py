@@ -379,13 +379,38 @@ def test_training_mode_generates_the_same(model):
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "images"])
-def test_refuses_images_beside_embeddings(model, name):
+def test_refuses_images_that_embeddings_have_no_place_for(model, name):
     embeds = model.get_input_embeddings()(torch.tensor([text(4)])).detach()
     with pytest.raises(ValueError, match="2 images were given with inputs_embeds.*give input_ids"):
         model.generate(inputs_embeds=embeds, **{name: pictures(2)}, **GREEDY)
     ids = torch.tensor([three_id_image()])
     with pytest.raises(ValueError, match="1 images were given with inputs_embeds.*give input_ids"):
         model.generate(ids, inputs_embeds=embeds, **{name: pictures(1)}, **GREEDY)
+    short = model.get_input_embeddings()(ids).detach()
+    with pytest.raises(ValueError, match="inputs_embeds has 3 positions but its rows take 6"):
+        model.generate(inputs_embeds=short, **{name: pictures(1)}, **GREEDY)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2}])
+def test_embeddings_of_rows_with_images_generate_the_same(model, options):
+    rows = padded([rows_with(grown_image())[1], [*text(2), *grown_image() * 2, 5]], "left")
+    if "num_return_sequences" in options:
+        options = options | {"num_beams": 2}
+    given = rows | {"pixel_values": pictures(3)}
+    want = new_tokens(model, given, **options)
+    embeds = model.get_input_embeddings()(rows["input_ids"])
+    assert torch.equal(
+        model(**given).logits,
+        model(
+            inputs_embeds=embeds,
+            attention_mask=rows["attention_mask"],
+            pixel_values=given["pixel_values"],
+        ).logits,
+    )
+    given = {"inputs_embeds": embeds, "attention_mask": rows["attention_mask"]}
+    got = model.generate(**given, images=pictures(3), **GREEDY, **options)
+    assert torch.equal(got, want)
 
 
 # Begin and end ids that an earlier round drew

@@ -1,6 +1,7 @@
 """The model as a module: one path for training and evaluation, tables, dtypes, initialisation."""
 
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -361,6 +362,34 @@ def test_a_given_cache_is_filled_and_returned(model):
         output = model(**batch(), past_key_values=cache)
     assert output.past_key_values is cache
     assert cache.get_seq_length() == output.logits.shape[1]
+
+
+def test_a_resized_output_layer_is_not_initialised_again():
+    model = tiny_model()
+    model.resize_token_embeddings(520)
+    weight = model.get_output_embeddings().weight
+    want = weight.detach().clone()
+    model.post_init()
+    assert torch.equal(weight, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
+def test_layers_inputs_are_kept_only_when_asked_for(asked):
+    # Kept, they are as many times the hidden states of all rows as there are layers.
+    model = tiny_model(num_layers=5)
+    states, alive = [], []
+
+    def count(layer, inputs, output) -> None:
+        alive[:] = [state() is not None for state in states]
+        states.append(weakref.ref(output))
+
+    for layer in model.transformer.encoder.layers:
+        layer.register_forward_hook(count)
+    output = model(**batch(), output_hidden_states=asked or None)
+    assert (output.hidden_states is not None) is asked
+    # The last layer's own input is in use.
+    assert alive == [asked, asked, asked, True]
 
 
 # Keywords

@@ -513,3 +513,10 @@ def test_the_padding_side_of_a_call_holds_for_the_assistant_mask(processor, of, 
         out["input_ids"], out["assistant_masks"], ["A dog.", "A mat on a dog."], strict=True
     ):
         assert processor.decode(ids[mask.bool()]) == f"\n{said}"
+
+
+def test_an_option_given_twice_is_refused(processor):
+    with pytest.raises(ValueError, match="padding was given twice, as 'longest' and as False in"):
+        processor(text="a", padding="longest", text_kwargs={"padding": False})
+    alike = processor(text="a", padding="longest", text_kwargs={"padding": "longest"})
+    assert alike["input_ids"] == processor(text="a", text_kwargs={"padding": True})["input_ids"]

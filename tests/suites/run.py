@@ -1,0 +1,105 @@
+"""Run transformers' own shared suites on this package's classes: ``run.py SDIST --out FILE.json``.
+
+The sdist of the installed transformers holds ``tests/*.py``; they are unpacked to a temporary
+folder and nothing of them stays. What they import from elsewhere in transformers' repository is
+not in the sdist: stand-ins are written beside them (:data:`STAND_INS`), or, with ``--checkout``,
+the ``tests`` and ``utils`` of a checkout of that version are used, with the suites of generation
+and export that only those have.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the same everywhere: what would be fetched is not there
+
+import pytest  # noqa: E402
+import transformers  # noqa: E402
+
+HERE = Path(__file__).parent
+SUITES = ("model", "image_processor", "processor", "tokenizer")
+PACKAGE = "transformers_tests"  # not "tests", which is ours
+
+# What the shared suites import and the sdist lacks.
+STAND_INS = {
+    f"{PACKAGE}/generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+    f"{PACKAGE}/exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
+    # Pictures and sounds of the Hub, which only tests of other modalities load.
+    "utils/fetch_hub_objects_for_ci.py": "def url_to_local_path(url):\n    return url\n",
+    f"{PACKAGE}/fixtures/sample_text.txt": "A text.\n\nAnother one.\n",
+}
+
+
+class Results:
+    """A pytest plugin that notes what became of every test."""
+
+    def __init__(self):
+        self.of_test: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report) -> None:
+        suite, _, test = report.nodeid.rpartition("/")[2].partition("::")
+        suite = suite.removeprefix("suite_").removesuffix(".py")
+        name = f"{suite}::{test}"
+        if report.when == "call" or report.outcome != "passed":
+            # A failed subtest is reported before its test, which then passes.
+            if self.of_test.get(name, {}).get("outcome") == "failed":
+                return
+            reason = ""
+            if report.outcome == "failed":
+                reason = str(getattr(report.longrepr, "reprcrash", report.longrepr))
+            elif report.outcome == "skipped":
+                reason = str(report.longrepr[2])
+            self.of_test[name] = {"outcome": report.outcome, "reason": reason[:500]}
+
+
+def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
+    """Make ``folder/transformers_tests`` and ``folder/utils``."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "sdist", filter="data")
+    (root,) = (folder / "sdist").iterdir()
+    if root.name != f"transformers-{transformers.__version__}":
+        raise SystemExit(f"{sdist} holds {root.name}, installed is {transformers.__version__}")
+    if checkout is None:
+        shutil.move(root / "tests", folder / PACKAGE)
+        for name, text in STAND_INS.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    else:
+        shutil.copytree(checkout / "tests", folder / PACKAGE)
+        shutil.copytree(checkout / "utils", folder / "utils")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("sdist", type=Path)
+    parser.add_argument("--out", type=Path, help="where results go, as JSON")
+    parser.add_argument("--checkout", type=Path, help="a checkout of this transformers")
+    parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
+    options, for_pytest = parser.parse_known_args()
+    results = Results()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        unpack(options.sdist.resolve(), folder, options.checkout)
+        sys.path[:0] = [str(folder), str(folder / "utils"), str(HERE), str(HERE.parent)]
+        sys.path.insert(0, str(HERE.parents[1]))
+        os.chdir(folder)
+        files = [str(HERE / f"suite_{name}.py") for name in options.suite]
+        quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", HERE]
+        code = pytest.main([*map(str, quiet), "-W", "ignore", *files, *for_pytest], [results])
+        os.chdir(HERE)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"pytest ended with {code!r}")
+    if options.out is not None:
+        document = {"transformers": transformers.__version__, "results": results.of_test}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(Counter(result["outcome"] for result in results.of_test.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""transformers' suite of models (and of generation and export, from a checkout), a class a form."""
+
+import unittest
+
+import torch
+from contexts import EntersContexts
+from names import know_by_name
+from tiny import NUM_IMAGE_TOKENS, pictures, tiny_config
+from transformers_tests import test_modeling_common
+from transformers_tests.generation.test_utils import GenerationTesterMixin
+
+from glm4v_patched import applied
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import (
+    ChatGLMForSequenceClassification,
+    ChatGLMModel,
+    GLM4VForCausalLM,
+)
+
+know_by_name(
+    "chatglm",
+    MODEL_MAPPING_NAMES="ChatGLMModel",
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES="GLM4VForCausalLM",
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES="GLM4VForCausalLM",
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES="ChatGLMForSequenceClassification",
+)
+
+
+# Neither among the lowest ids, which the suite draws, nor at the vocabulary's end, which it cuts.
+BEGIN, END, PAD, FILL = 450, 451, 452, 453
+THREE_IDS = [BEGIN, PAD, END]
+GROWN = [BEGIN, *[FILL] * NUM_IMAGE_TOKENS, END]
+
+
+class SettableDict(dict):
+    """A dict that takes attributes: the suite sets norms' epsilons on every part of a config."""
+
+
+class Tester:
+    """Rows of one form, and the sizes that the suite compares with."""
+
+    batch_size = 7  # as many as the suite wants: it fills up with rows of its own
+    num_hidden_layers = 2
+    is_training = True
+
+    def __init__(self, parent, image: list[int], images_per_row: int):
+        self.parent = parent
+        self.images_per_row = images_per_row
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(10, 400, (self.batch_size, 8), generator=generator)
+        images = torch.tensor((image + [9]) * images_per_row, dtype=torch.long)
+        images = images.expand(self.batch_size, -1)
+        self.rows = torch.cat((rows[:, :3], images, rows[:, 3:]), dim=1)
+        config = self.get_config()
+        self.seq_length = self.rows.shape[1]
+        # What comes out.
+        self.encoder_seq_length = self.seq_length
+        if image == THREE_IDS:
+            self.encoder_seq_length += images_per_row * (len(GROWN) - len(THREE_IDS))
+        self.key_length = self.encoder_seq_length
+        self.hidden_size = config.hidden_size
+        self.num_attention_heads = config.num_attention_heads
+        self.vision_config = config.vision_config
+        self.vocab_size = config.vocab_size
+
+    def get_config(self) -> ChatGLMConfig:
+        config = tiny_config(boi_token_id=BEGIN, eoi_token_id=END, pad_token_id=PAD)
+        config.vision_config = SettableDict(config.vision_config)
+        return config
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[ChatGLMConfig, dict]:
+        inputs = {"input_ids": self.rows.clone(), "attention_mask": torch.ones_like(self.rows)}
+        if self.images_per_row:
+            inputs["pixel_values"] = pictures(self.batch_size * self.images_per_row)
+        return self.get_config(), inputs
+
+    prepare_config_and_inputs = prepare_config_and_inputs_for_common
+
+
+class Suite(EntersContexts, test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
+    all_model_classes = (ChatGLMModel, GLM4VForCausalLM, ChatGLMForSequenceClassification)
+    all_generative_model_classes = (GLM4VForCausalLM,)
+    additional_model_inputs = ["pixel_values"]
+    # Of transformers 4.57, for what models of other kinds had.
+    fx_compatible = test_torchscript = test_pruning = test_head_masking = False
+    image = GROWN
+    images_per_row = 1
+
+    @classmethod
+    def setUpClass(cls):
+        # The suite loads by Auto classes, too.
+        cls.enter(applied())
+        super().setUpClass()
+
+    def setUp(self):
+        super().setUp()
+        self.model_tester = Tester(self, self.image, self.images_per_row)
+
+    def _image_features_prepare_config_and_inputs(self):
+        return self.model_tester.get_config(), {"pixel_values": pictures(Tester.batch_size)}
+
+
+class Text(Suite, unittest.TestCase):
+    images_per_row = 0
+    test_all_params_have_gradient = False  # the tower's do not
+
+
+class Grown(Suite, unittest.TestCase):
+    pass
+
+
+class TwoImages(Suite, unittest.TestCase):
+    images_per_row = 2
+
+
+class ThreeIds(Suite, unittest.TestCase):
+    image = THREE_IDS

@@ -1,0 +1,37 @@
+"""transformers' suite of tokenizers, on a small BPE with GLM-4's special tokens."""
+
+import tempfile
+import unittest
+
+from contexts import EntersContexts
+from transformers_tests import test_tokenization_common
+from unit.conftest import train_backend
+
+from glm4v_patched import applied
+from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+
+
+class Tokenizer(EntersContexts, test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):
+    tokenizer_class = rust_tokenizer_class = ChatGLM4Tokenizer
+    test_slow_tokenizer = False  # for transformers 4, which has two kinds
+    from_pretrained_kwargs = {}
+
+    @classmethod
+    def setUpClass(cls):
+        # The suite loads by AutoTokenizer, too.
+        cls.enter(applied())
+        folder = cls.enter(tempfile.TemporaryDirectory())
+        ChatGLM4Tokenizer(tokenizer_object=train_backend(), model_max_length=512).save_pretrained(
+            folder
+        )
+        cls.from_pretrained_id = [folder]
+        super().setUpClass()
+
+    def setUp(self):
+        super().setUp()
+        ChatGLM4Tokenizer.from_pretrained(self.from_pretrained_id[0]).save_pretrained(
+            self.tmpdirname
+        )
+
+    def get_tokenizers(self, fast=True, **options):
+        return [self.get_tokenizer(**options)]
