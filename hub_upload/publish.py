@@ -90,6 +90,8 @@ class Wanted:
         content = self.content
         if content is None and self.path is not None:  # weights so small that they are in git
             content = self.path.read_bytes()
+            if hashlib.sha256(content).hexdigest() != self.sha256:  # changed since the build
+                return False
         return content is not None and there.blob_id == git_hash(content)
 
 

@@ -410,8 +410,9 @@ def check_weight_files(target: Target) -> str:
     """Whether they are there, of the manifest's size, and whole safetensors."""
     manifest = target.manifest["weights"]
     if target.code_only:
-        here = target.here(sorted(manifest["files"]))
-        require(not here, f"a repository of code only holds {shorten(here)}")
+        here = {*target.here(sorted(manifest["files"]))}
+        here |= {name for name in target.sizes if name.endswith(".safetensors")}
+        require(not here, f"a repository of code only holds {shorten(sorted(here))}")
         raise Skip("a repository of code only")
     names = target.weight_names()
     listed = set(manifest["files"])

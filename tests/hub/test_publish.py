@@ -1,6 +1,7 @@
 """Publishing through the installed client to a Hub on loopback: what is there afterwards, and what
 is not, whatever happens in between."""
 
+import hashlib
 import queue
 import re
 import signal
@@ -24,12 +25,14 @@ from fake_build import (
     write_build,
 )
 from huggingface_hub import CommitOperationCopy, HfApi
+from huggingface_hub.hf_api import RepoFile
 from local_hub import File, LocalHub
 
 import glm4v_patched
 from hub_upload import verify as verifying
 from hub_upload.__main__ import main
 from hub_upload.faults import without_secrets
+from hub_upload.publish import Wanted, git_hash
 
 ROOT = Path(__file__).parents[2]
 REPO = "our-org/glm-4v-9b-trainable"
@@ -780,6 +783,20 @@ def test_weights_that_change_while_they_are_sent_are_not_committed(hub, run, bui
     status, output = run(build, "--push")
     assert status == 1 and f"{shard.name} changed while it was sent: nothing was" in output
     assert len(hub.repositories[REPO].commits) == 1 and not hub.repositories[REPO].tags
+
+
+def test_weights_that_the_server_keeps_in_git_are_those_of_the_build(build):
+    """Read back, they are compared with what was listed, whatever is on the disk by then."""
+    shard = build / sorted(SMALL_SHARDS)[0]
+    content, other = shard.read_bytes(), b"x" * shard.stat().st_size
+    want = Wanted(len(content), hashlib.sha256(content).hexdigest(), path=shard)
+
+    def there(stored: bytes) -> RepoFile:
+        return RepoFile(path=shard.name, size=len(stored), oid=git_hash(stored))
+
+    assert want.is_at(there(content)) and not want.is_at(there(other))
+    shard.write_bytes(other)
+    assert not want.is_at(there(other))
 
 
 LINKED = ["LICENSE", "README.md", "model-00001-of-00003.safetensors", "notes.txt", "folder"]

@@ -599,6 +599,13 @@ def test_a_repository_of_code_only_is_verified_as_such_and_only_as_such(built, h
     assert verify(NAME, code_only=True).failures == ["weight files"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "sub/x.safetensors"])
+def test_a_repository_of_code_only_holds_no_weights_at_all(built, hub, name):
+    files = {n: c for n, c in as_files(built).items() if ".safetensors" not in n}
+    hub.add_repository(NAME, files | {name: b"weights of somebody"})
+    assert "weight files" in verify(NAME, code_only=True).failures
+
+
 def test_a_repository_that_does_not_exist_is_said_so(hub, capsys):
     assert main(["verify", "our-org/nothing"]) == 1
     told = capsys.readouterr().err
