@@ -729,9 +729,9 @@ def cells_of(result: dict) -> list[str]:
     cap = result["memory_limit_gib"]
     trained = result["workload"]
     optimizer = result["settings"].get("optimizer", "adamw")
-    trained += "" if optimizer == "adamw" else f', "optimizer": "{optimizer}"'
-    trained += ', "offload": true' if result["offload"] else ""
-    trained += ', "zero_stage": 0' if result["zero_stage"] == 0 else ""
+    trained += "" if optimizer == "adamw" else f", engine.optimizer: {optimizer}"
+    trained += ", engine.offload: true" if result["offload"] else ""
+    trained += ", engine.zero_stage: 0" if result["zero_stage"] == 0 else ""
     return [
         trained,
         f"{result['micro_batch']}, {result['text_tokens']}",
