@@ -143,7 +143,7 @@ def test_a_damaged_manifest_is_refused_by_everybody(sound, data):
     everybody_refuses_what_is_damaged(sound, _target(sound), data)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @many
 @given(data=st.data())
 def test_many_damaged_manifests_are_refused_by_everybody(sound, data):
@@ -218,7 +218,7 @@ def test_damaged_json_is_a_failed_check(sound, data):
     never_a_traceback(sound, data)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @many
 @given(data=st.data())
 def test_much_damaged_json_is_a_failed_check(sound, data):

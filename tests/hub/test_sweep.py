@@ -39,7 +39,7 @@ def pairs(command: str) -> list:
     for i, fault in enumerate(FAULTS):
         for at in requests:
             quick = at == requests[5 * i % len(requests)]
-            marks = () if quick else pytest.mark.slow
+            marks = () if quick else pytest.mark.exhaustive
             found.append(pytest.param(fault, at, id=f"{fault} at {at}", marks=marks))
     return found
 

@@ -303,7 +303,7 @@ def json_values():
     )
 
 
-@pytest.mark.parametrize("examples", [80, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [80, pytest.param(20_000, marks=pytest.mark.exhaustive)])
 def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
     damage_in_every_way(add_checkpoint(tmp_path, 4), examples)
 

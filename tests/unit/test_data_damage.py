@@ -252,7 +252,7 @@ def test_sound_files_are_taken_whole(sound, processor, tmp_path):
     assert assert_never_silent(sound, processor, tmp_path / "memory") == len(CONVERSATIONS)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 def test_damaged_files_are_refused_or_trained_with_all_that_they_say(
     sound, processor, tmp_path, examples
 ):

@@ -496,7 +496,7 @@ ANYTHING = (
 )
 
 
-@pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has_gpus, profile):
     """One whose fields are partly missing and partly anything."""
     folder = tmp_path_factory.mktemp("any")

@@ -81,7 +81,7 @@ def test_the_tokenizers_rows_are_the_processors(processor, model, chats, add_gen
     compare(chats, add_generation_prompt, processor, model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CHATS, st.booleans())
 def test_many_of_the_tokenizers_rows_are_the_processors(

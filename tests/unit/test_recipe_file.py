@@ -320,7 +320,7 @@ sys.exit(main(["train", {str(tmp_path / "r.yaml")!r}]))
 
 FEW = settings(max_examples=150, derandomize=True, deadline=None)
 MANY = settings(max_examples=5000, derandomize=True, deadline=None)
-PROFILES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+PROFILES = [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)]
 
 names = [name for name, _ in fields()]
 parts = sorted({part for name in names for part in name.split(".")})
