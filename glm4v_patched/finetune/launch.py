@@ -72,11 +72,12 @@ def launch(
     require_packages(recipe.engine.optimizer)
     base = base_of(recipe)
     folder = Path(recipe.out)
-    for model in {recipe.model, base.model}:
-        if Path(model).is_dir():
-            require_apart(folder, Path(model))
+    models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
+    for model in models:
+        require_apart(folder, model)
     with locked(folder):
-        inputs = [Path(recipe.data.train)]
+        # Of a model's folder, files may be links to elsewhere.
+        inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
         remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
         base = pin(base)
         if base.adapters is None and base.revision is not None:

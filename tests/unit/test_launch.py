@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from recipes import drawn_recipe
+from safetensors.torch import save_file
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.config import Recipe
@@ -75,6 +77,37 @@ def test_adapters_do_not_go_where_a_model_is(recipe, processes):
         with pytest.raises(ValueError, match="holds .*(a model|config.json)"):
             launch(recipe, HERE, **options)
     assert contents(recipe.out) == before and not processes
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("of_adapters", [False, True])
+def test_a_run_never_removes_what_its_model_s_links_lead_to(
+    recipe, processes, tmp_path, of_adapters, options
+):
+    """Files of the model, of its base and of the adapters may be links, into out too."""
+    model, out = tmp_path / "model", Path(recipe.out)
+    shutil.copytree(recipe.model, model)
+    launch(recipe, HERE)
+    (out / "training.json").unlink()
+    linked = model / "model.safetensors"
+    if of_adapters:
+        model = tmp_path / "adapters"
+        model.mkdir()
+        config = {"peft_type": "LORA", "r": recipe.lora.rank}
+        config |= {"base_model_name_or_path": str(linked.parent)}
+        (model / "adapter_config.json").write_text(json.dumps(config))
+        name = "transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
+        save_file({name: torch.ones(2)}, model / "adapter_model.safetensors")
+    mine = recipe.override({"model": str(model)})
+    for linked in {linked, *model.glob("adapter_model.*")}:
+        weights = linked.read_bytes()
+        shutil.move(linked, out / "adapter_model.safetensors")
+        linked.symlink_to(out / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
+            launch(mine, HERE, **options)
+        assert linked.read_bytes() == weights and len(processes) == 1
+        linked.unlink()
+        linked.write_bytes(weights)
 
 
 def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, monkeypatch):
