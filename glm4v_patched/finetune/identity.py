@@ -143,7 +143,12 @@ def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
             f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is "
             f"{recipe.lora.rank}; expected the same"
         )
-    return Base(model, config.get("revision"), folder)
+    if recipe.revision is not None and Path(model).is_dir():
+        raise ValueError(
+            f"revision is {recipe.revision!r}, and the adapters in {folder} are of {model}, a "
+            "folder; expected null"
+        )
+    return Base(model, recipe.revision or config.get("revision"), folder)
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:

@@ -113,6 +113,15 @@ def test_adapters_that_a_recipe_cannot_continue_are_refused(tmp_path, made, aske
         base_of(recipe({"model": str(folder), "trained": "lora_lm"} | asked))
 
 
+def test_a_revision_beside_adapters_is_that_of_their_base_on_the_hub(tmp_path):
+    folder = adapters(tmp_path / "lora", "org/name", revision="main")
+    asked = {"model": str(folder), "trained": "lora_lm", "revision": "v2"}
+    assert base_of(recipe(asked)) == Base("org/name", "v2", folder)
+    here = adapters(tmp_path / "here", model(tmp_path / "base"))
+    with pytest.raises(ValueError, match="revision is 'v2', and .* of .*base, a folder; expected"):
+        base_of(recipe(asked | {"model": str(here)}))
+
+
 def test_adapters_on_both_towers_are_continued_on_both(tmp_path):
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"), LANGUAGE, TOWER)
     with pytest.raises(ValueError, match="on both towers, and trained is 'lora_lm'"):
