@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from . import __version__
+from .data.check import require_pictures
 from .data.formats import read_conversations, write_conversations
 from .finetune.config import Data, Engine, Recipe, TrainerFields
 from .finetune.launch import launch
@@ -182,6 +183,8 @@ def _read_data(data: Path) -> list[list[dict]]:
         raise ValueError(
             f"{data}: {len(conversations)} conversations; at least 2 are needed, one to hold out"
         )
+    # Those that are held out, too: training's own check does not see them.
+    require_pictures(data)
     return conversations
 
 

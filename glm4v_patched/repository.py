@@ -56,10 +56,8 @@ class Repository:
         except Exception as error:  # whatever else it is, who needs the file will tell
             # requests, httpx and httpx2 have no base in common, but these names.
             if type(error).__name__.endswith("Timeout"):
-                # Not what may stand before it: HF_ENDPOINT can hold a password.
-                host = re.sub(r"^(\w+://)([^/@]*@)?([^/]*).*", r"\1\3", url)
                 return (
-                    f"{host} did not answer within {seconds:g} s (check the network and "
+                    f"{host_of(url)} did not answer within {seconds:g} s (check the network and "
                     "HF_ENDPOINT, or wait longer with HF_HUB_ETAG_TIMEOUT)"
                 )
         return None
@@ -133,6 +131,11 @@ class Repository:
         of_adapter = ("revision", "subfolder")
         options = {name: value for name, value in self._options.items() if name not in of_adapter}
         return Repository(base, options).read(CONFIG, ask_hub) if base else None
+
+
+def host_of(url: str) -> str:
+    """Scheme, host and port, not what may stand before them: HF_ENDPOINT can hold a password."""
+    return re.sub(r"^(\w+://)(?:[^/]*@)?([^/]*).*", r"\1\2", url)
 
 
 def _json_object(path: Path) -> dict | None:

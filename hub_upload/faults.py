@@ -15,6 +15,8 @@ from huggingface_hub import ModelInfo, constants, get_token
 from huggingface_hub.errors import FileMetadataError
 from huggingface_hub.utils import _http
 
+from glm4v_patched.repository import host_of
+
 # 0.36 speaks through requests, 1.x through httpx, 2.x through httpx2: errors without a common base.
 HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
 # What the client says of answers that it looks at before it uses them.
@@ -71,11 +73,9 @@ def _with_limit(session, seconds: float, old: bool):
             # The libraries have no base in common, but these names.
             if not type(error).__name__.endswith("Timeout"):
                 raise
-            # Not what may stand before it: HF_ENDPOINT can hold a password.
-            host = re.sub(r"^(\w+://)([^/@]*@)?([^/]*).*", r"\1\3", str(request.url))
             raise NoAnswer(
-                f"{host} did not answer within {seconds:g} s: check the network and HF_ENDPOINT, "
-                "or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
+                f"{host_of(str(request.url))} did not answer within {seconds:g} s: check the network "
+                "and HF_ENDPOINT, or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
             ) from error
 
     session.send = send_with_limit

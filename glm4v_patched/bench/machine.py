@@ -104,12 +104,28 @@ def free_ram() -> float:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, kind, group = line.split(":", 2)
         if kind == "":
-            folders, file = ["/sys/fs/cgroup" + group, "/sys/fs/cgroup"], "memory.max"
+            folders = ["/sys/fs/cgroup" + group, "/sys/fs/cgroup"]
+            names = "memory.max", "memory.current", "inactive_file"
         elif "memory" in kind.split(","):
             root = "/sys/fs/cgroup/memory"
-            folders, file = [root + group, root], "memory.limit_in_bytes"
+            folders = [root + group, root]
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
-        texts = [path.read_text() for folder in folders if (path := Path(folder, file)).is_file()]
-        limits += [int(text) for text in texts if text.strip().isdecimal()]
-    return float(min(limits))
+        limits += [_free_in_group(Path(folder), *names) for folder in folders]
+    return float(max(min(limits), 0))
+
+
+def _free_in_group(folder: Path, limit: str, used: str, reclaimed: str) -> float:
+    """Args:
+    limit, used: Files of a control group, in bytes.
+    reclaimed: Key of ``memory.stat``: pages of files, which go when memory is needed.
+    """
+
+    def read(name: str) -> str:
+        return path.read_text().strip() if (path := folder / name).is_file() else ""
+
+    if not read(limit).isdecimal():  # "max", or the group at the root, which has none
+        return float("inf")
+    pages = re.search(rf"^{reclaimed} (\d+)$", read("memory.stat"), re.MULTILINE)
+    return int(read(limit)) - int(read(used) or 0) + (int(pages[1]) if pages else 0)

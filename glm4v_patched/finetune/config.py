@@ -169,7 +169,7 @@ class Recipe(_Section):
     lora: Lora = Lora()
     engine: Engine = Engine()
     revision: Annotated[Text, _Expected("a branch, tag or commit")] | None = None
-    """Of a model on the Hub."""
+    """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
     max_nonfinite_steps: AtLeastOne = 3
     """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
     may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
@@ -479,6 +479,8 @@ def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
 
 @_rule("revision", "model")
 def _folders_have_no_revision(revision, model) -> str | None:
+    if os.path.isfile(os.path.join(model, "adapter_config.json")):
+        return None  # it is of the model under the adapters
     if revision is not None and os.path.isdir(model):
         return f"revision is {shown(revision)} of {model}, a folder; expected null"
 

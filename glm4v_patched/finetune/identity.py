@@ -17,7 +17,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # All of a model's folder that changes what is computed.
 MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
-MODEL_FILES += ["chat_template.jinja"]
+MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
+NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
 WHOLE_UP_TO = 64 * 2**20  # bytes
 BLOCK, BLOCKS = 64 * 2**10, 64
 
@@ -142,7 +143,12 @@ def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
             f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is "
             f"{recipe.lora.rank}; expected the same"
         )
-    return Base(model, config.get("revision"), folder)
+    if recipe.revision is not None and Path(model).is_dir():
+        raise ValueError(
+            f"revision is {recipe.revision!r}, and the adapters in {folder} are of {model}, a "
+            "folder; expected null"
+        )
+    return Base(model, recipe.revision or config.get("revision"), folder)
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:
@@ -216,7 +222,8 @@ def identify(base: Base) -> dict[str, str]:
     folder = Path(base.model)
     if folder.is_dir():
         for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
-            found[path.name] = digest(path)
+            if path.name != NOT_OF_MODEL:
+                found[path.name] = digest(path)
     else:
         found["model on the Hub"] = f"{base.model} at {base.revision}"
     if base.adapters is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -19,6 +20,9 @@ from .config import Recipe
 from .identity import Base, Rows, base_of, pin
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
+
+if TYPE_CHECKING:
+    from ..data.check import CheckedData
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -72,17 +76,17 @@ def launch(
     require_packages(recipe.engine.optimizer)
     base = base_of(recipe)
     folder = Path(recipe.out)
-    for model in {recipe.model, base.model}:
-        if Path(model).is_dir():
-            require_apart(folder, Path(model))
+    models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
+    for model in models:
+        require_apart(folder, model)
     with locked(folder):
-        inputs = [Path(recipe.data.train)]
+        # Of a model's folder, files may be links to elsewhere.
+        inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
         remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
         base = pin(base)
-        if base.adapters is None and base.revision is not None:
+        if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
-        close_record(folder, _has_adapters(recipe))
 
 
 def _has_adapters(recipe: Recipe) -> bool:
@@ -98,19 +102,37 @@ def _launch(
     accept_changed_data: bool,
 ) -> None:
     # Late, for they import torch: what comes before is answered at once.
-    from .checkpoints import changes_of_data, set_incomplete_aside, step_of
-    from .trainer import CHECKED_DATA, check_data, starting_point
+    from .checkpoints import changes_of_data
+    from .trainer import check_data, starting_point
 
-    processes, on_cpu = placement.processes, placement.on_cpu
     folder = Path(recipe.out)
     # What is to be removed is nothing to continue from.
-    checkpoint = None if remove else starting_point(recipe, processes, resume, base)
+    checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
     checked = check_data(recipe, base)
     if checkpoint is not None:
         rows = Rows(checked.row_digests, checked.row_lines)
         if changes := changes_of_data(checkpoint, rows, accept_changed_data):
             print(_describe_changes(recipe, checkpoint, changes), flush=True)
     begin(folder, remove)
+    try:
+        _train(recipe, placement, checked, checkpoint, bool(resume), accept_changed_data)
+    finally:
+        close_record(folder, _has_adapters(recipe))
+
+
+def _train(
+    recipe: Recipe,
+    placement: Placement,
+    checked: "CheckedData",
+    checkpoint: Path | None,
+    resume: bool,
+    accept_changed_data: bool,
+) -> None:
+    from .checkpoints import set_incomplete_aside, step_of
+    from .trainer import CHECKED_DATA
+
+    processes, on_cpu = placement.processes, placement.on_cpu
+    folder = Path(recipe.out)
     if resume:
         print(_describe_start(recipe, checkpoint), flush=True)
         set_incomplete_aside(folder, after_step=0 if checkpoint is None else step_of(checkpoint))

@@ -17,6 +17,7 @@ from ..recognition import is_glm4v
 from ..training.choices import require_packages
 from ..training.gpus import find_gpus
 from .config import Recipe, check_values, located
+from .identity import base_of
 from .recipe_file import Fault, RecipeError, read_document, shown
 
 Device = Literal["cuda", "cpu"]
@@ -68,6 +69,8 @@ def check(
     placement = _place(processes, device, checked.known.get("engine.zero_stage", 3))
     if isinstance(placement, Fault):
         faults.append(placement)
+    if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
+        faults.append(Fault("model", text))
     if faults or document.faults:
         raise located(document, faults)
     return checked.recipe, placement
@@ -177,6 +180,17 @@ def _fault_of_model_folder(folder: Path) -> str | None:
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
+
+
+def _fault_of_adapters(recipe: Recipe) -> str | None:
+    if not os.path.isdir(recipe.model):
+        return None
+    try:
+        base = base_of(recipe)
+    except ValueError as error:
+        return str(error)
+    fault = None if base.adapters is None else _fault_of_model(base.model)
+    return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
 
 
 def _begins(file: Path, start: bytes) -> bool:

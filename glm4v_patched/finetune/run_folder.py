@@ -172,7 +172,7 @@ def require_usable(
                 "to train further, give a new run that folder as model"
             )
         others = [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in STATE]
-        if others and recorded is None:
+        if others := [name for name in others if name not in (recorded or ())]:
             raise ValueError(
                 f"{folder} holds {_listed(others)}, which no run wrote and this one would replace; "
                 "give it another folder (out), or move them away"
@@ -212,7 +212,7 @@ def begin(folder: Path, remove: list[str]) -> None:
 
 def read_record(folder: Path) -> set[str] | None:
     """The names that runs have written in a folder: all that is there now under a run's names
-    unless the last run came to its end, and listed them. None if no run says so."""
+    if the last run was killed (SIGKILL) before it could list them. None if no run says so."""
     try:
         listed = json.loads((folder / RECORD).read_text(encoding="utf-8"))["written"]
         return {*names_of_run(folder)} if listed is None else {*map(str, listed)}
@@ -221,7 +221,7 @@ def read_record(folder: Path) -> set[str] | None:
 
 
 def close_record(folder: Path, adapters: bool) -> None:
-    """List what a run has written, at its end."""
+    """List what a run has written, when it has ended, well or not."""
     if read_record(folder) is not None:
         _write_record(folder, names_of_run(folder, adapters))
 

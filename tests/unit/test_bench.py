@@ -245,6 +245,16 @@ def test_free_memory_is_within_the_limits_of_control_groups(monkeypatch):
     ):
         monkeypatch.setitem(files, file, "5000\n")
         assert machine.free_ram() == 5000
+        used = file.replace("limit_in_bytes", "usage_in_bytes").replace(".max", ".current")
+        monkeypatch.setitem(files, used, "3000\n")
+        assert machine.free_ram() == 2000
+        # Of what is used, pages of files that nobody has looked at lately go when others come.
+        stat = str(Path(file).with_name("memory.stat"))
+        prefix = "total_" if "limit_in_bytes" in file else ""
+        monkeypatch.setitem(files, stat, f"anon 7\n{prefix}inactive_file 1000\nfile 1200\n")
+        assert machine.free_ram() == 3000
+        monkeypatch.setitem(files, used, "9000\n")
+        assert machine.free_ram() == 0
         monkeypatch.delitem(files, file)
         files.pop(file, None)
 

@@ -599,6 +599,28 @@ def test_digests_are_of_words_and_pixels_and_not_of_places(tmp_path, run):
     assert changed.row_digests[1] == one.row_digests[1]
 
 
+def test_rows_whose_tools_differ_in_the_order_of_keys_are_two(tmp_path, processor, run):
+    """The template writes tools as they stand."""
+    tool = {"name": "look", "description": "x" * 9, "parameters": {"type": "object", "a": 1}}
+    other = dict(reversed(tool.items()))
+
+    def row(tool: dict) -> list[dict]:
+        system = {
+            "role": "system",
+            "content": "",
+            "tools": [{"type": "function", "function": tool}],
+        }
+        return [system, *turns()]
+
+    rendered = [processor.apply_chat_template(row(t), tokenize=False) for t in (tool, other)]
+    assert rendered[0] != rendered[1]
+    checked = run(write(tmp_path, row(tool), row(other)))
+    assert len({*checked.row_digests}) == 2
+    # The order of a message's own keys is nobody's matter.
+    turned = [dict(reversed(message.items())) for message in row(tool)]
+    assert run(write(tmp_path, turned)).row_digests == checked.row_digests[:1]
+
+
 # The recipe
 
 

@@ -1,5 +1,6 @@
 """The demo writes over nothing but what a demo wrote, and never to the reader's data."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -84,6 +85,21 @@ def test_pictures_in_the_demo_s_folder_are_not_written_to(data, ran, tmp_path, n
     assert text != data.read_text()
     data.write_text(text)
     refused(out, data, f"--data has .*{name}, and the demo would replace", ran)
+
+
+def test_all_pictures_are_decoded_before_anything_is_written(data, ran, tmp_path):
+    """Of held-out rows too, which no check of the rows to train on sees."""
+    out = tmp_path / "out"
+    lines = data.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        [picture] = (m["image"] for m in json.loads(line)["messages"] if "image" in m)
+        picture = data.parent / picture
+        content = picture.read_bytes()
+        picture.write_bytes(content[: len(content) // 2])
+        refused(out, data, rf"1 of 4 rows .*\n.*train.jsonl:{number}: .* cannot be decoded", ran)
+        picture.write_bytes(content)
+    start(out, data)
+    assert ran == [out]
 
 
 @pytest.mark.parametrize("name", ["data", "initial", "trained", "metrics.json", "loss.png"])

@@ -48,6 +48,20 @@ def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
     assert "tokenizer.json" in identify(Base(str(tmp_path / "moved")))
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "part1.bin"])
+def test_a_model_is_known_by_its_pickled_weights(tmp_path, name):
+    folder = model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_text("weights")
+    found = identify(Base(str(folder)))
+    (folder / name).write_text("others")
+    other = identify(Base(str(folder)))
+    assert found.keys() == other.keys() and found[name] != other[name]
+    # The Trainer leaves it beside what it saves.
+    (folder / "training_args.bin").touch()
+    assert identify(Base(str(folder))) == other
+
+
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "WHOLE_UP_TO", 1000)
     monkeypatch.setattr(identity, "BLOCK", 10)
@@ -97,6 +111,15 @@ def test_adapters_that_a_recipe_cannot_continue_are_refused(tmp_path, made, aske
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"), **made)
     with pytest.raises(ValueError, match=message):
         base_of(recipe({"model": str(folder), "trained": "lora_lm"} | asked))
+
+
+def test_a_revision_beside_adapters_is_that_of_their_base_on_the_hub(tmp_path):
+    folder = adapters(tmp_path / "lora", "org/name", revision="main")
+    asked = {"model": str(folder), "trained": "lora_lm", "revision": "v2"}
+    assert base_of(recipe(asked)) == Base("org/name", "v2", folder)
+    here = adapters(tmp_path / "here", model(tmp_path / "base"))
+    with pytest.raises(ValueError, match="revision is 'v2', and .* of .*base, a folder; expected"):
+        base_of(recipe(asked | {"model": str(here)}))
 
 
 def test_adapters_on_both_towers_are_continued_on_both(tmp_path):

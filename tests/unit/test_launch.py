@@ -8,17 +8,22 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from recipes import drawn_recipe
+from safetensors.torch import save_file
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.identity import Base, base_of
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.run_folder import LOCK, RECORD
+from glm4v_patched.finetune.trainer import check_data
 
 HERE = Placement(1, on_cpu=True)
 
@@ -77,6 +82,37 @@ def test_adapters_do_not_go_where_a_model_is(recipe, processes):
     assert contents(recipe.out) == before and not processes
 
 
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("of_adapters", [False, True])
+def test_a_run_never_removes_what_its_model_s_links_lead_to(
+    recipe, processes, tmp_path, of_adapters, options
+):
+    """Files of the model, of its base and of the adapters may be links, into out too."""
+    model, out = tmp_path / "model", Path(recipe.out)
+    shutil.copytree(recipe.model, model)
+    launch(recipe, HERE)
+    (out / "training.json").unlink()
+    weights = model / "model.safetensors"
+    if of_adapters:
+        model = tmp_path / "adapters"
+        model.mkdir()
+        config = {"peft_type": "LORA", "r": recipe.lora.rank}
+        config |= {"base_model_name_or_path": str(weights.parent)}
+        (model / "adapter_config.json").write_text(json.dumps(config))
+        name = "transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
+        save_file({name: torch.ones(2)}, model / "adapter_model.safetensors")
+    mine = recipe.override({"model": str(model)})
+    for linked in {weights, *model.glob("adapter_model.*")}:
+        content = linked.read_bytes()
+        shutil.move(linked, out / "adapter_model.safetensors")
+        linked.symlink_to(out / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
+            launch(mine, HERE, **options)
+        assert linked.read_bytes() == content and len(processes) == 1
+        linked.unlink()
+        linked.write_bytes(content)
+
+
 def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, monkeypatch):
     seen = []
 
@@ -128,6 +164,79 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(recipe, monkeypa
     monkeypatch.setattr(launching, "_run", lambda command, environment: 1)
     with pytest.raises(RuntimeError, match="failed with exit status 1"):
         launch(recipe, HERE, overwrite=True)
+
+
+def stop(command, environment) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("run", [stop, lambda command, environment: 1])
+def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(recipe, monkeypatch, run):
+    out = Path(recipe.out)
+
+    def write(command, environment) -> int:
+        (out / "adapter_config.json").write_text("{}")
+        return run(command, environment)
+
+    monkeypatch.setattr(launching, "_run", write)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        launch(recipe, HERE)
+    assert "adapter_config.json" in json.loads((out / RECORD).read_text())["written"]
+    mine = {"README.md": b"mine", "mine.safetensors": b"mine, too"}
+    for name, content in mine.items():
+        (out / name).write_bytes(content)
+    # No data of a later run is looked at either, and no record of it made.
+    bad = recipe.override({"data.train": recipe.data.train + ".none"})
+    for asked in (recipe, bad):
+        with pytest.raises(ValueError, match="holds README.md, mine.safetensors, of which no run"):
+            launch(asked, HERE, overwrite=True)
+        with pytest.raises(ValueError, match="holds README.md, mine.safetensors, which no run wr"):
+            launch(asked, HERE, resume=True)
+    assert mine.items() <= contents(out).items()
+    for name in mine:
+        (out / name).rename(out / f"{name}.txt")
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        launch(recipe, HERE, overwrite=True)
+
+
+def test_a_run_that_its_data_stops_claims_nothing(recipe, processes, tmp_path):
+    launch(recipe, HERE)
+    before = contents(recipe.out)
+    Path(recipe.out, "README.md").write_text("mine")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    Path(recipe.out, "README.md").rename(tmp_path / "README.md")
+    with pytest.raises(ValueError, match="bad.jsonl"):
+        launch(recipe.override({"data.train": str(bad)}), HERE, overwrite=True)
+    assert contents(recipe.out) == before
+
+
+def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
+    recipe, processes, tmp_path, monkeypatch
+):
+    cached, asked = recipe.model, []
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": recipe.lora.rank, "base_model_name_or_path": "our-org/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"revision": "main"}))
+    name = "transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
+    save_file({name: torch.ones(2)}, folder / "adapter_model.safetensors")
+
+    def pin(base: Base) -> Base:
+        asked.append(base.revision)
+        return replace(base, revision="c0ffee")
+
+    def check(recipe: Recipe, base: Base):
+        assert base.revision == "c0ffee"
+        return check_data(recipe.override({"model": cached, "revision": None}))
+
+    monkeypatch.setattr(launching, "pin", pin)
+    monkeypatch.setattr("glm4v_patched.finetune.trainer.check_data", check)
+    launch(recipe.override({"model": str(folder)}), HERE)
+    # What processes read, and a run that continues.
+    written = Recipe.read(Path(recipe.out, "recipe.json"))
+    assert base_of(written) == Base("our-org/base", "c0ffee", folder)
+    assert asked == ["main"]
 
 
 PARENT = """

@@ -16,12 +16,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes import LEAST
+from safetensors.torch import save_file
 from tiny import tiny_model
 
 from glm4v_patched import demo
 from glm4v_patched.cli import main
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.config import fields
+from glm4v_patched.finetune.identity import ADAPTER_WEIGHTS
 from glm4v_patched.finetune.preflight import (
     Placement,
     check,
@@ -351,10 +353,25 @@ def test_what_loading_will_tell_is_no_traceback_here(asked, tmp_path, model_fold
     told(asked, changed_folder(tmp_path, model_folder, **files))
 
 
-def test_adapters_are_a_model(asked, tmp_path):
+def test_adapters_are_a_model_and_looked_at_before_anything_starts(asked, tmp_path, model_folder):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert told(asked, f"model={tmp_path / 'adapter'}") == []
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": str(model_folder)}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
+    save_file({f"{name}.lora_A.weight": torch.ones(2)}, tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    on_them = [f"model={tmp_path / 'adapter'}", "trained=lora_lm"]
+    assert told(asked, *on_them) == []
+    lines = told(asked, *on_them, "lora.rank=4", "data.train=none.jsonl")
+    assert len(lines) == 2 and "have rank 8, and lora.rank is 4" in "".join(lines)
+    [line] = told(asked, on_them[0])
+    assert "which holds LoRA adapters, and trained is 'full'" in line
+    config["base_model_name_or_path"] = "../gone"
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    [line] = told(asked, *on_them)
+    assert 'the model under the adapters is "../gone": there is no such folder' in line
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{")
+    [line] = told(asked, *on_them)
+    assert "adapter_config.json cannot be read" in line
 
 
 def test_a_file_is_no_model(asked):

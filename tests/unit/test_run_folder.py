@@ -129,6 +129,15 @@ def test_a_file_that_came_after_the_end_of_a_run_is_not_the_run_s(tmp_path):
         usable(out, overwrite=True)
 
 
+def test_resuming_replaces_nothing_that_came_after_the_stop(tmp_path):
+    out = ended_run(tmp_path / "out", ["adapter_config.json", "recipe.json"])
+    files(out / "checkpoint-4", "model.safetensors")
+    assert usable(out, resume=True) == []
+    files(out, "README.md")
+    with pytest.raises(ValueError, match="holds README.md, which no run wrote and this one"):
+        usable(out, resume=True)
+
+
 def test_a_finished_run_is_not_continued(tmp_path):
     out = ended_run(tmp_path / "out", MODEL)
     (out / "training.json").write_text('{"finished": true}')
