@@ -73,9 +73,10 @@ def _with_limit(session, seconds: float, old: bool):
             # The libraries have no base in common, but these names.
             if not type(error).__name__.endswith("Timeout"):
                 raise
+            host = host_of(str(request.url))
             raise NoAnswer(
-                f"{host_of(str(request.url))} did not answer within {seconds:g} s: check the network "
-                "and HF_ENDPOINT, or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
+                f"{host} did not answer within {seconds:g} s: check the network and HF_ENDPOINT, "
+                "or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
             ) from error
 
     session.send = send_with_limit

@@ -117,9 +117,11 @@ def free_ram() -> float:
 
 
 def _free_in_group(folder: Path, limit: str, used: str, reclaimed: str) -> float:
-    """Args:
-    limit, used: Files of a control group, in bytes.
-    reclaimed: Key of ``memory.stat``: pages of files, which go when memory is needed.
+    """What a control group leaves, in bytes; infinite where it sets no limit.
+
+    Args:
+        limit, used: Names of its files.
+        reclaimed: Key of ``memory.stat``: pages of files, which go when memory is needed.
     """
 
     def read(name: str) -> str:

@@ -171,8 +171,8 @@ def require_usable(
                 f"the training in {folder} is finished ({REPORT}), there is nothing to continue; "
                 "to train further, give a new run that folder as model"
             )
-        others = [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in STATE]
-        if others := [name for name in others if name not in (recorded or ())]:
+        ours = {*STATE} if recorded is None else {*STATE, REPORT, *recorded}
+        if others := [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in ours]:
             raise ValueError(
                 f"{folder} holds {_listed(others)}, which no run wrote and this one would replace; "
                 "give it another folder (out), or move them away"

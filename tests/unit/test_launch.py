@@ -199,18 +199,6 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(recipe, m
         launch(recipe, HERE, overwrite=True)
 
 
-def test_a_run_that_its_data_stops_claims_nothing(recipe, processes, tmp_path):
-    launch(recipe, HERE)
-    before = contents(recipe.out)
-    Path(recipe.out, "README.md").write_text("mine")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("{}\n")
-    Path(recipe.out, "README.md").rename(tmp_path / "README.md")
-    with pytest.raises(ValueError, match="bad.jsonl"):
-        launch(recipe.override({"data.train": str(bad)}), HERE, overwrite=True)
-    assert contents(recipe.out) == before
-
-
 def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
     recipe, processes, tmp_path, monkeypatch
 ):
