@@ -61,17 +61,32 @@ def find_fault(content: bytes) -> str | None:
             with Image.open(io.BytesIO(content)) as image:
                 if image.format == "EPS":
                     return "is PostScript (EPS), which a program would have to run: save it as PNG"
+                deep = _file_of_16_bits(image)
                 image.load()
-                if image.mode.startswith("I") or image.mode == "F":
+                if deep or image.mode.startswith("I") or image.mode == "F":
                     return (
-                        f"has the mode {image.mode}, which does not say what number is white; "
-                        "expected 8 bits a channel: scale it to them"
+                        f"has the mode {deep or image.mode}, which does not say what number is "
+                        "white; expected 8 bits a channel: scale it to them"
                     )
                 ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
         return "cannot be decoded: it is no picture of a kind that Pillow knows"
     except Exception as error:  # Pillow raises whatever a broken file makes its readers raise
         return f"cannot be decoded: {error or type(error).__name__}"
+    return None
+
+
+def _file_of_16_bits(image: Image.Image) -> str | None:
+    # Of 16 bits in each of several channels Pillow keeps the upper 8, and does not say so later.
+    if image.mode.startswith("I"):
+        return None
+    for codec, _, _, arguments in getattr(image, "tile", ()):
+        mode = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+        if codec == "SGI16":
+            return f"{mode};16B"
+        # In "BGR;16" 16 bits are a pixel's.
+        if isinstance(mode, str) and mode.endswith((";16B", ";16L", ";16N")):
+            return mode
     return None
 
 

@@ -25,11 +25,13 @@ if is_vision_available():
     import PIL.Image
     import PIL.ImageOps
 
-PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, written out so that importing needs no Pillow
+PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, written out: without Pillow there is no PIL here
 ORIENTATION = 0x0112  # the EXIF tag
 SECONDS_TO_ANSWER = 60
 # Pillow hands these to another program.
 RUN_BY_OTHERS = ("EPS",)
+# How Pillow says that a file has 16 bits a channel; in "BGR;16" they are a pixel's.
+OF_16_BITS = (";16B", ";16L", ";16N")
 
 
 class ChatGLMImageProcessor(BaseImageProcessor):
@@ -132,7 +134,9 @@ def as_picture(image) -> "PIL.Image.Image":
 
     Raises:
         ValueError: it cannot be read; what counts as white in it is not known (16 or more bits, or
-            numbers of other ranges); where its channels are is not known.
+            numbers of other ranges); where its channels are is not known. That a file had 16 bits
+            in each of several channels is not seen any more in a PIL image whose pixels were
+            loaded already.
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
         return _upright(_open(image))
@@ -194,6 +198,14 @@ def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
         raise ValueError(
             f"{name} is {image.format}, which Pillow has another program draw: convert it to PNG"
         )
+    # Before the pixels are loaded, with which it is forgotten.
+    deep = _file_of_16_bits(image)
+    if deep:
+        raise ValueError(
+            f"{name} has mode {deep!r}, of more than 8 bits, and does not say which number is "
+            "white (Pillow keeps the upper 8): scale it yourself, in another program, and save it "
+            "with 8 bits a channel"
+        )
     try:
         image.load()
         turned = image.getexif().get(ORIENTATION, 1) != 1
@@ -207,6 +219,22 @@ def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
             "Image.fromarray((numpy.asarray(image) / 257).astype('uint8'))"
         )
     return image
+
+
+def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
+    """Pillow's name for the numbers in a file of 16 bits a channel, until they are loaded.
+
+    ``None`` for one channel, whose numbers Pillow keeps.
+    """
+    if image.mode.startswith("I"):
+        return None
+    for codec, _, _, arguments in getattr(image, "tile", ()):
+        mode = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+        if codec == "SGI16":
+            return f"{mode};16B"
+        if isinstance(mode, str) and mode.endswith(OF_16_BITS):
+            return mode
+    return None
 
 
 def _from_array(array: np.ndarray) -> "PIL.Image.Image":

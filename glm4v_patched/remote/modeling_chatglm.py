@@ -318,6 +318,8 @@ class GLM4VCausalLMOutput(CausalLMOutputWithPast):
 class ChatGLMModel(ChatGLMPreTrainedModel):
     """The model without its loss. Owns the output projection, as the published checkpoint does."""
 
+    _has_named_growth = False
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__(config)
         self.embedding = Embedding(config)
@@ -341,7 +343,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             num_image_tokens=self.vision.vision_config.num_image_tokens,
             vocab_size=self.config.padded_vocab_size,
             max_positions=self.config.seq_length,
-            placeholder_id=self.config.pad_token_id,
         )
 
     def forward(
@@ -388,7 +389,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             labels: ``(B, L)``; grown with the rows and handed back.
             shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one,
                 as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
-            num_items_in_batch: What the summed loss will be divided by; refused if it counts
+            num_items_in_batch: What the summed loss will be divided by; refused if it may count
                 labels inside images, where nothing is learned.
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
@@ -449,13 +450,22 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         given_length, length = given_ids.shape[1], rows.input_ids.shape[1]
-        if self.training and output_hidden_states and length != given_length:
-            raise ValueError(
-                f"rows of {given_length} ids take {length} positions here, and their hidden states "
-                "were asked for in training: a loss that reads them by the rows as given (reward "
-                "models and value heads do) would look inside images; give grown rows, as this "
-                "model's processor makes them"
-            )
+        if output_hidden_states and length != given_length:
+            grows = f"rows of {given_length} ids take {length} positions here"
+            if self.training:
+                raise ValueError(
+                    f"{grows}, and their hidden states were asked for in training: a loss that "
+                    "reads them by the rows as given (reward models and value heads do) would look "
+                    "inside images; give grown rows, as this model's processor makes them"
+                )
+            if not self._has_named_growth:
+                # Not warning_once, which would say it again for every other length.
+                self._has_named_growth = True
+                logger.warning(
+                    f"{grows}, and so do their hidden states: read by the rows as given (as reward "
+                    "models and value heads do) they are those inside images; give grown rows, as "
+                    "this model's processor makes them"
+                )
         if inputs_embeds is not None and length != given_length:
             raise ValueError(
                 f"inputs_embeds has {given_length} positions but its rows take {length} with their "

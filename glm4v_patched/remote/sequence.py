@@ -7,8 +7,9 @@ between them: one id (the published three-id form), or one id for every position
 An image costs three positions: begin keeps ``p``, all its inner positions share ``p + 1``, end
 has ``p + 2``.
 
-A model can draw begin and end ids, and answers come back in later rows. Where such stray ids stand,
-only what is filled as an image is one, if there are as many of those as pictures.
+A model can draw begin and end ids, and answers come back in later rows. A stray id is taken for an
+ordinary token where it cannot be what is left of an image: two unlike ids of text stand on its
+inner side, and there are no labels to learn it from.
 """
 
 from collections.abc import Collection
@@ -46,17 +47,13 @@ class GrownRows(NamedTuple):
 
 
 class ImageFormat(NamedTuple):
-    """How images are written in a row, and the limits rows are checked against.
-
-    ``placeholder_id`` fills the three-id form. It only matters beside stray begin and end ids.
-    """
+    """How images are written in a row, and the limits rows are checked against."""
 
     begin_id: int
     end_id: int
     num_image_tokens: int
     vocab_size: int
     max_positions: int
-    placeholder_id: int | None = None
 
 
 def grow_rows(
@@ -88,7 +85,8 @@ def grow_rows(
             with an image's positions shared, or one more for every position (what a collator
             makes that knows nothing of images). Where they restart at 0 a new sample of a packed
             row begins; a mask of ones beside them says nothing and is left out.
-        labels: ``(B, L)`` int64.
+        labels: ``(B, L)`` int64. With them, every begin and end id of the prompt must be an
+            image's.
         past_length: ``P``, positions already in the cache.
         next_position: ``(B, 1)``, the position that follows the cache, -1 where it is not known;
             default ``past_length``.
@@ -118,7 +116,9 @@ def grow_rows(
     rows = _read_rows(spans, *given, (num_images, allow_unpaired) if in_graph else None)
     fault = _fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
     if fault is not None:
-        spans = _without_strays(spans, rows.current_mask, input_ids, image_format)
+        # With labels, what is left of an image would be learned as text.
+        can_hold_strays = labels is None
+        spans = _without_strays(spans, rows, input_ids, image_format) if can_hold_strays else None
         rows = None if spans is None else _read_rows(spans, *given)
         if rows is None or not _is_number(rows.facts, num_images):
             raise ValueError(fault)
@@ -530,46 +530,46 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
         if divisor >= counted:
             raise ValueError(
                 f"labels holds {facts.labels_inside} labels inside images, where nothing is "
-                f"learned, and num_items_in_batch {divisor} counts them (this batch has "
-                f"{counted} labels): the loss would be divided by too much; set labels inside "
-                "images to -100"
+                f"learned, and num_items_in_batch {divisor} may count them (this batch has "
+                f"{counted} labels, others of one step may have the rest): the loss would be "
+                "divided by too much; set labels inside images to -100"
             )
 
 
 def _without_strays(
-    spans: _ImageSpans, current_mask, input_ids, image_format: ImageFormat
+    spans: _ImageSpans, rows: _ReadRows | None, input_ids: Tensor, image_format: ImageFormat
 ) -> _ImageSpans | None:
-    """Only the images that are filled as such; all other begin and end ids are ordinary tokens.
+    """Only the pairs that may be images; all other begin and end ids are ordinary tokens.
 
-    ``None`` if an image seems to be cut: a begin before, or an end after, one id that repeats.
+    Every pair around as many ids as an image has is one, whatever the ids. ``None`` if another
+    begin or end id may be what is left of an image: two unlike ids of text must follow a begin,
+    or come before an end.
     """
-    is_token = torch.ones_like(input_ids, dtype=torch.bool)
-    if current_mask is not None:
-        is_token = current_mask != 0
-    repeats = (input_ids == input_ids.roll(1, dims=1)) & is_token & is_token.roll(1, dims=1)
-    repeats[:, 0] = False
-    # Of the ids up to each column, how many differ from the one before.
-    changes = (~repeats).long().cumsum(dim=1)
-    length = input_ids.shape[1]
-    columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-    first = (columns + 1).clamp(max=length - 1)
-    last = (columns + spans.inner_length).clamp(min=0, max=length - 1)
-    is_even = changes.gather(1, first) == changes.gather(1, last)
-    is_filled = (spans.inner_length == image_format.num_image_tokens) & is_even
-    if image_format.placeholder_id is not None:
-        is_placed = input_ids.gather(1, first) == image_format.placeholder_id
-        is_filled |= (spans.inner_length == 1) & is_placed
-    is_begin = spans.is_begin & is_filled
+    is_form = (spans.inner_length == 1) | (spans.inner_length == image_format.num_image_tokens)
+    is_begin = spans.is_begin & is_form
+    is_begin_id = (input_ids == image_format.begin_id) & spans.is_prompt
+    is_end_id = (input_ids == image_format.end_id) & spans.is_prompt
 
     # From a begin to its end, both inside: +1 where one begins, -1 after the end.
+    length = input_ids.shape[1]
+    columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     ends_at = (columns + spans.inner_length + 1).clamp(min=0, max=length - 1)
     is_end = torch.zeros_like(is_begin, dtype=torch.long)
     is_end = is_end.scatter_add(1, ends_at, is_begin.long()).bool()
     is_inside = (is_begin.long() - is_end.long()).cumsum(dim=1).bool() & ~is_begin
-    is_stray_begin = (input_ids == image_format.begin_id) & spans.is_prompt & ~is_begin
-    is_stray_end = (input_ids == image_format.end_id) & spans.is_prompt & ~is_end
-    is_cut = is_stray_begin & repeats.roll(-2, dims=1) & (columns < length - 2)
-    is_cut |= is_stray_end & _shift_right(repeats)
+
+    is_text = spans.is_prompt & ~is_begin_id & ~is_end_id
+    is_start = columns == 0
+    if rows is not None:
+        is_start = is_start | (rows.positions == 0)
+        if rows.current_mask is not None:
+            is_text &= rows.current_mask != 0
+    is_first_text = is_text & ~is_start
+    # Of two columns the second: both text, unlike, of one sample.
+    is_unlike = is_first_text & _shift_right(is_text) & (input_ids != input_ids.roll(1, dims=1))
+    two_follow = _shift_left(is_first_text & _shift_left(is_unlike))
+    two_before = _shift_right(is_unlike) & ~is_start
+    is_cut = (is_begin_id & ~is_begin & ~two_follow) | (is_end_id & ~is_end & ~two_before)
     if is_cut.any():
         return None
     return spans._replace(
@@ -586,3 +586,7 @@ def _cummin_from_right(values: Tensor) -> Tensor:
 
 def _shift_right(flags: Tensor) -> Tensor:
     return torch.nn.functional.pad(flags[:, :-1], (1, 0), value=False)
+
+
+def _shift_left(flags: Tensor) -> Tensor:
+    return torch.nn.functional.pad(flags[:, 1:], (0, 1), value=False)

@@ -1,14 +1,17 @@
 """The check before training: what it counts, what it refuses, what it remembers."""
 
+import base64
 import io
 import json
 import os
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import psutil
@@ -19,7 +22,7 @@ from recipes import drawn_recipe
 from glm4v_patched.data import check, decoding
 from glm4v_patched.data.check import CheckedData, Counts, check_file
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.decoding import look_at, look_at_all
+from glm4v_patched.data.decoding import find_fault, look_at, look_at_all
 from glm4v_patched.data.memory import Memory, default_path
 from glm4v_patched.data.rendering import measure_all
 from glm4v_patched.finetune import launch as launching
@@ -180,7 +183,32 @@ def flipped(content: bytes) -> bytes:
     return content[:half] + bytes([content[half] ^ 255]) + content[half + 1 :]
 
 
+def of_16_bits(kind: str) -> bytes:
+    """A picture of 2 x 2 pixels, whose numbers are 256, in three channels; Pillow writes none."""
+    numbers = (256).to_bytes(2, "big") * 12
+    if kind == "TIFF":
+        entries = [(256, 3, 1, 2), (257, 3, 1, 2), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2),
+                   (273, 4, 1, 128), (277, 3, 1, 3), (278, 3, 1, 2), (279, 4, 1, 24)]  # fmt: skip
+        content = struct.pack("<2sHIH", b"II", 42, 8, len(entries))
+        content += b"".join(struct.pack("<HHII", *entry) for entry in entries) + bytes(4)
+        content += struct.pack("<3H", 16, 16, 16).rjust(128 - len(content), b"\0")
+        return content + numbers
+    if kind == "SGI":
+        return struct.pack(">HBBHHHH", 474, 0, 2, 3, 2, 2, 3).ljust(512, b"\0") + numbers
+    color = {"PNG RGB": 2, "PNG LA": 4, "PNG RGBA": 6}[kind]
+    width = 2 * {2: 3, 4: 2, 6: 4}[color]
+    lines = (b"\0" + (256).to_bytes(2, "big") * width) * 2
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, color, 0, 0, 0)),
+              (b"IDAT", zlib.compress(lines)), (b"IEND", b"")]  # fmt: skip
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
 BAD_PICTURES = {
+    **{f"16 bits, {kind}": (of_16_bits(kind), "has the mode .*;16[BL], .*expected 8 bits a channel")
+       for kind in ("PNG RGB", "PNG LA", "PNG RGBA", "TIFF", "SGI")},
     **{f"{kind} cut": (cut(encoded(kind)), "cannot be decoded") for kind in
        ("JPEG", "BMP", "GIF", "PNG", "TIFF", "WEBP", "PPM")},
     "PNG with a flipped byte": (flipped(encoded("PNG")), "cannot be decoded"),
@@ -207,9 +235,25 @@ def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, r
 
 @pytest.mark.parametrize("name", BAD_PICTURES)
 def test_the_image_processor_refuses_what_the_check_refuses(tmp_path, processor, name):
-    (tmp_path / "b.png").write_bytes(BAD_PICTURES[name][0])
-    with pytest.raises(ValueError):
-        processor.image_processor(str(tmp_path / "b.png"))
+    content = BAD_PICTURES[name][0]
+    (tmp_path / "b.png").write_bytes(content)
+    for picture in (str(tmp_path / "b.png"), content, base64.b64encode(content).decode()):
+        with pytest.raises(ValueError):
+            processor.image_processor(picture)
+    if name.startswith("16 bits,"):
+        for file in (tmp_path / "b.png", io.BytesIO(content)):
+            image = Image.open(file)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=";16[BL]', of more than 8 bits.*scale it"):
+                    processor.image_processor(image)
+
+
+def test_16_bits_a_pixel_are_taken(tmp_path, processor):
+    header = struct.pack("<2sIHHI", b"BM", 70, 0, 0, 54)
+    header += struct.pack("<IiiHHIIiiII", 40, 2, 2, 1, 16, 0, 8, 0, 0, 0, 0)
+    content = header + bytes(16)
+    assert find_fault(content) is None
+    processor.image_processor(content)
 
 
 def test_pictures_of_every_kind_are_taken(tmp_path, processor, run):

@@ -417,9 +417,11 @@ def test_embeddings_of_rows_with_images_generate_the_same(model, options):
 
 STRAYS = pytest.mark.parametrize(
     "drawn",
-    [[BOI], [EOI], [BOI, EOI], [EOI, 7, BOI], [BOI, 7, 8, EOI, 3], [BOI, 7, EOI], [7, BOI, 8, BOI]],
+    [[BOI], [EOI], [EOI, 7, BOI], [BOI, 7, 8, EOI, 3], [7, BOI, 8, 9, BOI], [BOI, 7, 8, 9, EOI]],
     ids=str,
 )
+# What a place without its picture looks like, too.
+AMBIGUOUS = [[BOI, EOI], [BOI, 7, EOI], [BOI, PAD, EOI], [7, BOI, 8, BOI]]
 
 
 @torch.no_grad()
@@ -439,8 +441,7 @@ def logits_with_strays(model, row: list[int], drawn: range, images) -> torch.Ten
 @FORMS
 @STRAYS
 @pytest.mark.parametrize("prompt", ["text", "image"])
-@pytest.mark.parametrize("skip_logits", [False, True])
-def test_rows_that_hold_drawn_ids_are_learned(model, image, drawn, prompt, skip_logits):
+def test_rows_that_hold_drawn_ids_are_computed(model, image, drawn, prompt):
     """What GRPO does with prompt and answer, or anybody who feeds an answer back."""
     first = [*text(3, seed=1), *(image if prompt == "image" else []), *text(2, seed=2)]
     row = [*first, *drawn, *text(3, seed=3)]
@@ -449,16 +450,35 @@ def test_rows_that_hold_drawn_ids_are_learned(model, image, drawn, prompt, skip_
     inputs = {"input_ids": torch.tensor([row]), "pixel_values": images}
     with torch.no_grad():
         assert (model(**inputs).logits[0] - want).abs().max() <= ATOL
-    # And beside another row, padded.
+    # And beside another row, padded. With labels every place is meant to be one.
     other = [*image, *text(9, seed=4)]
     batch = padded([row, other], "left")
     both = pictures(1).repeat(2 if prompt == "image" else 1, 1, 1, 1)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     with torch.no_grad():
-        output = model(**batch, pixel_values=both, labels=labels, skip_logits=skip_logits)
-        assert output.loss.isfinite()
-        if not skip_logits:
-            assert (output.logits[0, -len(want) :] - want).abs().max() <= ATOL
+        output = model(**batch, pixel_values=both)
+        assert (output.logits[0, -len(want) :] - want).abs().max() <= ATOL
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with pytest.raises(ValueError, match="begin-of-image ids|ids between its begin and its end"):
+        model(**batch, pixel_values=both, labels=labels)
+
+
+@FORMS
+@pytest.mark.parametrize("drawn", AMBIGUOUS, ids=str)
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_drawn_ids_that_may_be_a_place_are_refused_in_a_later_round(
+    model, image, drawn, keeps_cache
+):
+    first = [*text(3, seed=1), *image, *text(2, seed=2)]
+    cache = DynamicCache(config=model.config)
+    given = {"pixel_values": pictures(1), "past_key_values": cache}
+    draws = LogitsProcessorList([Draws(len(first), drawn)])
+    ids = model.generate(torch.tensor([first]), **given, logits_processor=draws, **GREEDY)
+    row = torch.tensor([[*ids[0].tolist(), *text(4, seed=3)]])
+    kept = {"past_key_values": cache} if keeps_cache else {}
+    with pytest.raises(ValueError, match="begin-of-image ids|has 0 ids"):
+        model.generate(row, pixel_values=pictures(1), **kept, **GREEDY)
+    with pytest.raises(ValueError, match="begin-of-image ids|has 0 ids"):
+        model(row, pixel_values=pictures(1))
 
 
 @FORMS
@@ -573,7 +593,7 @@ def test_assisted_generation_of_rows_that_grow_is_right_or_refused(model):
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("drawn", [[BOI], [BOI, 7, EOI]], ids=str)
+@pytest.mark.parametrize("drawn", [[BOI], [BOI, 7, 8, EOI]], ids=str)
 def test_assisted_generation_of_a_later_round(model, drawn):
     first = [*text(3, seed=1), *grown_image(), *text(2, seed=2)]
     row = [*first, *drawn, *text(2, seed=3), *grown_image(), 7, 8, 7, 8, 7]

@@ -469,6 +469,19 @@ def test_hidden_states_of_rows_that_grow_are_refused_in_training():
     assert model(**batch(three_id_image())).loss.isfinite()
 
 
+def test_hidden_states_of_rows_that_grow_are_named_once_in_evaluation(caplog):
+    """They are right, but not where the rows as given say."""
+    model = tiny_model()
+    model(**batch(grown_image()), output_hidden_states=True)
+    model(**batch(three_id_image()))
+    assert not caplog.records
+    for image in (three_id_image(), [7, *three_id_image()]):
+        states = model(**batch(image), output_hidden_states=True).hidden_states
+        assert states[0].shape[1] == 10 + len(image)
+    (record,) = caplog.records
+    assert "rows of 10 ids take 13 positions" in record.getMessage()
+
+
 # Attention implementations
 
 

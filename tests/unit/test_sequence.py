@@ -388,6 +388,56 @@ def test_refuses_begin_and_end_ids_that_are_no_pairs(row, begins, ends, pairs):
         call(row, images=1)
 
 
+# Three-id rows whose pictures are missing, with fillers as frameworks write them, and what is left
+# of images after a cut.
+LEFT_OVER = {
+    "filler": [*text(3), BOI, 7, EOI, *text(3)],
+    "pad id": [*text(3), BOI, PAD, EOI, *text(3)],
+    "grown": [*text(3), *grown_image(), *text(3)],
+    "grown, unlike ids": [*text(3), BOI, 5, 6, 7, 8, EOI, *text(3)],
+    "empty": [*text(3), BOI, EOI, *text(3)],
+    "cut after begin": [*text(3), BOI],
+    "cut after one": [*text(3), BOI, 7],
+    "cut before end": [EOI, *text(3)],
+    "cut before one": [7, EOI, *text(3)],
+    "end lost": [*text(3), BOI, 7, BOI, PAD],
+    "begin lost": [*text(3), PAD, EOI, 7, EOI, *text(3)],
+}
+
+
+@pytest.mark.parametrize("row", LEFT_OVER.values(), ids=LEFT_OVER.keys())
+@pytest.mark.parametrize("pad_token_id", [PAD, 7, None])
+def test_places_of_pictures_never_become_words(row, pad_token_id):
+    model = tiny_model()
+    model.config.pad_token_id = pad_token_id
+    other = [*text(2), *three_id_image(), *text(3)]
+    for rows, images in ([row], None), ([row, other], pictures(1)), ([other, row], pictures(1)):
+        message = "(begin-of-image ids|has 0 ids)"
+        for side in ("left", "right"):
+            batch = padded(rows, side)
+            labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            for more in ({}, {"labels": labels}):
+                with pytest.raises(ValueError, match=message):
+                    model(**batch, **more, pixel_values=images)
+        with pytest.raises(ValueError, match=message):
+            model.generate(**padded(rows, "left"), pixel_values=images, max_new_tokens=2)
+    # Packed: what is left stands where samples meet.
+    ids = torch.tensor([[*text(4, seed=1), *row, *text(4, seed=2)]])
+    places = torch.cat([torch.arange(number) for number in (4, len(row), 4)])[None]
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=ids, position_ids=places)
+
+
+def test_stray_ids_are_not_learned(model):
+    """Between unlike ids of text they cannot be an image, but what is learned must be meant."""
+    ids = torch.tensor([[*text(4), BOI, 7, 8, *text(4)]])
+    with torch.no_grad():
+        model(input_ids=ids)
+    for labels in ({"labels": ids}, {"shift_labels": ids}):
+        with pytest.raises(ValueError, match="1 begin-of-image ids .* 0 end-of-image ids"):
+            model(input_ids=ids, **labels)
+
+
 def test_refuses_pairs_across_rows():
     with pytest.raises(ValueError, match="1 begin.*1 end.*of which 0 pairs"):
         call([[1, BOI, FILL], [FILL, EOI, 1]], images=1)
@@ -612,8 +662,8 @@ def test_refuses_a_count_of_labels_that_holds_those_inside_images(model, image, 
     batch = {"input_ids": ids, "labels": ids, "pixel_values": pictures(1)}
     inside = len(image) - 2
     count = torch.tensor(ids.numel()) if as_tensor else ids.numel()
-    message = f"{inside} labels inside images.*num_items_in_batch {ids.numel()} counts them"
-    with pytest.raises(ValueError, match=message):
+    message = f"{inside} labels inside images.*num_items_in_batch {ids.numel()} may count them"
+    with pytest.raises(ValueError, match=f"{message}.*set labels inside images to -100"):
         model(**batch, num_items_in_batch=count)
     # Over several batches, and with the first label left out.
     for divisor in (10 * ids.numel(), ids.numel() - 1):
