@@ -86,6 +86,11 @@ class CheckedData:
         positions, _, pictures, learned = sums
         return Counts(len(self.row_lines), pictures, positions, learned)
 
+    @property
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """Size and time of change of each picture, by its path."""
+        return {path: (size, mtime_ns) for path, size, mtime_ns in self.pictures}
+
     def write(self, path: Path) -> None:
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(vars(self) | {"rules": RULES}), encoding="utf-8")

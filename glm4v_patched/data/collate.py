@@ -1,5 +1,8 @@
 """Makes training batches of conversations about pictures."""
 
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -27,8 +30,13 @@ class ConversationCollator:
     ends it: the next role token, or ``<|endoftext|>`` after the last turn.
     """
 
-    def __init__(self, processor):
+    def __init__(self, processor, stamps: Mapping[str, tuple[int, int]] = MappingProxyType({})):
+        """
+        Args:
+            stamps: Size and time of change (``st_mtime_ns``) of pictures that must not change.
+        """
         self.processor = processor
+        self.stamps = stamps
         tokenizer = processor.tokenizer
         self.end_id = tokenizer.eos_token_id
         self.image_id = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
@@ -52,6 +60,11 @@ class ConversationCollator:
     def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Grown ids of each conversation with the token that ends it, and ``pixel_values`` of all,
         if there is an image."""
+        for conversation in conversations:
+            for message in conversation:
+                path = message.get("image")
+                if isinstance(path, str) and path in self.stamps:
+                    self._require_unchanged(path)
         encoded = self.processor.apply_chat_template(
             conversations, tokenize=True, return_dict=True, return_tensors=None
         )
@@ -59,6 +72,16 @@ class ConversationCollator:
         if "pixel_values" in encoded:
             images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
         return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
+
+    def _require_unchanged(self, path: str) -> None:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise ValueError(f"{path} was there when the training began: {error}") from None
+        if (found.st_size, found.st_mtime_ns) != self.stamps[path]:
+            raise ValueError(
+                f"{path} has changed since the training began: put the picture back, or start again"
+            )
 
     def measure(self, conversations: list[list[dict]]) -> list[Size]:
         """Sizes of what :meth:`encode` makes of each; images are not opened."""

@@ -30,9 +30,14 @@ ROLES = ("system", "user", "assistant", "observation")
 KEYS = ("role", "content", "image", "metadata", "tools")
 MOST_FAULTS_LISTED = 20
 
-# How other trainers' files write the place of a picture in a text.
+# How other trainers' files write the place of a picture in a text: <image>, <image 1>, [IMG],
+# <|image_pad|>, <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. Not
+# HTML's <img src=...> and Markdown's ![...](...), which are words.
 PLACE = re.compile(
-    r"<\|?(?:begin_of_|end_of_)?image(?:here|_?pad|[_:-]?\d+)?\|?>|<img>[^<]*</img>", re.IGNORECASE
+    r"(?:<|\[|&lt;)\s*[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
+    r"(?:here|[\s_:-]*(?:pad|soft|token|placeholder|start|end|\d+))*[|_]*\s*/?\s*(?:>|\]|&gt;)"
+    r"|<img>[^<]*</img>",
+    re.IGNORECASE,
 )
 PLACE_AT_AN_END = re.compile(r"\A\s*<image>\s*|\s*<image>\s*\Z", re.IGNORECASE)
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes

@@ -90,7 +90,7 @@ class DivergenceWatch(TrainerCallback):
         is_last = step >= state.max_steps
         if step % READ_EVERY and not (control.should_log or control.should_save or is_last):
             return control
-        now, most, ended = _highest(counts)
+        now, most, ended = highest(counts)
         if now and control.should_save:
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
             control.should_save = False
@@ -108,7 +108,8 @@ class DivergenceWatch(TrainerCallback):
         return control
 
 
-def _highest(counts: Tensor) -> list[int]:
+def highest(counts: Tensor) -> list[int]:
+    """The highest of each count among all processes, which all must ask."""
     if dist.is_initialized():
         counts = counts.clone()
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)

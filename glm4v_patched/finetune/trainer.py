@@ -44,7 +44,7 @@ from .checkpoints import (
     require_same_settings,
 )
 from .config import Recipe
-from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe
+from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe, highest
 from .identity import Base, Origin, Rows, base_of, identify, pin
 from .run_folder import REPORT, give_usual_modes, remove_weights
 from .unpickling import loading_safely
@@ -184,6 +184,7 @@ class RecipeTrainer(Trainer):
             model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
+        self._last_step: tuple[nn.Module, dict] | None = None
         super().__init__(model=model, **options)
         self.add_callback(self.watch)
         self.inner.config.skip_logits = True
@@ -207,6 +208,7 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
+        self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         norm = model.get_global_grad_norm() if self.is_deepspeed_enabled else None
         return self.watch.see(loss, norm)
@@ -216,8 +218,29 @@ class RecipeTrainer(Trainer):
             logs["loss"] += self.watch.left_out_of_log()
         super().log(logs, *rest)
 
+    def _require_finite_loss(self, folder: Path) -> None:
+        """Compute the loss of the last batch again: no step has seen the last update's weights."""
+        if self._last_step is None:
+            return
+        model, inputs = self._last_step
+        # In training mode, as processes without a picture then keep the others' order. Compiled
+        # layers would be compiled anew without gradients.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            torch.compiler.set_stance("force_eager"),
+            self.compute_loss_context_manager(),
+        ):
+            loss = self.compute_loss(model, self._prepare_inputs(dict(inputs)))
+        if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
+            raise Diverged(
+                "the loss of the last batch is NaN or infinite with the weights of step "
+                f"{self.state.global_step}; {folder} is no model"
+            )
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Raises :class:`Diverged`, on all processes, if a trained weight is not finite."""
+        """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
         config = self.inner.config
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
@@ -232,6 +255,7 @@ class RecipeTrainer(Trainer):
             raise Diverged(
                 f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
             )
+        self._require_finite_loss(folder)
         if not self.args.should_save:
             return
         if self.has_adapters:
@@ -281,7 +305,7 @@ def train(
     """Train what the recipe says; save the model, or the adapters, to ``recipe.out``.
 
     Also writes ``training.json`` there, last: whether the training came to its end, the history of
-    loss and gradient norm, and how many processes took part.
+    loss and gradient norm, how many processes took part, and what is known of the model below.
 
     Args:
         checkpoint: Complete checkpoint in ``recipe.out`` to continue from. In fp32 on a CPU the
@@ -296,13 +320,16 @@ def train(
     """
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
-    conversations, collator = checked.conversations(), ConversationCollator(processor)
+    conversations, collator = (
+        checked.conversations(),
+        ConversationCollator(processor, checked.stamps),
+    )
     sizes = [[size] for size in checked.row_sizes]
     if recipe.data.pack_to is not None:
         shares = share_out([size.positions for size in checked.row_sizes], recipe.data.pack_to)
         conversations = [[conversations[number] for number in share] for share in shares]
         sizes = [[checked.row_sizes[number] for number in share] for share in shares]
-        collator = PackingCollator(processor)
+        collator = PackingCollator(processor, checked.stamps)
     chosen, kept_gathered = _for_this_machine(recipe, base, sizes)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
@@ -357,7 +384,7 @@ def train(
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        _write_report(trainer, error)
+        _write_report(trainer, error, identify(replace(base, adapters=None)))
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         arguments.distributed_state.wait_for_everyone()
@@ -375,14 +402,14 @@ def _how_to_go_on(recipe: Recipe) -> str:
     )
 
 
-def _write_report(trainer: Trainer, error: str | None) -> None:
+def _write_report(trainer: Trainer, error: str | None, base: dict[str, str]) -> None:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
     report = {"finished": error is None, "error": error, "history": history}
-    report |= {"world_size": trainer.args.world_size}
+    report |= {"world_size": trainer.args.world_size, "base": base}
     text = json.dumps(report, indent=2, allow_nan=False)
     Path(trainer.args.output_dir, REPORT).write_text(text)
 

@@ -80,6 +80,23 @@ def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
         assert torch.equal(weight, after[name]), name
 
 
+def test_adapters_whose_base_has_changed_since_are_refused(stopped, tmp_path, monkeypatch):
+    from glm4v_patched.finetune import launch as launching
+
+    monkeypatch.setattr(launching, "_run", lambda command, environment: 0)
+    first = stopped.override({"out": str(tmp_path / "first")})
+    train_here(first)
+    changes = {"model": first.out, "out": str(tmp_path / "more")}
+    launch(stopped.override(changes), Placement(1, on_cpu=True))
+    weights = Path(stopped.model, "model.safetensors")
+    changed = load_file(weights)
+    changed["transformer.embedding.word_embeddings.weight"] *= 1.5
+    save_file(changed, weights, metadata={"format": "pt"})
+    changes["out"] = str(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"(?s)trained on another model than .*safetensors: \w+"):
+        launch(stopped.override(changes), Placement(1, on_cpu=True))
+
+
 def test_adapters_that_lack_tensors_are_refused(trained, tmp_path):
     shutil.copytree(trained.out, tmp_path / "lora", ignore=shutil.ignore_patterns("checkpoint-*"))
     weights = load_file(tmp_path / "lora" / "adapter_model.safetensors")

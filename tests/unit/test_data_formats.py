@@ -178,7 +178,10 @@ REFUSED = {
         )
         for mark in (
             "<|begin_of_image|>", "<|image|>", "<|image_1|>", "<image_2>", "<|image_pad|>",
-            "<ImageHere>", "<img>a.png</img>",
+            "<ImageHere>", "<img>a.png</img>", "<image 1>", "<image1>", "<image/>", "<image />",
+            "<IMG>", "[IMG]", "[image]", "< image >", "<start_of_image>",
+            "<image_soft_token>", "<image-placeholder>", "<image_placeholder>", "<IMAGE_TOKEN>",
+            "<__media__>", "&lt;image&gt;",
         )
         for more in (False, True)
     },

@@ -184,16 +184,31 @@ def drawn(tmp_path_factory) -> Recipe:
 
 def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_leaves_none(drawn, tmp_path):
     out = tmp_path / "out"
-    recipe = drawn.override({"out": str(out), "trainer.learning_rate": 1e20})
+    changes = {"out": str(out), "trainer.learning_rate": 1e20, "trainer.save_steps": None}
+    recipe = drawn.override(changes)
     with pytest.raises(Diverged, match=r"3 steps in a row, 3 to 5 \(learning rate .* at step 3"):
         train_here(recipe)
     report = json.loads((out / "training.json").read_text(), parse_constant=pytest.fail)
     assert not report["finished"] and "training diverged" in report["error"]
-    assert f"{out / 'checkpoint-2'}: to go on" in report["error"]
+    assert "no checkpoint is complete" in report["error"]
     assert [entry["loss"] for entry in report["history"][2:]] == ["nan"] * 3
-    assert find_faults(out / "checkpoint-2") == []
-    assert not (out / "checkpoint-4").exists()
     assert not [*out.glob("*.safetensors")]
+
+
+@pytest.mark.parametrize("save_steps", [None, 2])
+def test_finite_weights_whose_loss_is_not_are_no_model_and_no_checkpoint(
+    save_steps, drawn, tmp_path
+):
+    """Ruined by the last update, which no step has seen."""
+    out = tmp_path / "out"
+    changes = {"out": str(out), "trainer.learning_rate": 1e30, "trainer.save_steps": save_steps}
+    recipe = drawn.override(changes | {"trainer.max_steps": 4 if save_steps else 2})
+    with pytest.raises(Diverged, match="is NaN or infinite with the weights of step 2; .*no model"):
+        train_here(recipe)
+    report = json.loads((out / "training.json").read_text())
+    assert not report["finished"] and "no checkpoint is complete" in report["error"]
+    assert not [*out.glob("*.safetensors")]
+    assert save_steps is None or find_faults(out / "checkpoint-2")
 
 
 def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(drawn, tmp_path, monkeypatch):

@@ -99,7 +99,9 @@ def bounded_and_many(*strategies) -> Callable:
 
     def tests(check: Callable) -> Callable:
         @pytest.mark.parametrize(
-            "budget", [BOUNDED, pytest.param(MANY, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+            "budget",
+            [BOUNDED, pytest.param(MANY, marks=pytest.mark.exhaustive)],
+            ids=["few", "many"],
         )
         def test(budget):
             budget(given(*strategies)(check))()

@@ -1,6 +1,7 @@
 """The demo's data: drawn, written, read back, and turned into supervised batches."""
 
 import json
+import os
 import random
 
 import numpy as np
@@ -136,3 +137,19 @@ def test_plots_are_pictures(tmp_path):
     )
     assert Image.open(tmp_path / "loss.png").size[0] > 100
     assert Image.open(tmp_path / "sheet.png").size[0] > 100
+
+
+def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path):
+    conversations = draw_data_set(tmp_path, 2, seed=0, side=IMAGE_SIDE)
+    processor = build_processor([m["content"] for c in conversations for m in c])
+    paths = [conversation[0]["image"] for conversation in conversations]
+    stamps = {path: (os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths}
+    collate = ConversationCollator(processor, stamps)
+    assert len(collate(conversations)["pixel_values"]) == 2
+    Image.new("RGB", (8, 8)).save(paths[1])
+    with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
+        collate(conversations)
+    os.remove(paths[1])
+    with pytest.raises(ValueError, match="00001.png was there when the training began"):
+        collate(conversations)
+    assert len(collate(conversations[:1])["pixel_values"]) == 1
