@@ -53,8 +53,12 @@ def patch_model(model: nn.Module) -> nn.Module:
     if isinstance(core, GLM4VForCausalLM):
         return model
     checkpointed = any(getattr(part, "gradient_checkpointing", False) for part in core.modules())
+    config = ChatGLMConfig.of(core.config)
+    if config is not core.config and config._attn_implementation == "eager":
+        # transformers entered it when the model was built: its class declares nothing else.
+        config._attn_implementation = None
     with torch.device("meta"):
-        ours = GLM4VForCausalLM(ChatGLMConfig.of(core.config))
+        ours = GLM4VForCausalLM(config)
     conversion = _Conversion(core, ours)
     conversion.match(core, ours, "")
     conversion.match_attributes(model)

@@ -274,8 +274,7 @@ class ChatGLMConfig(PretrainedConfig):
         for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
             if name in vars(config):  # to_dict flattens the first, and drops the others
                 setattr(own, name, getattr(config, name))
-        # transformers enters "eager" for classes that declare nothing else.
-        if config._attn_implementation not in (None, "eager"):
+        if config._attn_implementation is not None:
             own._attn_implementation = config._attn_implementation
         return own
 

@@ -66,6 +66,24 @@ def test_saving_loading_and_saving_again_writes_the_same_bytes(dtype, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
+IMPLEMENTATIONS = """
+import sys
+sys.modules["glm4v_patched"] = None
+from transformers import AutoModel, AutoModelForCausalLM
+for auto in AutoModel, AutoModelForCausalLM:
+    for wanted in "eager", "sdpa", None:
+        options = {} if wanted is None else {"attn_implementation": wanted}
+        model = auto.from_pretrained(sys.argv[1], trust_remote_code=True, **options)
+        assert model.config._attn_implementation == (wanted or "sdpa"), (auto, wanted)
+"""
+
+
+def test_a_stranger_gets_the_attention_that_was_asked_for(tmp_path):
+    """Each Auto class loads a copy of the config's class of its own."""
+    tiny_model().save_pretrained(tmp_path / "saved")
+    run_as_stranger(IMPLEMENTATIONS, tmp_path, str(tmp_path / "saved"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_weights_equal_the_file(dtype, checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
