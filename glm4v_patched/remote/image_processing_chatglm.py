@@ -28,6 +28,7 @@ if is_vision_available():
 PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, written out: without Pillow there is no PIL here
 ORIENTATION = 0x0112  # the EXIF tag
 SECONDS_TO_ANSWER = 60
+MOST_BYTES_FETCHED = 256 * 2**20
 # Pillow hands these to another program.
 RUN_BY_OTHERS = ("EPS",)
 # How Pillow says that a file has 16 bits a channel; in "BGR;16" they are a pixel's.
@@ -176,9 +177,15 @@ def _fetched(url: str) -> bytes:
     request = urllib.request.Request(url, headers={"User-Agent": "transformers"})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
-            return answer.read()
+            content = answer.read(MOST_BYTES_FETCHED + 1)
     except (OSError, HTTPException) as error:
         raise ValueError(f"{url} cannot be fetched: {error}") from error
+    if len(content) > MOST_BYTES_FETCHED:
+        raise ValueError(
+            f"{url} has more than {MOST_BYTES_FETCHED} bytes, which is no picture: save it to a "
+            "file and give its path if it is one"
+        )
+    return content
 
 
 def _from_base64(text: str, shown: str) -> bytes:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import stat
+import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -300,3 +301,11 @@ def test_no_other_program_is_run_for_a_picture(image_processor, picture, tmp_pat
             with pytest.raises(ValueError, match="is EPS, .* convert it to PNG"):
                 image_processor(image)
     assert not (tmp_path / "was-run").exists()
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(serve, tmp_path, monkeypatch):
+    module = sys.modules[ChatGLMImageProcessor.__module__]
+    monkeypatch.setattr(module, "MOST_BYTES_FETCHED", 100)
+    (tmp_path / "long.png").write_bytes(b"x" * 101)
+    with pytest.raises(ValueError, match="long.png has more than 100 bytes, which is no picture"):
+        ChatGLMImageProcessor(size=28)(f"{serve}/long.png")
