@@ -1,7 +1,7 @@
 """Runs recipes under ZeRO-3 that break in different ways, one after the other; writes what each
 process made of them.
 
-Started by test_divergence.py: ``python -m torch.distributed.run --nproc_per_node 2
+Started by test_diverging_processes.py: ``python -m torch.distributed.run --nproc_per_node 2
 divergence_worker.py FOLDER``.
 """
 

@@ -665,8 +665,13 @@ def finish(process):
     return process.returncode, (output or "") + (errors or "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=copies_across)])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(False, marks=pytest.mark.exhaustive),
+        pytest.param(True, marks=[copies_across, pytest.mark.slow]),
+    ],
+)
 def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
     pinned = add_source(hub, SMALL_SHARDS).pinned if copied else None
     build = write_build(tmp_path / "build", SMALL_SHARDS, pinned, local=not copied)
@@ -687,7 +692,8 @@ def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
         hub.fail("*", "", after=killed_at, call=kill)
         process = command(hub, build, tmp_path, "--push")
         started.put(process)
-        assert finish(process)[0] == -signal.SIGKILL
+        status, output = finish(process)
+        assert status == -signal.SIGKILL, f"not killed at request {killed_at}: {output}"
         repository = hub.repositories.get(REPO)
         assert repository is None or not repository.tags or published(hub)
         status, output = finish(command(hub, build, tmp_path, "--push"))
