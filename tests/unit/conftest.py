@@ -94,8 +94,12 @@ def real_tokenizer(real_dir):
 
 @pytest.fixture
 def warned(caplog):
-    """What transformers logs from WARNING up."""
+    """What transformers logs from WARNING up, once each."""
     logger = logging.get_logger("transformers")
+    # Where the environment has CI=true, transformers hands its records on to the root logger, where
+    # caplog listens, too.
+    propagate, logger.propagate = logger.propagate, False
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+    logger.propagate = propagate
