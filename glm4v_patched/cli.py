@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import place_demo, run_demo
+    from .demo.command import place_demo, run_demo
 
     placement = place_demo(options.processes, options.device)
     metrics = run_demo(options.out, placement, options.steps, options.data)

@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 import glm4v_patched
 
 VARIABLE = "GLM4V_PATCHED"
-STARTUP = Path(__file__).resolve().parent / "startup"
+STARTUP = Path(__file__).resolve().parent / "patch" / "startup"
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
 OF_LAUNCHERS = ("--local_rank", "--local-rank")
 

@@ -25,9 +25,9 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
 import glm4v_patched
+from glm4v_patched.patch.repository import is_glm4v
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from glm4v_patched.repository import is_glm4v
 
 from .faults import NoAnswer, NotOfAHub, commit_of, during
 from .files import (

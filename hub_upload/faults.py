@@ -15,7 +15,7 @@ from huggingface_hub import ModelInfo, constants, get_token
 from huggingface_hub.errors import FileMetadataError
 from huggingface_hub.utils import _http
 
-from glm4v_patched.repository import host_of
+from glm4v_patched.patch.repository import host_of
 
 # 0.36 speaks through requests, 1.x through httpx, 2.x through httpx2: errors without a common base.
 HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")

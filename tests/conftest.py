@@ -1,5 +1,111 @@
-"""One thread: the tensors are tiny, and the order of sums must not depend on the machine."""
+"""One thread, and fixtures: tokenizers, image processor, processor, what is logged.
 
+The tensors are tiny, and the order of sums must not depend on the machine.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers.utils import logging
+
+from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS, ChatGLM4Tokenizer
 
 torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "tests" / "golden"
+
+SENTENCES = [
+    "What is in this picture?",
+    "A cat sits on the mat and looks at the dog.",
+    "Describe the image, then say hello to the user.",
+    "你好，世界！这是一张图片。",
+    "def f(x):\n    return x\n\n",
+]
+
+
+def train_backend(reverse: bool = False) -> Tokenizer:
+    """Train a small BPE in which GLM-4's special tokens have the ids 0..13, in either order."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        special_tokens=list(reversed(SPECIAL_TOKENS) if reverse else SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(SENTENCES * 4, trainer)
+    return backend
+
+
+@pytest.fixture(scope="session")
+def small_backend():
+    return train_backend()
+
+
+@pytest.fixture
+def reversed_tokenizer():
+    """As `tokenizer`, with the special tokens' ids in the opposite order."""
+    return ChatGLM4Tokenizer(tokenizer_object=train_backend(reverse=True))
+
+
+@pytest.fixture
+def tokenizer(small_backend):
+    return ChatGLM4Tokenizer(tokenizer_object=small_backend, model_max_length=8192)
+
+
+@pytest.fixture
+def image_processor():
+    """Images of 56: (56 // 14 // 2) ** 2 = 4 positions each."""
+    return ChatGLMImageProcessor(size=56)
+
+
+@pytest.fixture
+def processor(image_processor, tokenizer):
+    return ChatGLMProcessor(image_processor=image_processor, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def data_dir():
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def expected():
+    """Ids that upstream's tokenizer gave, on transformers 4.44.2."""
+    return json.loads((DATA / "tokenizer_expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def real_dir():
+    given = os.environ.get("GLM4V_TOKENIZER_DIR")
+    folder = Path(given) if given else ROOT.parent / "shared" / "tokenizer"
+    if not (folder / "tokenizer.model").is_file():
+        pytest.skip(f"no tokenizer.model in {folder}: set GLM4V_TOKENIZER_DIR")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(real_dir):
+    return ChatGLM4Tokenizer.from_pretrained(real_dir)
+
+
+@pytest.fixture
+def warned(caplog):
+    """What transformers logs from WARNING up, once each."""
+    logger = logging.get_logger("transformers")
+    # Where the environment has CI=true, transformers hands its records on to the root logger, where
+    # caplog listens, too.
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate = propagate

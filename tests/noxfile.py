@@ -1,8 +1,8 @@
 """The tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
 
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
-results/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the code of
-LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires.
+docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
+code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires.
 ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
 docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
 """
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import nox
 
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-from cells import DEEPSPEED, TRANSFORMERS, WITHOUT_DEEPSPEED  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.helpers.cells import DEEPSPEED, TRANSFORMERS, WITHOUT_DEEPSPEED  # noqa: E402
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["frameworks"]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "tests" / "results" / "matrix.json"
+RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
 
 
 def install(session: nox.Session, transformers: str, deepspeed: str, *more: str) -> None:
@@ -33,7 +33,7 @@ def install(session: nox.Session, transformers: str, deepspeed: str, *more: str)
     # What one version compiled, another one loads and crashes.
     folder = Path(session.virtualenv.location, f"torch_extensions-{deepspeed}")
     session.env["TORCH_EXTENSIONS_DIR"] = str(folder)
-    session.env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+    session.env["PYTHONPATH"] = str(ROOT)
 
 
 @nox.session
@@ -66,7 +66,7 @@ def llamafactory(session: nox.Session) -> None:
     # and torchaudio of PyPI do not load beside it.
     session.install("torch===2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0")
     session.install("-e", str(ROOT), "llamafactory==0.9.5", "pyarrow==21.0.0", "pytest", "psutil")
-    session.env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+    session.env["PYTHONPATH"] = str(ROOT)
     for transformers in (TRANSFORMERS[0], "5.6.0"):  # the oldest of ours, the newest of its
         session.install(f"transformers=={transformers}")
         session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_patched_training.py"))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..training.memory import GIB
+from ..engine.memory_plan import GIB
 
 
 def allocated() -> int:

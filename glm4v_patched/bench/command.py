@@ -10,8 +10,8 @@ import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ..training.choices import OPTIMIZERS, POLICIES, TRAINED, require_packages
-from ..training.zero import path_of_processes
+from ..engine.deepspeed.config import path_of_processes
+from ..engine.options import OPTIMIZERS, POLICIES, TRAINED, require_packages
 from .ablation import ablation
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..recognition import is_glm4v
-from ..training.gpus import find_gpus
+from ..engine.gpus import find_gpus
+from ..patch.recognition import is_glm4v
 from .settings import Settings
 
 GB = 10**9
@@ -61,7 +61,7 @@ def _require_config(file: Path) -> None:
 
 def _too_large(settings: Settings, processes: int, gpu_memory: int) -> str | None:
     # Late, for they import torch: the checks before are answered at once.
-    from ..training.memory import Kept, count_parameters, estimate, states
+    from ..engine.memory_plan import Kept, count_parameters, estimate, states
     from .sizes import config_of, training_of
 
     config = config_of(settings)

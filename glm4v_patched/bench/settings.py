@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from ..training.choices import check_optimizer, check_policy, check_trained, trains_tower
+from ..engine.options import check_optimizer, check_policy, check_trained, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 
@@ -18,12 +18,12 @@ class Settings:
     they are padded to one length, or ``packed`` into one row. ``attention`` is an implementation
     of transformers; with ``liger`` RMSNorm and SwiGLU are Liger-Kernel's.
 
-    ``tower`` and ``language`` are policies of :func:`training.activations.checkpoint_layers`, or
-    "auto", as is a ``kept_gathered`` of None (:func:`training.memory.choose_kept`); that is a
-    number of weights (:func:`training.zero_config`). ``gather_in_place`` spares the copies of
-    gathered weights (:mod:`training.gathering`). ``layers_ahead`` is how far the CPU may be
-    before the GPU under ZeRO-3 (:mod:`training.pacing`), 0 for any distance. ``memory_limit`` in
-    GiB caps what a process may allocate.
+    ``tower`` and ``language`` are policies of :mod:`activation_checkpointing`, or "auto", as is a
+    ``kept_gathered`` of None (:func:`memory_plan.choose_kept`); that is a number of weights
+    (:func:`zero_config`). ``gather_in_place`` spares the copies of gathered weights
+    (:mod:`deepspeed.gather`). ``layers_ahead`` is how far the CPU may be before the GPU under
+    ZeRO-3 (:mod:`deepspeed.throttle`), 0 for any distance. ``memory_limit`` in GiB caps what a
+    process may allocate.
 
     ``config`` is a JSON file of another size than the real one; ``against`` is a folder with the
     original modelling code, measured in the place of ours; ``all_logits`` computes the loss from

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from ..engine.memory_plan import Training
 from ..remote.configuration_chatglm import ChatGLMConfig
-from ..training.memory import Training
 from .settings import Settings
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..training.choices import ALL_WEIGHTS, TRAINED, gathers_whole_layers, trains_tower
+from ..engine.options import ALL_WEIGHTS, TRAINED, gathers_whole_layers, trains_tower
 from .rows import replace_file
 
 WORKLOADS = {

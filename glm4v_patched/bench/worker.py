@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..activation import apply
+from ..engine.activation_checkpointing import checkpoint_layers
+from ..engine.compilation import compile_layers
+from ..engine.deepspeed.config import zero_config
+from ..engine.deepspeed.gather import gather_whole_layers
+from ..engine.deepspeed.gradient_norm import take_norms_in_place
+from ..engine.deepspeed.throttle import limit_run_ahead
+from ..engine.memory_plan import GIB, Kept, choose_kept, free_memory
+from ..engine.options import gathers_whole_layers, require_packages
+from ..engine.trainable import quantise, select_weights
+from ..patch.auto_classes import apply
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from ..training.activations import checkpoint_layers
-from ..training.choices import gathers_whole_layers, require_packages
-from ..training.compilation import compile_layers
-from ..training.gathering import gather_whole_layers
-from ..training.gradient_norm import take_norms_in_place
-from ..training.memory import GIB, Kept, choose_kept, free_memory
-from ..training.pacing import limit_run_ahead
-from ..training.weights import quantise, select_weights
-from ..training.zero import zero_config
 from .accounting import allocated, memory_parts
 from .profiling import profile_step
 from .roofline import measured_ceiling, synchronize, useful_flop

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ..training.choices import POLICIES, check_policy, trains_tower
+from ..engine.options import POLICIES, check_policy, trains_tower
 from .recipe_file import (
     Document,
     Fault,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..training.choices import require_packages
-from ..training.zero import path_of_processes, require_deepspeed
+from ..engine.deepspeed.config import path_of_processes, require_deepspeed
+from ..engine.options import require_packages
 from .config import Recipe
 from .identity import Base, Rows, base_of, identify, pin
 from .preflight import Placement

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..recognition import is_glm4v
-from ..training.choices import require_packages
-from ..training.gpus import find_gpus
+from ..engine.gpus import find_gpus
+from ..engine.options import require_packages
+from ..patch.recognition import is_glm4v
 from .config import Recipe, check_values, located
 from .identity import base_of
 from .recipe_file import Fault, RecipeError, read_document, shown

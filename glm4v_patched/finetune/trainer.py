@@ -24,18 +24,18 @@ from ..data.check import CheckedData, check_file
 from ..data.collate import ConversationCollator, Size
 from ..data.feature_cache import TowerFeatures
 from ..data.packing import PackingCollator, share_out
+from ..engine.activation_checkpointing import checkpoint_layers
+from ..engine.compilation import compile_layers
+from ..engine.deepspeed.config import zero_config
+from ..engine.deepspeed.gather import gather_whole_layers
+from ..engine.deepspeed.gradient_norm import take_norms_in_place
+from ..engine.deepspeed.throttle import limit_run_ahead
+from ..engine.memory_plan import Kept, Training, choose_kept, choose_offload, free_memory
+from ..engine.options import gathers_whole_layers
+from ..engine.trainable import continue_adapters, hold_in_fp32, loaded_in_4_bits, select_weights
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
-from ..training.activations import checkpoint_layers
-from ..training.choices import gathers_whole_layers
-from ..training.compilation import compile_layers
-from ..training.gathering import gather_whole_layers
-from ..training.gradient_norm import take_norms_in_place
-from ..training.memory import Kept, Training, choose_kept, choose_offload, free_memory
-from ..training.pacing import limit_run_ahead
-from ..training.weights import continue_adapters, hold_in_fp32, loaded_in_4_bits, select_weights
-from ..training.zero import zero_config
 from .checkpoints import (
     CompletionMarker,
     changes_of_data,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..patching import PatchSet, Swap
+from ..patch.swap import PatchSet, Swap
 
 ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 

@@ -1,7 +1,7 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
 Differences from upstream's Python tokenizer over tiktoken, each with a test in
-tests/unit/test_tokenization.py:
+tests/remote/test_tokenization.py:
 
 - It is a fast tokenizer. A folder with only ``tokenizer.model`` (the ranks) is converted once on
   loading, and ``save_pretrained`` writes ``tokenizer.json``. Ids are upstream's.

@@ -1,6 +1,6 @@
 """What the cure of remote/checkpointing.py costs, on two GPUs, with layers of the real size.
 
-``python tests/distributed/bench_cure.py --out FILE``, with ``PYTHONPATH=.:tests``, trains 8 layers
+``python tests/distributed/bench_cure.py --out FILE``, with ``PYTHONPATH=.``, trains 8 layers
 of each tower under ZeRO-3 with the cure and without it, in turns, and prints a line for each: the
 median and the spread of the step time, all-gathers a step and peak memory. Without the cure is what
 the installed DeepSpeed does by itself. ``--stage 2`` shows the cost where ZeRO-3 is not active.
@@ -22,16 +22,16 @@ from unittest import mock
 
 import deepspeed
 import torch
-from cell_worker import with_or_without_cure
-from cells import Cell
-from gathers import counted_gathers
-from processes import gpu_environment, run_with_limit, two_processes
-from steps import select_weights, trainable
 from transformers.integrations import HfDeepSpeedConfig
 
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.cell_worker import with_or_without_cure
+from tests.helpers.cells import Cell
+from tests.helpers.gathers import counted_gathers
+from tests.helpers.processes import gpu_environment, run_with_limit, two_processes
+from tests.helpers.steps import select_weights, trainable
 
 TEXT = 512
 

@@ -18,10 +18,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from cells import ZERO_STAGES, Cell
-from gathers import counted_gathers
-from start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
-from steps import (
+
+from glm4v_patched.remote import checkpointing
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.cells import ZERO_STAGES, Cell
+from tests.helpers.gathers import counted_gathers
+from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
+from tests.helpers.steps import (
     LEARNING_RATE,
     autocast,
     device,
@@ -31,10 +34,7 @@ from steps import (
     trainable,
     weights_dtype,
 )
-from unsharded import reference_name
-
-from glm4v_patched.remote import checkpointing
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.unsharded import reference_name
 
 SECONDS_FOR_ONE_CELL = 60
 # Loss, gradients by name, and how often DeepSpeed gathered parameters.

@@ -14,14 +14,14 @@ from unittest import mock
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
-from legacy_repository import count_labels_of_small_images, image_row
 from peft import LoraConfig, get_peft_model
-from start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModel
 
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.legacy_repository import count_labels_of_small_images, image_row
+from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
 
 # The second step runs on DeepSpeed's finished trace of the parameters, the first does not.
 STEPS = 2

@@ -13,14 +13,14 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
-from start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
-from steps import select_weights, trainable
-from tiny import grown_image, pictures, text
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_weights
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
+from tests.helpers.steps import select_weights, trainable
+from tests.helpers.tiny import grown_image, pictures, text
 
 # The picture of rank 0 and that of rank 1, step by step; "-" is a batch without one.
 PICTURES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]

@@ -14,15 +14,15 @@ from unittest import mock
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
-from start_deepspeed import start_deepspeed
-from steps import select_weights, trainable
-from tiny import golden_json, grown_image, pictures, text, tiny_config
 
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
+from glm4v_patched.engine.deepspeed import gather as gathering
+from glm4v_patched.engine.deepspeed.config import zero_config
+from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training import gathering
-from glm4v_patched.training.activations import checkpoint_layers
-from glm4v_patched.training.gradient_norm import take_norms_in_place
-from glm4v_patched.training.zero import zero_config
+from tests.helpers.start_deepspeed import start_deepspeed
+from tests.helpers.steps import select_weights, trainable
+from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
 
 STEPS = 4
 HANDLES_OF_DEEPSPEED = (AllGatherCoalescedHandle, AllGatherHandle)

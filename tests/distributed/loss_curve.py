@@ -1,7 +1,7 @@
 """Loss curves of the fast path beside those of the plain one: do they differ by more than seeds do?
 
 ``python tests/distributed/loss_curve.py --out FILE --picture FILE``, with
-``PYTHONPATH=.:tests:tests/distributed``, trains both towers of a model of 300 million random
+``PYTHONPATH=.``, trains both towers of a model of 300 million random
 weights on drawn pictures, with two seeds on each path (:data:`PATHS`), each training in processes
 of its own. A seed decides the initial weights and the order of the data; the two paths start from
 the same file of weights and see the same samples in the same steps. All curves, settings, versions
@@ -31,25 +31,30 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from processes import cpu_environment, gpu_environment, run_with_limit
-from start_deepspeed import start_deepspeed
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from glm4v_patched import __version__
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.tiny_model import (
+    IMAGE_SIDE,
+    PATCH_SIDE,
+    build_processor,
+    tiny_config,
+)
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
+from glm4v_patched.engine.compilation import compile_layers
+from glm4v_patched.engine.deepspeed.config import zero_config
+from glm4v_patched.engine.deepspeed.gather import gather_whole_layers
+from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
+from glm4v_patched.engine.options import gathers_whole_layers
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.training.activations import checkpoint_layers
-from glm4v_patched.training.choices import gathers_whole_layers
-from glm4v_patched.training.compilation import compile_layers
-from glm4v_patched.training.gathering import gather_whole_layers
-from glm4v_patched.training.gradient_norm import take_norms_in_place
-from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.scratch import IMAGE_SIDE, PATCH_SIDE, build_processor, tiny_config
-from glm4v_patched.training.zero import zero_config
+from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
+from tests.helpers.start_deepspeed import start_deepspeed
 
 SEEDS = (0, 1)
 WARM_UP = 20
@@ -65,9 +70,9 @@ WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
 class Training:
     """How a model is trained.
 
-    ``checkpoints`` is a policy of :func:`activations.checkpoint_layers`, for both towers;
-    ``compiled`` layers are gathered whole where ZeRO shards weights; ``packed``: the samples of a
-    process lie in one row.
+    ``checkpoints`` is a policy of :mod:`activation_checkpointing`, for both towers; ``compiled``
+    layers are gathered whole where ZeRO shards weights; ``packed``: the samples of a process lie in
+    one row.
     """
 
     zero_stage: int
@@ -96,7 +101,7 @@ PATHS = {
 
 @dataclass(frozen=True)
 class Size:
-    """A model, as changes to :func:`scratch.tiny_config`, and how it is trained.
+    """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained.
 
     ``micro_batch`` counts samples, ``samples`` is how many are drawn, ``kept_gathered`` weights
     may stay gathered on the fast path (:func:`zero_config`).

@@ -1,6 +1,6 @@
 """Train the cells of the matrix with the installed versions and say which gave the right numbers.
 
-``python tests/distributed/matrix.py --out tests/results/matrix.json``, with ``PYTHONPATH=.:tests``,
+``python tests/distributed/matrix.py --out docs/benchmarks/matrix.json``, with ``PYTHONPATH=.``,
 runs all that depend on DeepSpeed; ``--strategy fsdp2 ddp`` others; ``--gpus`` on two GPUs with
 NCCL. Rows of other versions in the file stay: tests/noxfile.py fills it pair by pair. ``--table``
 prints what the file holds.
@@ -18,7 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from cells import (
+
+from tests.helpers.cells import (
     DEEPSPEED,
     TRANSFORMERS,
     WITHOUT_DEEPSPEED,
@@ -28,9 +29,15 @@ from cells import (
     known_limit,
     torch_cells,
 )
-from processes import HERE, cpu_environment, gpu_environment, run_with_limit, two_processes
-from steps import small_model
-from unsharded import reference_name, unsharded_run
+from tests.helpers.processes import (
+    WORKERS,
+    cpu_environment,
+    gpu_environment,
+    run_with_limit,
+    two_processes,
+)
+from tests.helpers.steps import small_model
+from tests.helpers.unsharded import reference_name, unsharded_run
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
 # sums in another order than torch's; measured 3e-6. bf16: one unit is 8e-3; measured 4e-2. What
@@ -82,7 +89,7 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
         for rows in folder.glob("rows.*.jsonl"):
             rows.unlink()
         ended = run_with_limit(
-            two_processes(HERE / "cell_worker.py", str(folder)),
+            two_processes(WORKERS / "cell_worker.py", str(folder)),
             SECONDS_TO_START + SECONDS_A_CELL * len(rest),
             gpu_environment() if on_gpus else cpu_environment(),
         )

@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
-from legacy_repository import write_legacy_repository
-from processes import cpu_environment, run_with_limit
-from tiny import NUM_IMAGE_TOKENS, golden_json
 
 from glm4v_patched.bench.roofline import useful_flop
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.legacy_repository import write_legacy_repository
+from tests.helpers.processes import cpu_environment, run_with_limit
+from tests.helpers.tiny import NUM_IMAGE_TOKENS, golden_json
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import run_two_processes
-from recipes import drawn_recipe
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.finetune.identity import Base
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
+from tests.helpers.processes import run_two_processes
+from tests.helpers.recipes import drawn_recipe
 
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
 

@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from legacy_repository import (
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from tests.helpers.legacy_repository import (
     count_labels_of_small_images,
     image_row,
     legacy_model,
     write_legacy_repository,
 )
-from packaging.version import Version
-from processes import run_two_processes
-from tiny import golden_weights, tiny_model
-from transformers import PreTrainedModel
+from tests.helpers.processes import run_two_processes
+from tests.helpers.tiny import golden_weights, tiny_model
 
 # The release in which DeepSpeed began to hold frozen weights through a recomputation itself.
 FIRST_HOLDING_DEEPSPEED = "0.19.3"

@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from processes import HERE, cpu_environment, run_with_limit, two_processes
-from recipes import drawn_recipe
 from safetensors.torch import load_file
 
 from glm4v_patched.finetune.checkpoints import (
@@ -26,6 +24,8 @@ from glm4v_patched.finetune.checkpoints import (
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, starting_point
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.processes import WORKERS, cpu_environment, run_with_limit, two_processes
+from tests.helpers.recipes import drawn_recipe
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
@@ -44,7 +44,7 @@ def train(recipe: Recipe, *arguments: str):
     settings = Path(recipe.out, "recipe.json")
     recipe.write(settings)
     check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
-    command = two_processes(HERE / "fault_worker.py", str(settings), *arguments)
+    command = two_processes(WORKERS / "fault_worker.py", str(settings), *arguments)
     return run_with_limit(command, SECONDS_TO_RUN)
 
 

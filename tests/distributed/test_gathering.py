@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from processes import run_two_processes
+
+from tests.helpers.processes import run_two_processes
 
 
 @pytest.fixture(scope="module")
@@ -30,5 +31,5 @@ def test_gathers_in_place_change_no_number_and_copy_nothing(found, trained):
 def test_norms_in_place_are_those_of_copies(found, trained):
     in_place, copied = found[trained, True], found[trained, False]
     assert in_place["norms"] == pytest.approx(copied["norms"], rel=1e-12)
-    assert in_place["norms by"] == "glm4v_patched.training.gradient_norm"
+    assert in_place["norms by"] == "glm4v_patched.engine.deepspeed.gradient_norm"
     assert copied["norms by"].startswith("deepspeed.")

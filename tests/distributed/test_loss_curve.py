@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from loss_curve import (
+
+from tests.distributed.loss_curve import (
     PATHS,
     describe,
     distance,
@@ -17,7 +18,7 @@ from loss_curve import (
     make_batch,
     order_of_samples,
 )
-from processes import HERE, run_with_limit
+from tests.helpers.processes import WORKERS, run_with_limit
 
 STEPS = 60
 
@@ -119,7 +120,12 @@ def test_packed_and_padded_batches_hold_the_same_samples():
 
 
 def test_the_mid_size_is_refused_without_gpus(tmp_path):
-    command = [sys.executable, str(HERE / "loss_curve.py"), "--out", str(tmp_path / "curves.json")]
+    command = [
+        sys.executable,
+        str(WORKERS / "loss_curve.py"),
+        "--out",
+        str(tmp_path / "curves.json"),
+    ]
     ended = run_with_limit([*command, "--picture", str(tmp_path / "x.png")], 100)
     assert ended.status == 2
     assert "takes a GPU for each of 2 processes, and there are 0: use --size tiny" in ended.output
@@ -129,7 +135,7 @@ def test_the_mid_size_is_refused_without_gpus(tmp_path):
 def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path):
     """Five trainings on two processes; layers are left uncompiled, which takes minutes."""
     out, picture = tmp_path / "curves.json", tmp_path / "curves.png"
-    command = [sys.executable, str(HERE / "loss_curve.py"), "--out", str(out)]
+    command = [sys.executable, str(WORKERS / "loss_curve.py"), "--out", str(out)]
     command += ["--picture", str(picture), "--size", "tiny", "--steps", "60", "--no-compile"]
     ended = run_with_limit([*command, "--also", "blank", "--at-once", "2"], 900)
     assert ended.status == 0, ended.output[-4000:]

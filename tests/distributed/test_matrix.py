@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import unsharded
-from cell_worker import differences
-from cells import (
+
+from tests.distributed.cell_worker import differences
+from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, _outcomes, run_cells
+from tests.helpers import unsharded
+from tests.helpers.cells import (
     PERSISTENCE,
     PRECISIONS,
     REENTRANT,
@@ -22,8 +24,7 @@ from cells import (
     deepspeed_cells,
     torch_cells,
 )
-from matrix import GRADIENT_LIMIT, LOSS_LIMIT, _outcomes, run_cells
-from processes import Ended
+from tests.helpers.processes import Ended
 
 
 def every_value_of_each_axis() -> list[Cell]:

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import run_with_limit
 
 from glm4v_patched.data.formats import write_conversations
 from glm4v_patched.data.packing import share_out
+from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, longest_row
-from glm4v_patched.training.pictures import draw_data_set
-from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
+from tests.helpers.processes import run_with_limit
 
 # Idle, a run takes some 8 seconds.
 SECONDS_TO_RUN = 300

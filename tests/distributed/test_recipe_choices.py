@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import HERE, cpu_environment, run_with_limit, two_processes
-from recipes import drawn_recipe
 from safetensors.torch import load_file, save_file
-from strangers import run_as_stranger
 
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.processes import WORKERS, cpu_environment, run_with_limit, two_processes
+from tests.helpers.recipes import drawn_recipe
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
@@ -208,7 +208,7 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
         settings = Path(mine.out, "recipe.json")
         mine.write(settings)
         check_data(mine).write(Path(mine.out, CHECKED_DATA))
-        worker = [str(HERE / "fault_worker.py"), str(settings), *arguments]
+        worker = [str(WORKERS / "fault_worker.py"), str(settings), *arguments]
         command = two_processes(*worker) if mine.engine.zero_stage else [sys.executable, *worker]
         ended = run_with_limit(command, SECONDS_TO_RUN, cpu_environment())
         assert ended.status == 0, ended.output[-8000:]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_two_processes
-from recipes import drawn_recipe
 from safetensors.torch import load_file
-from tiny import tiny_model
 
 from glm4v_patched.data.feature_cache import digest_weights
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
+from tests.helpers.processes import run_two_processes
+from tests.helpers.recipes import drawn_recipe
+from tests.helpers.tiny import tiny_model
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
 # runs for the blank one.

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
-from tiny import padded, pictures, text, three_id_image, tiny_config
 from torch import nn
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
+from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_config
 
 NUM_LAYERS = 4
 

@@ -12,13 +12,13 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from deepspeed.utils import safe_get_full_fp32_param
 from peft import LoraConfig
-from start_deepspeed import NOTHING_STAYS_GATHERED
 from transformers import TrainerCallback, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from glm4v_patched.remote.checkpointing import CheckpointedLayer
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
 
 STEPS = 3
 

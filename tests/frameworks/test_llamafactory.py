@@ -15,12 +15,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import grown_image, padded, pictures, text, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from glm4v_patched.remote.checkpointing import CheckpointedLayer
+from tests.helpers.tiny import grown_image, padded, pictures, text, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(

@@ -13,16 +13,16 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from legacy_repository import write_legacy_repository
 from packaging.requirements import Requirement
 from packaging.version import Version
-from processes import ROOT, Ended, cpu_environment, run_with_limit
 from safetensors.torch import load_file
-from tiny import BOI
 from transformers import AutoModelForCausalLM
 
 import glm4v_patched
-from glm4v_patched.training.pictures import draw_data_set
+from glm4v_patched.demo.pictures import draw_data_set
+from tests.helpers.legacy_repository import write_legacy_repository
+from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
+from tests.helpers.tiny import BOI
 
 HERE = Path(__file__).parent
 PYTHON, RUN = "python", ("python", "-m", "glm4v_patched.run")

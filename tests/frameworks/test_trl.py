@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_two_processes
 
-from glm4v_patched.training.pictures import COLOURS, SHAPES, draw_data_set
-from glm4v_patched.training.scratch import IMAGE_SIDE, build_from_scratch
+from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
+from tests.helpers.processes import run_two_processes
 
 MISSING = [
     name

@@ -3,10 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import encode_image, forward_row
-from tiny import BOI, EOI, PAD, golden_case, golden_json, golden_weights, text, tiny_config
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.tiny import (
+    BOI,
+    EOI,
+    PAD,
+    golden_case,
+    golden_json,
+    golden_weights,
+    text,
+    tiny_config,
+)
+from tests.parity.reference import encode_image, forward_row
 
 # Both in fp64, ours with fp32 rotary tables and variances. Relative to the largest value; measured
 # 5.7e-7 for logits, 3.2e-6 for gradients. What must fail: see test_fields_that_change_no_shape.

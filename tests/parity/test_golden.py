@@ -9,7 +9,9 @@ import functools
 import pytest
 import torch
 from safetensors.torch import load
-from tiny import (
+
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.tiny import (
     encoded,
     golden_bytes,
     golden_case,
@@ -18,8 +20,6 @@ from tiny import (
     grown_inputs,
     tiny_model,
 )
-
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 CASES = [name.rsplit(".", 2)[0] for name in golden_json("index.json")["cases"] if ".fp32." in name]
 FORWARD = [name for name in CASES if name.startswith(("text", "image"))]

@@ -2,11 +2,11 @@
 
 import unittest
 
-from contexts import EntersContexts
 from transformers_tests import test_image_processing_common as common
 
 from glm4v_patched import applied
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+from tests.suites.contexts import EntersContexts
 
 
 class Tester:

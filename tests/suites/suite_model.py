@@ -3,9 +3,6 @@
 import unittest
 
 import torch
-from contexts import EntersContexts
-from names import know_by_name
-from tiny import NUM_IMAGE_TOKENS, pictures, tiny_config
 from transformers_tests import test_modeling_common
 from transformers_tests.generation.test_utils import GenerationTesterMixin
 
@@ -16,6 +13,9 @@ from glm4v_patched.remote.modeling_chatglm import (
     ChatGLMModel,
     GLM4VForCausalLM,
 )
+from tests.helpers.tiny import NUM_IMAGE_TOKENS, pictures, tiny_config
+from tests.suites.contexts import EntersContexts
+from tests.suites.names import know_by_name
 
 know_by_name(
     "chatglm",

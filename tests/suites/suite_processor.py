@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import unittest
 
-from contexts import EntersContexts
 from transformers_tests import test_processing_common
 from unit.conftest import train_backend
 
@@ -12,6 +11,7 @@ from glm4v_patched import applied
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.suites.contexts import EntersContexts
 
 
 class Processor(EntersContexts, test_processing_common.ProcessorTesterMixin, unittest.TestCase):

@@ -3,12 +3,12 @@
 import tempfile
 import unittest
 
-from contexts import EntersContexts
 from transformers_tests import test_tokenization_common
 from unit.conftest import train_backend
 
 from glm4v_patched import applied
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.suites.contexts import EntersContexts
 
 
 class Tokenizer(EntersContexts, test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):

@@ -1,0 +1,1 @@
+"""The main job in miniature: a tiny model learns to see, and a fresh process judges it."""

@@ -1,0 +1,255 @@
+"""The main job in miniature: fine-tune a tiny glm-4v on pictures, and prove that it looks.
+
+1. A data set of pictures with questions is drawn and written to files (or the reader's is taken).
+2. A tiny model with random weights is saved, and trained from those files on several processes
+   with DeepSpeed ZeRO-3, bf16 and activation checkpointing.
+3. A fresh process that cannot import this package loads what was saved and answers questions about
+   pictures it has not seen: before training, after it, and with the pictures swapped.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from .. import __version__
+from ..data.check import require_pictures
+from ..data.formats import read_conversations, write_conversations
+from ..engine.deepspeed.config import require_deepspeed
+from ..engine.gpus import find_gpus
+from ..finetune.config import Data, Engine, Recipe, TrainerFields
+from ..finetune.launch import launch
+from ..finetune.preflight import Device, Placement, place
+from ..finetune.run_folder import locked
+from .pictures import draw_data_set
+from .plots import draw_contact_sheet, plot_loss
+from .tiny_model import IMAGE_SIDE, build_from_scratch
+
+NUM_TRAIN, NUM_HELD_OUT = 2400, 96
+MICRO_BATCH, LEARNING_RATE, ZERO_STAGE, SEED = 16, 2e-3, 3, 0
+VERSIONS = ("torch", "transformers", "deepspeed", "accelerate")
+# What it writes to its folder beside the data, and what says that it did.
+WRITTEN = ["initial", "trained", "requests.json", "replies.json"]
+WRITTEN += ["loss.png", "answers.png", "metrics.json"]
+RECORD = "demo.txt"
+# Run as a file and never imported: it makes this package unimportable.
+JUDGE = Path(__file__).with_name("fresh_process.py")
+
+
+def place_demo(processes: int | None, device: Device | None) -> Placement:
+    """Two processes by default, or one where there is one GPU; on the CPU where there is none.
+
+    Raises:
+        RecipeError: there are GPUs, but fewer than the processes that are asked for.
+    """
+    gpus = find_gpus()
+    if device is None and not gpus.found:
+        print(f"the demo runs on the CPU, as there is no GPU: {gpus.reason}", flush=True)
+        device = "cpu"
+    if processes is None:
+        processes = 1 if device != "cpu" and len(gpus) == 1 else 2
+    return place(processes, device or "cuda")
+
+
+def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> dict:
+    """Run it; returns the figures that also go to ``out/metrics.json``.
+
+    Args:
+        out: Folder for all that is written; what an earlier demo left there is replaced.
+        data: JSONL of conversations to use instead of the drawn pictures; one in ten is held out.
+            Neither it nor any of its pictures is written to.
+
+    Raises:
+        ValueError: the data cannot be used, or ``out`` holds what is not the demo's and would be
+            replaced; RuntimeError: training cannot run or failed.
+    """
+    require_deepspeed(placement.on_cpu)
+    conversations = None if data is None else _read_data(data)
+    with locked(out):
+        out = out.resolve()
+        _require_replaceable(out, data, conversations)
+        (out / RECORD).write_text("What lies beside this file was written by glm4v-patched demo.\n")
+        return _run(out, placement, steps, data, conversations)
+
+
+def _require_replaceable(
+    out: Path, data: Path | None, conversations: list[list[dict]] | None
+) -> None:
+    """Raises ``ValueError`` if the demo would write over the reader's data or another's files."""
+    written = [*WRITTEN, "data" if data is None else "train.jsonl"]
+    present = [name for name in written if os.path.lexists(out / name)]
+    cure = "expected --out to be another folder"
+    if present and not (out / RECORD).is_file():
+        raise ValueError(f"{out} holds {', '.join(present)}, which no demo has written; {cure}")
+    for name in present:
+        if (out / name).is_symlink():
+            raise ValueError(f"{out / name} is a link, and would be written through; {cure}")
+    if data is None:
+        return
+    pictures = {
+        Path(message["image"])
+        for messages in conversations
+        for message in messages
+        if "image" in message
+    }
+    for path in {data} | pictures:
+        for name in written:
+            place = out / name
+            same = place.is_file() and path.samefile(place)
+            if same or place in (path.resolve(), *path.resolve().parents):
+                raise ValueError(f"--data has {path}, and the demo would replace {place}; {cure}")
+
+
+def _run(
+    out: Path,
+    placement: Placement,
+    steps: int,
+    data: Path | None,
+    conversations: list[list[dict]] | None,
+) -> dict:
+    started = time.time()
+    train_file, held_out = _prepare_data(out, data, conversations)
+    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
+    print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
+
+    recipe = Recipe(
+        model=str(out / "initial"),
+        out=str(out / "trained"),
+        data=Data(train=str(train_file)),
+        # Not by memory, which would suffice for no checkpoint at all.
+        engine=Engine(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
+        trainer=TrainerFields(
+            max_steps=steps,
+            # A single process has the samples of two: with half of them 300 steps do not suffice.
+            per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
+            learning_rate=LEARNING_RATE,
+            seed=SEED,
+        ),
+    )
+    print(
+        f"training {steps} steps on {placement.processes} processes, ZeRO-{ZERO_STAGE}, bf16, "
+        "activation checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, "
+        "once)",
+        flush=True,
+    )
+    launch(recipe, placement, overwrite=True)
+    report = json.loads((out / "trained" / "training.json").read_text())
+
+    prompts = [messages[:-1] for messages in held_out]
+    expected = [messages[-1]["content"] for messages in held_out]
+    before, after, swapped = _ask_fresh_process(
+        out,
+        [
+            (out / "initial", prompts),
+            (out / "trained", prompts),
+            (out / "trained", _swap_pictures(prompts, expected)),
+        ],
+    )
+    plot_loss(report["history"], out / "loss.png")
+    cells = [
+        {
+            "image": _picture(prompt),
+            "question": prompt[-1]["content"],
+            "answer": answer,
+            "expected": wanted,
+        }
+        for prompt, answer, wanted in zip(prompts, after, expected, strict=True)
+    ]
+    draw_contact_sheet(cells[:24], out / "answers.png")
+    metrics = {
+        "accuracy_before": _accuracy(before, expected),
+        "accuracy_after": _accuracy(after, expected),
+        "accuracy_swapped": _accuracy(swapped, expected),
+        "seconds": round(time.time() - started, 1),
+        "world_size": report["world_size"],
+        "zero_stage": ZERO_STAGE,
+        "steps": steps,
+        "held_out": len(held_out),
+        "loss_first": report["history"][0]["loss"],
+        "loss_last": report["history"][-1]["loss"],
+        "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    return metrics
+
+
+def _read_data(data: Path) -> list[list[dict]]:
+    conversations = read_conversations(data)
+    if len(conversations) < 2:
+        raise ValueError(
+            f"{data}: {len(conversations)} conversations; at least 2 are needed, one to hold out"
+        )
+    # Those that are held out, too: training's own check does not see them.
+    require_pictures(data)
+    return conversations
+
+
+def _prepare_data(
+    out: Path, data: Path | None, conversations: list[list[dict]] | None
+) -> tuple[Path, list[list[dict]]]:
+    """The file to train on, and the conversations held out from it."""
+    if data is None:
+        drawn = out / "data"
+        conversations = draw_data_set(drawn / "train", NUM_TRAIN, SEED, IMAGE_SIDE)
+        write_conversations(drawn / "train.jsonl", conversations, overwrite=True)
+        held_out = draw_data_set(drawn / "held_out", NUM_HELD_OUT, SEED + 1, IMAGE_SIDE)
+        write_conversations(drawn / "held_out.jsonl", held_out, overwrite=True)
+        return drawn / "train.jsonl", read_conversations(drawn / "held_out.jsonl")
+    random.Random(SEED).shuffle(conversations)
+    number = max(len(conversations) // 10, 1)
+    train_file = out / "train.jsonl"
+    with train_file.open("w", encoding="utf-8") as file:
+        for messages in conversations[number:]:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    return train_file, conversations[:number]
+
+
+def _swap_pictures(prompts: list[list[dict]], expected: list[str]) -> list[list[dict]]:
+    """Each question with the picture of another one whose answer differs."""
+    swapped = []
+    for index, prompt in enumerate(prompts):
+        others = [*range(index + 1, len(prompts)), *range(index)]
+        other = next(
+            (
+                i
+                for i in others
+                if expected[i] != expected[index]
+                and prompts[i][-1]["content"] == prompt[-1]["content"]
+                and _picture(prompts[i])
+            ),
+            None,
+        )
+        swapped.append(
+            [
+                message | {"image": _picture(prompts[other])}
+                if "image" in message and other is not None
+                else message
+                for message in prompt
+            ]
+        )
+    return swapped
+
+
+def _picture(messages: list[dict]) -> str | None:
+    return next((message["image"] for message in messages if "image" in message), None)
+
+
+def _ask_fresh_process(out: Path, requests: list[tuple[Path, list]]) -> list[list[str]]:
+    asked, answered = out / "requests.json", out / "replies.json"
+    asked.write_text(json.dumps([{"model": str(m), "prompts": p} for m, p in requests]))
+    done = subprocess.run([sys.executable, str(JUDGE), str(asked), str(answered)], check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"the process that judges the saved model failed with exit status {done.returncode}; "
+            f"the error above says why (its questions: {asked})"
+        )
+    return json.loads(answered.read_text())
+
+
+def _accuracy(answers: list[str], expected: list[str]) -> float:
+    right = sum(got == wanted for got, wanted in zip(answers, expected, strict=True))
+    return round(right / len(expected), 4)

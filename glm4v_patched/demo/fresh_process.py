@@ -1,0 +1,47 @@
+"""Answer questions about pictures with a saved folder and nothing of this package.
+
+Run as a file in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. The package is made
+impossible to import first, so what works here works for whoever downloads the folder.
+``REQUESTS`` is JSON: ``[{"model": folder, "prompts": [messages, ...]}, ...]``; ``ANSWERS`` gets
+``[[answer, ...], ...]``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.modules["glm4v_patched"] = None
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoProcessor  # noqa: E402
+
+BATCH = 32
+MAX_NEW_TOKENS = 32
+
+
+def answer(folder: str, prompts: list[list[dict]]) -> list[str]:
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
+    answers = []
+    for first in range(0, len(prompts), BATCH):
+        batch = processor.apply_chat_template(
+            prompts[first : first + BATCH],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+        ).to(model.device)
+        with torch.no_grad():
+            ids = model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        new = ids[:, batch["input_ids"].shape[1] :]
+        answers += [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
+    return answers
+
+
+if __name__ == "__main__":
+    requests = json.loads(Path(sys.argv[1]).read_text())
+    replies = [answer(request["model"], request["prompts"]) for request in requests]
+    Path(sys.argv[2]).write_text(json.dumps(replies, ensure_ascii=False))

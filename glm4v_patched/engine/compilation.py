@@ -1,0 +1,24 @@
+"""Layers compiled one by one: their norms, rotations and activations become few kernels.
+
+Under ZeRO-3 that pays only if the hooks which gather weights stay outside of what is compiled: each
+layer is gathered as a whole (:mod:`deepspeed.gather`), and DeepSpeed must leave ``F.linear`` alone
+(:func:`deepspeed.config.zero_config` with ``whole_layers``), because its own one asks every weight
+for its number, and each layer would be compiled anew.
+"""
+
+import torch
+from torch import nn
+
+from .activation_checkpointing import checkpointed_layers
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile every layer of both towers, recomputation included. Call it after the policy is set
+    and adapters are in.
+
+    The layers of a tower share their compiled code. A first new length of rows compiles once more,
+    for any length.
+    """
+    for layer in checkpointed_layers(model):
+        # Not layer.compile(), which would take the layer's hooks in.
+        layer.forward = torch.compile(layer.forward)

@@ -1,0 +1,1 @@
+"""ZeRO: its configuration, and what is replaced inside of DeepSpeed."""

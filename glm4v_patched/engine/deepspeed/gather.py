@@ -1,0 +1,103 @@
+"""ZeRO-3 gathers each layer at once, and each weight of it straight to where it is used.
+
+DeepSpeed gathers several weights into one buffer and then copies each out of it. That takes the
+layer's memory twice, and bandwidth that the computation beside it needs. Here NCCL writes every
+weight into a tensor of its own, all weights of a gather in one launch.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from ..activation_checkpointing import checkpointed_layers
+
+
+def gather_whole_layers(model: nn.Module, in_place: bool = True) -> None:
+    """Have ZeRO-3 gather each layer of both towers at once, before ``deepspeed.initialize``.
+
+    Args:
+        in_place: Each weight straight to where it is used, not into a buffer that is copied from.
+    """
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))
+
+    if not in_place:
+        return
+
+    def once(*_) -> None:
+        # By now every parameter is sharded, adapters too.
+        hook.remove()
+        for parameter in model.parameters():
+            if hasattr(parameter, "all_gather_coalesced"):
+                parameter.all_gather_coalesced = _in_place(parameter.all_gather_coalesced)
+
+    hook = model.register_forward_pre_hook(once)
+
+
+class _Gather:
+    """Weights on their way, as DeepSpeed's coordinator expects them to be represented."""
+
+    def __init__(self, work, parameters: list[nn.Parameter]):
+        self.work, self.parameters = work, parameters
+
+    def wait(self, **_) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        # Once: it is waited for by each parameter, and some may have been released again by then.
+        if self.work is None:
+            return
+        self.work.wait()
+        for parameter in self.parameters:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self.work = self.parameters = None  # which hold memory
+
+
+def _in_place(gather: Callable) -> Callable:
+    """``gather``, a parameter's ``all_gather_coalesced``, without copies where that is possible."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    def gather_in_place(parameters: Iterable[nn.Parameter], quantize: bool = False, **options):
+        # Every process in the same order; the coordinator passes a set.
+        parameters = sorted(parameters, key=lambda parameter: parameter.ds_id)
+        if quantize or options or not _are_plain(parameters):
+            return gather(parameters, quantize=quantize, **options)
+        group = parameters[0].ds_process_group
+        processes = torch.distributed.get_world_size(group)
+        shards = [parameter.ds_tensor for parameter in parameters]
+        # Before the manager, which leaves the group unusable if there is no memory inside of it.
+        wholes = [shard.new_empty(processes * shard.numel()) for shard in shards]
+        with distributed_c10d._coalescing_manager(group, async_ops=True) as work:
+            for whole, shard in zip(wholes, shards, strict=True):
+                torch.distributed.all_gather_into_tensor(whole, shard, group=group, async_op=True)
+        for whole, parameter in zip(wholes, parameters, strict=True):
+            parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
+        return _Gather(work, parameters)
+
+    return gather_in_place
+
+
+def _are_plain(parameters: list[nn.Parameter]) -> bool:
+    """Whether all are sharded over one group of processes, on their device and in their type.
+
+    Others are DeepSpeed's: offloaded or quantised weights, second shards (hpZ), shards within a
+    part of the processes (MiCS, ``comm``), gathers in another type (autocast, ``comm_dtype``).
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if not parameters:
+        return False
+    group = parameters[0].ds_process_group
+    return torch.distributed.get_world_size(group) > 1 and all(
+        parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        and parameter.ds_secondary_tensor is None
+        and parameter.ds_process_group is group
+        and parameter.ds_tensor.device == parameter.device
+        and parameter.ds_tensor.dtype == parameter.dtype == parameters[0].dtype
+        and not hasattr(parameter, "comm")
+        and not hasattr(parameter, "comm_dtype")
+        for parameter in parameters
+    )

@@ -1,0 +1,121 @@
+"""Which weights are trained: everything, the language model, or LoRA adapters."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from ..remote.modeling_chatglm import GLM4VForCausalLM
+from .options import check_trained, require_packages
+
+# LoRA goes to the fused projection of queries, keys and values, as published adapters have it.
+LORA_TARGETS = {
+    "lora_lm": r".*encoder\..*query_key_value",
+    "lora_all": r".*query_key_value",
+    "qlora": r".*encoder\..*query_key_value",
+}
+
+
+def select_weights(model: GLM4VForCausalLM, trained: str, lora_rank: int = 8) -> nn.Module:
+    """Freeze what is not trained; for LoRA, wrap the model with peft.
+
+    Args:
+        trained: One of :data:`options.TRAINED`; ``qlora`` takes a model that was loaded in 4 bits,
+            or went through :func:`quantise`.
+
+    Returns:
+        The model, or peft's around it. Adapters have the dtype of the weights: ZeRO keeps their
+        fp32 masters, and DeepSpeed before 0.19.3 cannot gather two dtypes at once.
+    """
+    check_trained(trained)
+    if trained == "full":
+        return model
+    if trained == "lm":
+        model.transformer.vision.requires_grad_(False)
+        return model
+    require_packages(trained)
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora_rank, target_modules=LORA_TARGETS[trained], task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
+    """Put peft's adapters from a folder on the model they are of, to be trained on.
+
+    Raises:
+        ValueError: their tensors are not those of their config on this model.
+    """
+    require_packages("lora_lm")
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model = PeftModel.from_pretrained(
+        model, folder, is_trainable=True, autocast_adapter_dtype=False, low_cpu_mem_usage=False
+    )
+    # peft would only warn of adapters that it does not find, and leave them as new ones begin.
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        there = {*file.keys()}
+    if wrong := sorted(there ^ {*get_peft_model_state_dict(model, save_embedding_layers=False)}):
+        raise ValueError(
+            f"{folder} holds {len(there)} tensors, of which {len(wrong)} do not fit its "
+            f"adapter_config.json on this model, or lack there: {', '.join(wrong[:3])}"
+        )
+    return model
+
+
+def hold_in_fp32(model: nn.Module) -> None:
+    """Hold what is trained in fp32, in place, for training in bf16 under autocast.
+
+    Where ZeRO keeps no fp32 masters, most updates would be lost to bf16's rounding.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def loaded_in_4_bits(dtype: torch.dtype, device: torch.device | str) -> dict:
+    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does."""
+    require_packages("qlora")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["transformer.output_layer", "transformer.vision.linear_proj"],
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
+    """Hold the linear layers of both towers in 4 bits (NF4, doubly quantised), in place.
+
+    Layers are moved to ``device`` one at a time, so that it never holds the model in full. For a
+    model that was not loaded; :func:`loaded_in_4_bits` is for one that is.
+    """
+    require_packages("qlora")
+    import bitsandbytes
+
+    towers = model.transformer.encoder, model.transformer.vision.transformer
+    for tower in towers:
+        for parent in list(tower.modules()):
+            for name, linear in list(parent.named_children()):
+                if type(linear) is not nn.Linear:
+                    continue
+                quantised = bitsandbytes.nn.Linear4bit(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=linear.bias is not None,
+                    compute_dtype=linear.weight.dtype,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                quantised.weight = bitsandbytes.nn.Params4bit(
+                    linear.weight.data, requires_grad=False, quant_type="nf4", module=quantised
+                )
+                quantised.bias = linear.bias
+                setattr(parent, name, quantised.to(device))
+    model.requires_grad_(False).to(device)

@@ -1,0 +1,362 @@
+"""``apply()``: transformers' Auto classes give our classes for every glm-4v, and for nothing else.
+
+Registering our classes would not do: "chatglm" is the model type of other models too, and
+transformers 4 prefers the code of a repository to what is registered. So each Auto class gets a
+``from_pretrained`` that looks at what the repository holds and either loads our class, which needs
+no trust in anybody's code, or does what it did before.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+
+import transformers
+from packaging.version import Version
+from transformers import PretrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import is_peft_available
+
+from ..remote.configuration_chatglm import (
+    AUTO_MAP,
+    FIRST_UNTESTED_TRANSFORMERS,
+    TESTED_TRANSFORMERS,
+    ChatGLMConfig,
+)
+from ..remote.image_processing_chatglm import ChatGLMImageProcessor
+from ..remote.modeling_chatglm import (
+    ChatGLMForSequenceClassification,
+    ChatGLMPreTrainedModel,
+    GLM4VForCausalLM,
+)
+from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
+from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
+from .kernels import kernel_swaps
+from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
+from .swap import PatchSet, Swap
+
+logger = logging.getLogger(__name__)
+
+# Some are of newer transformers only.
+MODEL_CLASSES = [
+    name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
+]
+
+# Where the Auto classes get the code of repositories from, each under a name of its own.
+CODE_LOADERS = [
+    f"transformers.models.auto.{module}"
+    for module in (
+        "auto_factory",
+        "configuration_auto",
+        "image_processing_auto",
+        "processing_auto",
+        "tokenization_auto",
+    )
+]
+
+# What the Auto classes take for themselves and our classes have no use for.
+AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``apply`` takes. ``None``: not said, which leaves the default or what is in force."""
+
+    fused_linear_cross_entropy: bool | None = None
+    attn_implementation: str | None = None
+    rms_norm: bool | None = None
+    swiglu: bool | None = None
+
+    @classmethod
+    def of(cls, **given) -> "Options":
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+        for name, value in given.items():
+            wanted = str if name == "attn_implementation" else bool
+            if value is not None and not isinstance(value, wanted):
+                raise ValueError(
+                    f"{name} is {value!r}: give "
+                    + ("the name of one" if wanted is str else "True or False")
+                )
+        return cls(**given)
+
+    def said(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class _Activation:
+    """The patches in force, and who wants them: ``apply``, and blocks of ``applied``."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.patches: PatchSet | None = None
+        self.options = Options()
+        self.is_kept = False
+        self.blocks = 0
+
+    def activate(self, options: Options) -> None:
+        if not issubclass(GLM4VForCausalLM, pkgutil.resolve_name("transformers:PreTrainedModel")):
+            raise RuntimeError(
+                "transformers was imported anew since glm4v_patched was, whose classes belong to "
+                "the first one: take both out of sys.modules, or start a new process"
+            )
+        if self.patches is not None:
+            in_force = asdict(self.options)
+            # Not said is off.
+            if any((in_force[name] or None) != (v or None) for name, v in options.said().items()):
+                raise ValueError(
+                    f"applied already with {self.options.said() or 'no options'}, which "
+                    f"{options.said()} contradicts: revert() first"
+                )
+            return
+        require_tested_transformers(transformers.__version__)
+        patches = PatchSet(_swaps(options))
+        patches.apply()
+        self.patches, self.options = patches, options
+        logger.info(
+            "%s give glm4v_patched's classes for glm-4v", ", ".join(["AutoConfig", *MODEL_CLASSES])
+        )
+
+    def deactivate(self) -> None:
+        if self.patches is not None:
+            self.patches.revert()
+            self.patches, self.options = None, Options()
+
+
+_activation = _Activation()
+
+
+def require_tested_transformers(version: str) -> None:
+    """Raise ``ImportError`` for a newer one than those that are tested.
+
+    The model's code only warns of one: it replaces nothing of transformers'.
+    """
+    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+        raise ImportError(
+            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
+            f"install a tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )
+
+
+def apply(**options) -> None:
+    """From now on the Auto classes give this package's classes for every glm-4v.
+
+    ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
+    ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (of transformers 5),
+    ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor``,
+    ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for folders and for
+    repositories of the Hub; other models are loaded as before. Adapters that peft saves get our
+    code beside them. Applying again changes nothing. A method that was taken from an Auto class
+    before (``load = AutoModel.from_pretrained``) raises ``RuntimeError`` for a glm-4v with code of
+    its own.
+
+    Args:
+        fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
+            all positions (``config.skip_logits``); the output's ``logits`` is then ``None``.
+        attn_implementation: For models that are loaded without saying which.
+        rms_norm, swiglu: Liger-Kernel's kernels in the language model. They round differently.
+
+    Raises:
+        ValueError: an unknown option or value; options that contradict those in force; kernels
+            without GPU.
+        RuntimeError: transformers was imported anew since this package was.
+        ImportError: kernels were asked for and Liger-Kernel is not there; transformers is newer
+            than those that are tested.
+        AttributeError: transformers has moved something; nothing was patched.
+    """
+    with _activation.lock:
+        _activation.activate(Options.of(**options))
+        _activation.is_kept = True
+
+
+def revert() -> None:
+    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends.
+
+    Models that were loaded stay as they are.
+
+    Raises:
+        RuntimeError: somebody replaced one of the same attributes since; names it and whose it is.
+    """
+    with _activation.lock:
+        if _activation.blocks == 0:
+            _activation.deactivate()
+        _activation.is_kept = False
+
+
+@contextmanager
+def applied(**options) -> Iterator[None]:
+    """:func:`apply` for a block; what was in force before it stays in force after it."""
+    with _activation.lock:
+        _activation.activate(Options.of(**options))
+        _activation.blocks += 1
+    try:
+        yield
+    finally:
+        with _activation.lock:
+            _activation.blocks -= 1
+            if _activation.blocks == 0 and not _activation.is_kept:
+                _activation.deactivate()
+
+
+def _swaps(options: Options) -> list[Swap]:
+    loaders = {
+        "AutoConfig": _load_config,
+        **{name: functools.partial(_load_model, options, _class(name)) for name in MODEL_CLASSES},
+        "AutoTokenizer": _load_tokenizer,
+        "AutoProcessor": _load_processor,
+        "AutoImageProcessor": _load_image_processor,
+    }
+    swaps = [
+        Swap(f"transformers:{name}", "from_pretrained", functools.partial(_dispatch, load))
+        for name, load in loaders.items()
+    ]
+    swaps += [
+        Swap(
+            f"transformers:{name}",
+            "from_config",
+            functools.partial(
+                _dispatch_config, functools.partial(_make_model, options, _class(name))
+            ),
+        )
+        for name in MODEL_CLASSES
+    ]
+    swaps += [
+        Swap(module, "get_class_from_dynamic_module", _refuse_code) for module in CODE_LOADERS
+    ]
+    if is_peft_available():
+        swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
+    return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
+
+
+def _class(auto_class: str) -> type[ChatGLMPreTrainedModel]:
+    if auto_class == "AutoModelForSequenceClassification":
+        return ChatGLMForSequenceClassification
+    return GLM4VForCausalLM
+
+
+def _dispatch(load: Callable, original: classmethod) -> classmethod:
+    """A ``from_pretrained`` that calls ``load`` for a glm-4v and the original for all else."""
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        config = kwargs.get("config")
+        repository = Repository(pretrained_model_name_or_path, kwargs)
+        if isinstance(config, PretrainedConfig):
+            is_ours = is_glm4v(config.to_dict())
+        else:
+            is_ours = repository.holds_glm4v()
+        if not is_ours:
+            return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
+        if repository.silence is not None:
+            logger.warning("%s: what is in the cache is loaded", repository.silence)
+            kwargs["local_files_only"] = True
+        for name in AUTO_OPTIONS:
+            kwargs.pop(name, None)
+        return load(pretrained_model_name_or_path, *args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
+    @functools.wraps(original.__func__)
+    def from_config(cls, config, **kwargs):
+        if not (isinstance(config, PretrainedConfig) and is_glm4v(config.to_dict())):
+            return original.__func__(cls, config, **kwargs)
+        for name in AUTO_OPTIONS:
+            kwargs.pop(name, None)
+        return make(config, **kwargs)
+
+    return classmethod(from_config)
+
+
+def _refuse_code(original: Callable) -> Callable:
+    """No code of a glm-4v's repository gets in by a way around the patched methods.
+
+    Half of it would: the config that it then meets is ours.
+    """
+
+    @functools.wraps(original)
+    def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
+        if Repository(repository, kwargs).holds_glm4v():
+            raise RuntimeError(
+                f"{class_reference} of {repository} would be loaded beside this package's code "
+                "for glm-4v: either a from_pretrained or from_config was taken from its Auto class "
+                "before apply(), which then has to be called earlier; or it is that of an Auto "
+                f"class without one of ours, which there are for {', '.join(MODEL_CLASSES)}"
+            )
+        return original(class_reference, repository, *args, **kwargs)
+
+    return get_class_from_dynamic_module
+
+
+def _load_config(name_or_path, **kwargs):
+    return ChatGLMConfig.from_pretrained(name_or_path, name_or_path=name_or_path, **kwargs)
+
+
+def _load_model(options: Options, model_class, name_or_path, *args, config=None, **kwargs):
+    if isinstance(config, PretrainedConfig):
+        config = ChatGLMConfig.of(config)
+    if options.attn_implementation is not None:
+        kwargs.setdefault("attn_implementation", options.attn_implementation)
+    loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+    _set_loss(model, options)
+    return loaded
+
+
+def _make_model(options: Options, model_class, config: PretrainedConfig, **kwargs):
+    if options.attn_implementation is not None:
+        kwargs.setdefault("attn_implementation", options.attn_implementation)
+    model = model_class._from_config(ChatGLMConfig.of(config), **kwargs)
+    _set_loss(model, options)
+    return model
+
+
+def _set_loss(model: ChatGLMPreTrainedModel, options: Options) -> None:
+    if options.fused_linear_cross_entropy is not None:
+        model.config.skip_logits = options.fused_linear_cross_entropy
+
+
+def _load_tokenizer(name_or_path, *args, config=None, **kwargs):
+    return ChatGLM4Tokenizer.from_pretrained(name_or_path, *args, **kwargs)
+
+
+def _load_processor(name_or_path, **kwargs):
+    return ChatGLMProcessor.from_pretrained(name_or_path, **kwargs)
+
+
+def _load_image_processor(name_or_path, *args, config=None, **kwargs):
+    repository = Repository(name_or_path, kwargs)
+    if repository.read(IMAGE_PROCESSOR_CONFIG) is not None:
+        return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
+    # The published repository has no such file.
+    where = {option: kwargs.pop(option) for option in DOWNLOAD_OPTIONS if option in kwargs}
+    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **where)).vision
+    sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
+    return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
+
+
+def _save_code_with_adapters(original: Callable) -> Callable:
+    """A stranger who gets an adapter then has code to load its base with, too."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        result = original(self, save_directory, *args, **kwargs)
+        given = signature.bind(self, save_directory, *args, **kwargs).arguments
+        base = self.get_base_model()
+        if isinstance(base, ChatGLMPreTrainedModel) and given.get("is_main_process", True):
+            for name in given.get("selected_adapters") or self.peft_config:
+                # As peft names their folders.
+                folder = "" if name == "default" else name
+                custom_object_save(base, os.path.join(save_directory, folder))
+        return result
+
+    return save_pretrained

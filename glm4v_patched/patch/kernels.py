@@ -1,0 +1,48 @@
+"""Liger-Kernel's fused kernels in the place of our modules' own ``forward``, on request."""
+
+import torch
+from torch import Tensor, nn
+
+from .swap import Swap
+
+MODELING = "glm4v_patched.remote.modeling_chatglm"
+
+
+def kernel_swaps(rms_norm: bool, swiglu: bool) -> list[Swap]:
+    """The replacements for the kernels asked for.
+
+    Raises:
+        ImportError: Liger-Kernel is not installed or does not run here.
+        ValueError: there is no GPU.
+    """
+    if not (rms_norm or swiglu):
+        return []
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"rms_norm={rms_norm}, swiglu={swiglu}: these kernels run on GPUs and torch finds 0; "
+            "leave them off"
+        )
+    try:
+        from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
+    except ImportError as error:
+        raise ImportError(
+            f"rms_norm={rms_norm}, swiglu={swiglu} need Liger-Kernel, which cannot be imported "
+            f"({error}): pip install liger-kernel"
+        ) from error
+
+    def rms_norm_forward(module: nn.Module, x: Tensor) -> Tensor:
+        # "gemma": the weight is multiplied in fp32, before the cast back, as this model does.
+        return liger_rms_norm(
+            x, module.weight, module.eps, offset=0.0, casting_mode="gemma", in_place=False
+        )
+
+    def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
+        gate, up = module.dense_h_to_4h(x).chunk(2, dim=-1)
+        return module.dense_4h_to_h(liger_swiglu(gate, up))
+
+    swaps = []
+    if rms_norm:
+        swaps.append(Swap(f"{MODELING}:RMSNorm", "forward", lambda original: rms_norm_forward))
+    if swiglu:
+        swaps.append(Swap(f"{MODELING}:MLP", "forward", lambda original: mlp_forward))
+    return swaps

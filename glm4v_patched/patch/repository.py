@@ -1,0 +1,146 @@
+"""What a folder or a repository of the Hub holds, told by its files and not by its name."""
+
+import json
+import re
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from huggingface_hub import constants, get_session, hf_hub_url
+from huggingface_hub.utils import build_hf_headers
+from transformers.utils import cached_file
+
+from ..remote.processing_chatglm import DOWNLOAD_OPTIONS
+from .recognition import is_glm4v
+
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+IMAGE_PROCESSOR_CONFIG = "preprocessor_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+class Repository:
+    """A local folder or file, or a repository of the Hub, as ``from_pretrained`` takes it.
+
+    Args:
+        name_or_path: Its first argument.
+        options: Its keywords; those that say where to download from are used.
+    """
+
+    def __init__(self, name_or_path: str | PathLike, options: dict):
+        self.name_or_path = name_or_path
+        self._options = {
+            name: options[name]
+            for name in DOWNLOAD_OPTIONS
+            # Once is enough: from_pretrained itself will do it.
+            if options.get(name) is not None and name != "force_download"
+        }
+        if options.get("use_auth_token") is not None:  # transformers 4 still takes that name
+            self._options.setdefault("token", options["use_auth_token"])
+
+    @cached_property
+    def silence(self) -> str | None:
+        """What to say of a Hub that does not answer; ``None`` if it does, or need not be asked.
+
+        It is asked once, with a time-out. The client would wait a minute for each file, six times,
+        and transformers 5 for ever for the commit.
+        """
+        offline = constants.HF_HUB_OFFLINE or self._options.get("local_files_only")
+        if offline or not self._may_be_of_hub():
+            return None
+        url = hf_hub_url(str(self.name_or_path), CONFIG, revision=self._options.get("revision"))
+        seconds = constants.HF_HUB_ETAG_TIMEOUT
+        try:
+            headers = build_hf_headers(token=self._options.get("token"))
+            get_session().head(url, headers=headers, timeout=seconds)
+        except Exception as error:  # whatever else it is, who needs the file will tell
+            # requests, httpx and httpx2 have no base in common, but these names.
+            if type(error).__name__.endswith("Timeout"):
+                return (
+                    f"{host_of(url)} did not answer within {seconds:g} s (check the network and "
+                    "HF_ENDPOINT, or wait longer with HF_HUB_ETAG_TIMEOUT)"
+                )
+        return None
+
+    def _may_be_of_hub(self) -> bool:
+        is_name = isinstance(self.name_or_path, (str, PathLike))
+        return is_name and not Path(self.name_or_path).exists()
+
+    def read(self, file_name: str, ask_hub: bool = True) -> dict | None:
+        """The contents of a JSON file, ``None`` where there is none.
+
+        Args:
+            file_name: Of the repository; a config if :attr:`name_or_path` is a file itself.
+            ask_hub: Look further than folders and the cache.
+
+        Raises:
+            TimeoutError: ``config.json`` is not in the cache, and the Hub takes the connection and
+                does not answer; names its host.
+            Exception: whatever the client raises for a Hub it cannot reach; for ``config.json``.
+        """
+        if not isinstance(self.name_or_path, (str, PathLike)):
+            return None
+        if Path(self.name_or_path).is_file():  # a config itself, or a file of weights
+            path = Path(self.name_or_path)
+            return _json_object(path) if path.suffix == ".json" else None
+        if ask_hub and self.silence is not None:
+            found = self.read(file_name, ask_hub=False)
+            if found is None and file_name == CONFIG:
+                raise TimeoutError(f"{self.silence}, and {self.name_or_path} is not in the cache")
+            return found
+        must_answer = ask_hub and file_name == CONFIG
+        found = cached_file(
+            str(self.name_or_path),
+            file_name,
+            _raise_exceptions_for_gated_repo=must_answer,
+            _raise_exceptions_for_missing_entries=must_answer,  # that config.json is missing: None
+            _raise_exceptions_for_connection_errors=must_answer,
+            **self._options | ({} if ask_hub else {"local_files_only": True}),
+        )
+        return None if found is None else _json_object(Path(found))
+
+    def holds_glm4v(self) -> bool:
+        """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.
+
+        What is in the cache is not asked for again: a repository does not become another model.
+        False if it cannot be found out: the call that comes after raises its own error.
+
+        Raises:
+            TimeoutError: nothing is in the cache, and the Hub does not answer; that call would wait
+                for many minutes.
+        """
+        tokenizer = {}
+        try:
+            for ask_hub in (False, True):
+                config = self.read(CONFIG, ask_hub) or self._config_of_base(ask_hub)
+                if config is not None:
+                    return is_glm4v(config)
+                tokenizer = self.read(TOKENIZER_CONFIG, ask_hub) or {}
+                # The text models of GLM-4 have the same tokenizer, without a size of images.
+                if "ChatGLM4Tokenizer" in str(tokenizer) and "image_size" in tokenizer:
+                    return True
+        except TimeoutError:
+            if not tokenizer:
+                raise
+        except Exception:  # of the Hub's client, whose kinds differ by its version
+            pass
+        return False
+
+    def _config_of_base(self, ask_hub: bool) -> dict | None:
+        base = (self.read(ADAPTER_CONFIG, ask_hub) or {}).get("base_model_name_or_path")
+        of_adapter = ("revision", "subfolder")
+        options = {name: value for name, value in self._options.items() if name not in of_adapter}
+        return Repository(base, options).read(CONFIG, ask_hub) if base else None
+
+
+def host_of(url: str) -> str:
+    """Scheme, host and port, not what may stand before them: HF_ENDPOINT can hold a password."""
+    return re.sub(r"^(\w+://)(?:[^/]*@)?([^/]*).*", r"\1\2", url)
+
+
+def _json_object(path: Path) -> dict | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None

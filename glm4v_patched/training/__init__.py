@@ -1,1 +1,0 @@
-"""What makes a model trainable, fast and small; the demo's props."""

@@ -1,0 +1,155 @@
+"""The demo's data: drawn, written, read back, and turned into supervised batches."""
+
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.formats import read_conversations, write_conversations
+from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
+from glm4v_patched.demo.plots import draw_contact_sheet, plot_loss
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor
+
+
+def chat(*turns: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor(["Which colour is it?", "a red circle", "a green square", "red"])
+
+
+def supervised_text(processor, conversation: list[dict]) -> str:
+    batch = ConversationCollator(processor)([conversation])
+    labels = batch["labels"][0]
+    return processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=False)
+
+
+def test_written_conversations_read_back_with_absolute_images(tmp_path):
+    drawn = draw_data_set(tmp_path / "pictures", 3, seed=0, side=IMAGE_SIDE)
+    write_conversations(tmp_path / "data.jsonl", drawn)
+    assert json.loads((tmp_path / "data.jsonl").read_text().splitlines()[0])["messages"][0][
+        "image"
+    ].startswith("pictures/")
+    assert read_conversations(tmp_path / "data.jsonl") == drawn
+
+
+def test_same_seed_draws_the_same_pictures_and_another_seed_others(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, seed in zip(folders, (0, 0, 1), strict=True):
+        draw_data_set(folder, 2, seed=seed, side=IMAGE_SIDE)
+    a, b, c = ((folder / "00000.png").read_bytes() for folder in folders)
+    assert a == b != c
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_has_its_colour_in_the_middle(shape):
+    image = draw_shape("red", shape, 56, random.Random(0))
+    assert COLOURS["red"] in {colour for _, colour in image.getcolors(maxcolors=9999)}
+
+
+def test_a_unicode_line_separator_in_a_text_ends_no_line(tmp_path):
+    conversation = chat(("user", "a\u2028b"), ("assistant", "c"))
+    write_conversations(tmp_path / "data.jsonl", [conversation])
+    assert read_conversations(tmp_path / "data.jsonl") == [conversation]
+
+
+def test_only_the_assistants_words_and_the_end_are_supervised(processor):
+    conversation = chat(("user", "Which colour is it?"), ("assistant", "red"))
+    assert supervised_text(processor, conversation) == "\nred<|endoftext|>"
+
+
+def test_every_turn_of_the_assistant_is_supervised_to_the_token_that_ends_it(processor):
+    conversation = chat(
+        ("user", "a"), ("assistant", "red"), ("user", "b"), ("assistant", "a red circle")
+    )
+    assert supervised_text(processor, conversation) == "\nred<|user|>\na red circle<|endoftext|>"
+
+
+def test_special_tokens_in_the_data_are_text(processor):
+    conversation = chat(("user", "x<|assistant|>y"), ("assistant", "red"))
+    assert supervised_text(processor, conversation) == "\nred<|endoftext|>"
+
+
+def test_a_batch_is_padded_on_the_right_with_nothing_supervised_there(processor):
+    image = Image.new("RGB", (20, 20))
+    long = [
+        {"role": "user", "image": image, "content": "Which colour is it?"},
+        {"role": "assistant", "content": "red"},
+    ]
+    short = chat(("user", "a"), ("assistant", "red"))
+    batch = ConversationCollator(processor)([short, long])
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    assert batch["pixel_values"].shape == (1, 3, IMAGE_SIDE, IMAGE_SIDE)
+    padding = batch["attention_mask"][0] == 0
+    assert padding.any() and padding[-1]
+    assert (batch["labels"][0][padding] == -100).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_inference(
+    processor, tmp_path, orientation
+):
+    # Its sides and corners differ, so that no two orientations look alike.
+    image = Image.new("RGB", (64, 32), "white")
+    image.paste("red", (0, 0, 32, 16))
+    image.paste("blue", (32, 0, 64, 8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "a.jpg"
+    image.save(path, exif=exif, quality=95)
+    (tmp_path / "data.jsonl").write_text(
+        '{"messages": [{"role": "user", "image": "a.jpg", "content": "q"}, '
+        '{"role": "assistant", "content": "red"}]}'
+    )
+    trained = ConversationCollator(processor)(read_conversations(tmp_path / "data.jsonl"))
+    upright = ImageOps.exif_transpose(Image.open(path))
+    if orientation > 4:
+        assert upright.size == (32, 64)
+    ways = {
+        "PIL": Image.open(path),
+        "PIL, turned": upright,
+        "path": path,
+        "bytes": path.read_bytes(),
+        "array": np.asarray(upright),
+        "tensor": torch.from_numpy(np.array(upright)),
+    }
+    for way, picture in ways.items():
+        asked = [{"role": "user", "image": picture, "content": "q"}]
+        inputs = processor.apply_chat_template(
+            asked, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+        assert torch.equal(inputs["pixel_values"], trained["pixel_values"]), way
+
+
+def test_plots_are_pictures(tmp_path):
+    plot_loss([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "loss.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    cell = {"question": "q", "answer": "a", "expected": "b"}
+    draw_contact_sheet(
+        [cell | {"image": tmp_path / "a.png"}, cell | {"image": None}], tmp_path / "sheet.png"
+    )
+    assert Image.open(tmp_path / "loss.png").size[0] > 100
+    assert Image.open(tmp_path / "sheet.png").size[0] > 100
+
+
+def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path):
+    conversations = draw_data_set(tmp_path, 2, seed=0, side=IMAGE_SIDE)
+    processor = build_processor([m["content"] for c in conversations for m in c])
+    paths = [conversation[0]["image"] for conversation in conversations]
+    stamps = {path: (os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths}
+    collate = ConversationCollator(processor, stamps)
+    assert len(collate(conversations)["pixel_values"]) == 2
+    Image.new("RGB", (8, 8)).save(paths[1])
+    with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
+        collate(conversations)
+    os.remove(paths[1])
+    with pytest.raises(ValueError, match="00001.png was there when the training began"):
+        collate(conversations)
+    assert len(collate(conversations[:1])["pixel_values"]) == 1

@@ -1,0 +1,277 @@
+"""Data files with random damage never train silently.
+
+What a row names is read off its JSON here, by other means than the reader's: any string that ends
+like a picture's name, whatever its key, and the words of whatever looks like an assistant.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from glm4v_patched.data.check import check_file
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.demo.tiny_model import build_processor
+
+COLOURS = ("red", "green", "blue", "white")
+SUFFIXES = (".png", ".jpg", ".bmp", ".gif")
+
+
+def asked(picture: str | None = None, words: str = "Which colour is it?") -> dict:
+    return {"role": "user", "content": words} | ({"image": picture} if picture else {})
+
+
+def answered(words: str) -> dict:
+    return {"role": "assistant", "content": words}
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"x": [1]}}}
+CONVERSATIONS = [
+    [asked("p/0.png"), answered("red it is")],
+    [asked("p/1.jpg", "<image>\nWhich?"), answered("green"), asked(), answered("yes, green")],
+    [asked(), answered("which one?"), asked("p/2.bmp", ""), answered("blue \U0001f600 蓝")],
+    [
+        {"role": "system", "content": "Be brief.", "tools": [TOOL]},
+        asked("p/3.gif"),
+        {"role": "assistant", "content": "{}", "metadata": "look"},
+        {"role": "observation", "content": "white"},
+        answered("white <|user|>"),
+    ],
+    [asked(words="No picture."), answered("none")],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor(["Which colour is it?", "red it is", "green", "blue", "white"])
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    (folder / "p").mkdir()
+    for number, (colour, suffix) in enumerate(zip(COLOURS, SUFFIXES, strict=True)):
+        image = Image.effect_noise((24, 16), 50).convert("RGB")
+        image = Image.blend(image, Image.new("RGB", image.size, colour), 0.7)
+        image.save(folder / "p" / f"{number}{suffix}")
+    lines = [
+        json.dumps({"messages": c}, ensure_ascii=n % 2 == 0) for n, c in enumerate(CONVERSATIONS)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+# Damage
+
+
+def damage_bytes(content: bytes, draw: Callable) -> bytes:
+    at = draw(st.integers(0, max(len(content) - 1, 0)))
+    match draw(st.sampled_from(["flip", "cut", "insert", "drop", "repeat", "empty"])):
+        case "flip":
+            flipped = bytes([content[at] ^ draw(st.integers(1, 255))]) if content else b""
+            return content[:at] + flipped + content[at + 1 :]
+        case "cut":
+            return content[:at]
+        case "insert":
+            return content[:at] + draw(st.binary(min_size=1, max_size=4)) + content[at:]
+        case "drop":
+            return content[:at] + content[at + draw(st.integers(1, 40)) :]
+        case "repeat":
+            return content[:at] + content[max(at - draw(st.integers(1, 400)), 0) :]
+    return b""
+
+
+KEYS = ["image", "images", "Image", "img", "image_url", "content", "value", "role", "from"]
+KEYS += ["messages", "conversations", "tools", "metadata", "id", "IMAGE", "image ", ""]
+WORDS = [
+    "",
+    " ",
+    "user",
+    "gpt",
+    "human",
+    "assistant",
+    "system",
+    "observation",
+    "<image>",
+    "q<image>q",
+]
+WORDS += [
+    "p/0.png",
+    "p/1.jpg",
+    "p/9.png",
+    "https://a.b/c.png",
+    "<|begin_of_image|>",
+    "\ud83d",
+    "\0",
+]
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text()
+)
+values = st.recursive(
+    leaves,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(KEYS), v, max_size=3),
+)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container in a JSON value with each key or index."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from places(value[key])
+
+
+def damage_row(line: str, draw: Callable) -> str:
+    """One part of a row renamed, dropped, doubled, replaced, or joined by another."""
+    row = json.loads(line)
+    owner, key = draw(st.sampled_from(list(places(row))))
+    match draw(st.sampled_from(["rename", "drop", "double", "replace", "replace", "join", "wrap"])):
+        case "rename" if isinstance(owner, dict):
+            owner[draw(st.sampled_from(KEYS))] = owner.pop(key)
+        case "drop":
+            del owner[key]
+        case "double" if isinstance(owner, list):
+            owner.insert(key, owner[key])
+        case "join" if isinstance(owner, dict):
+            owner[draw(st.sampled_from(KEYS))] = draw(values)
+        case "wrap":
+            owner[key] = [owner[key]]
+        case _:
+            owner[key] = draw(values)
+    return json.dumps(row, ensure_ascii=draw(st.booleans()))
+
+
+def damage_picture(path: Path, draw: Callable) -> None:
+    match draw(
+        st.sampled_from(["bytes", "bytes", "bytes", "remove", "words", "folder", "16 bits"])
+    ):
+        case "bytes":
+            path.write_bytes(damage_bytes(path.read_bytes(), draw))
+        case "words":
+            path.write_text("no picture")
+        case "16 bits":
+            Image.new("I;16", (9, 9), 40_000).save(path, "PNG")
+        case kind:
+            path.unlink()
+            if kind == "folder":
+                path.mkdir()
+
+
+def damage(folder: Path, draw: Callable) -> None:
+    data = folder / "data.jsonl"
+    for _ in range(draw(st.integers(1, 3))):
+        match draw(st.sampled_from(["bytes", "row", "row", "row", "picture"])):
+            case "bytes":
+                data.write_bytes(damage_bytes(data.read_bytes(), draw))
+            case "row":
+                lines = data.read_text("utf-8", "surrogateescape").split("\n")
+                number = draw(st.integers(0, len(lines) - 1))
+                try:
+                    lines[number] = damage_row(lines[number], draw)
+                except (ValueError, TypeError):
+                    continue  # damaged before, or empty
+                data.write_text("\n".join(lines), "utf-8", "surrogatepass")
+            case "picture":
+                picture = folder / "p" / draw(st.sampled_from(sorted(PICTURES)))
+                if picture.is_file():
+                    damage_picture(picture, draw)
+
+
+PICTURES = {f"{number}{suffix}" for number, suffix in enumerate(SUFFIXES)}
+
+
+# What must hold
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from strings(part) if key != "tools" else ()
+    elif isinstance(value, list):
+        for part in value:
+            yield from strings(part)
+
+
+def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, processor) -> None:
+    batch = ConversationCollator(processor)([messages])
+    named = [text for text in strings(row) if text.endswith(SUFFIXES) and (folder / text).exists()]
+    pixels = batch.get("pixel_values", [])
+    assert len(pixels) == len(named)
+    for name, got in zip(named, pixels, strict=True):
+        want = processor.image_processor(Image.open(folder / name))["pixel_values"][0]
+        assert torch.equal(got, want)
+    labels = batch["labels"][0]
+    learned = processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=False)
+    everything = processor.tokenizer.decode(batch["input_ids"][0], skip_special_tokens=False)
+    spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    assert spoken and row["messages"][-1]["role"] == "assistant"
+    for words in spoken:
+        assert words.strip() and words in learned
+    for words in strings(row["messages"]):
+        if words not in named and not words.endswith(SUFFIXES):
+            assert words.replace("<image>", "").strip() in everything
+    assert "<image>" not in everything
+
+
+def assert_never_silent(folder: Path, processor, memory: Path) -> int:
+    """Returns how many rows are trained on."""
+    path = folder / "data.jsonl"
+    options = {"memory": memory}
+    try:
+        checked = check_file(path, processor, 1024, on_bad="skip", **options)
+    except ValueError as error:
+        assert str(path) in str(error)
+        with pytest.raises(ValueError):
+            check_file(path, processor, 1024, **options)
+        return 0
+    lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
+    rows = [number for number, line in enumerate(lines, start=1) if line.strip()]
+    assert checked.skipped == len(rows) - len(checked.row_lines)
+    if checked.skipped:
+        with pytest.raises(ValueError) as refused:
+            check_file(path, processor, 1024, **options)
+        for number in set(rows) - set(checked.row_lines):
+            assert f"{path}:{number}: " in str(refused.value)
+    else:
+        assert check_file(path, processor, 1024, **options) == checked
+    for number, messages in zip(checked.row_lines, checked.conversations(), strict=True):
+        assert_trains_all_it_says(json.loads(lines[number - 1]), messages, folder, processor)
+    return len(checked.row_lines)
+
+
+def test_sound_files_are_taken_whole(sound, processor, tmp_path):
+    assert assert_never_silent(sound, processor, tmp_path / "memory") == len(CONVERSATIONS)
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.exhaustive)])
+def test_damaged_files_are_refused_or_trained_with_all_that_they_say(
+    sound, processor, tmp_path, examples
+):
+    kept = []
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    @given(st.data())
+    def check(data):
+        folder = tmp_path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(sound, folder)
+        damage(folder, data.draw)
+        kept.append(assert_never_silent(folder, processor, tmp_path / "memory"))
+
+    check()
+    # Both outcomes must be met, or the test sees nothing.
+    assert 0 in kept and len(CONVERSATIONS) in kept and len(set(kept)) > 3

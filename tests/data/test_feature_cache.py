@@ -1,0 +1,777 @@
+"""Features of a frozen tower are computed once: the same numbers, and the tower really is spared.
+
+Two processes: tests/distributed/test_reused_features.py.
+"""
+
+import logging
+import os
+import resource
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from safetensors.torch import load, save_file
+from transformers import TrainingArguments
+
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
+from glm4v_patched.finetune.trainer import RecipeTrainer, features_of, settings_of
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.recipes import recipe
+from tests.helpers.tiny import (
+    encoded,
+    grown_image,
+    padded,
+    pictures,
+    text,
+    three_id_image,
+    tiny_config,
+    tiny_model,
+)
+
+SHAPE = (6, 64)  # four positions, begin and end, at the width of the tiny language model
+BYTES_OF_ONE = 6 * 64 * 4
+ONE = torch.ones(1)
+
+
+def frozen_model(weights: str = "language", **changes):
+    """In training mode, with a frozen tower."""
+    model = tiny_model(**changes).train()
+    model.transformer.vision.requires_grad_(False)
+    if weights == "lora":
+        torch.manual_seed(0)
+        config = LoraConfig(
+            r=2, target_modules=r".*encoder.*query_key_value", init_lora_weights=False
+        )
+        model = get_peft_model(model, config)
+    return model
+
+
+def tower_of(model):
+    return next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
+
+
+def count_runs(model) -> list[int]:
+    """Grows by the number of pictures whenever the tower runs."""
+    runs = []
+    tower_of(model).register_forward_hook(lambda tower, inputs, output: runs.append(len(output)))
+    return runs
+
+
+def batch(*rows: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of ids, with as many pictures as they have images."""
+    inputs = padded(list(rows), "right")
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    number = sum(row.count(three_id_image()[0]) for row in rows)
+    images = {"pixel_values": pictures(number, seed)} if number else {}
+    return inputs | {"labels": labels} | images
+
+
+def one_picture(seed: int = 0) -> dict[str, torch.Tensor]:
+    return batch([*text(3, seed), *grown_image(), *text(4, seed)], seed=seed)
+
+
+def epoch(image: list[int]) -> list[dict[str, torch.Tensor]]:
+    """Rows with two images, with one and with none, and a batch without any."""
+    two = [*text(3, 1), *image, *text(2, 2), *image, *text(4, 3)]
+    one = [*text(6, 4), *image, *text(5, 5)]
+    return [batch(two, one, seed=1), batch(text(9, 6), one, seed=2), batch(text(7, 7), text(5, 8))]
+
+
+def train(model, batches, features: TowerFeatures | None = None) -> list[tuple]:
+    """Loss and gradients of each step. The weights change, so that a step depends on all before."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.001)
+    steps = []
+    for inputs in batches:
+        inputs = inputs if features is None else features.replace_pictures(inputs)
+        output = model(**inputs)
+        if features is not None:
+            features.keep(output)
+        output.loss.backward()
+        steps.append((output.loss.item(), {n: p.grad for n, p in parameters.items()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def assert_same_steps(got: list[tuple], want: list[tuple]) -> None:
+    assert [loss for loss, _ in got] == [loss for loss, _ in want]
+    for (_, gradients), (_, wanted) in zip(got, want, strict=True):
+        assert gradients.keys() == wanted.keys() and len(wanted) > 1
+        assert [n for n, g in wanted.items() if not torch.equal(gradients[n], g)] == []
+
+
+@pytest.fixture(params=["memory", "folder"])
+def folder(request, tmp_path) -> Path | None:
+    return None if request.param == "memory" else tmp_path / "features"
+
+
+# The model takes features in place of pictures
+
+
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+@torch.no_grad()
+def test_features_given_are_merged_as_the_towers_own(image):
+    model = tiny_model()
+    for inputs in epoch(image)[:2]:
+        want = model(**inputs)
+        features = encoded(model, inputs["pixel_values"])
+        assert torch.equal(want.image_hidden_states, features)
+        runs = count_runs(model)
+        got = model(**(inputs | {"pixel_values": None}), image_features=features)
+        assert runs == []
+        assert torch.equal(got.logits, want.logits)
+        assert torch.equal(got.image_hidden_states, features)
+
+
+@torch.no_grad()
+def test_features_belong_to_images_in_the_order_of_their_ids():
+    model = tiny_model()
+    inputs = epoch(grown_image())[0]
+    features = encoded(model, inputs.pop("pixel_values"))
+    given, turned = (model(**inputs, image_features=f).logits for f in (features, features.flip(0)))
+    assert not torch.equal(given, turned)
+
+
+def test_without_images_there_are_no_features():
+    model = tiny_model()
+    output = model(**batch(text(5)))
+    assert output.image_hidden_states is None
+    assert model.transformer(**batch(text(5))).image_hidden_states is None
+
+
+def test_no_features_mean_no_image_and_no_blank_one_either(monkeypatch):
+    model = tiny_model()
+    runs = count_runs(model)
+    monkeypatch.setitem(
+        type(model.transformer)._merge_images.__globals__,
+        "must_run_on_every_process",
+        lambda module: True,
+    )
+    want = model(**batch(text(5)))
+    assert runs == [1]
+    got = model(**batch(text(5)), image_features=torch.empty(0, *SHAPE))
+    assert runs == [1]
+    assert torch.equal(got.logits, want.logits)
+    assert got.image_hidden_states is None
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "images"])
+def test_pictures_and_features_together_are_refused(name):
+    inputs = one_picture()
+    inputs[name] = inputs.pop("pixel_values")
+    with pytest.raises(ValueError, match="1 images were given as pixel_values and 2 as image_feat"):
+        tiny_model()(**inputs, image_features=torch.zeros(2, *SHAPE))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 64), (1, 6, 32), (6, 64), (1, 1, 6, 64)], ids=str)
+def test_features_of_another_shape_are_refused(shape):
+    inputs = one_picture() | {"pixel_values": None}
+    with pytest.raises(ValueError) as error:
+        tiny_model()(**inputs, image_features=torch.zeros(shape))
+    assert f"have shape {shape} but this model takes (number of images, 6, 64)" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_as_many_features_as_images_are_asked_for(number):
+    inputs = one_picture() | {"pixel_values": None}
+    with pytest.raises(ValueError, match=f"{number} images were given for 1 begin-of-image ids"):
+        tiny_model()(**inputs, image_features=torch.zeros(number, *SHAPE))
+
+
+def test_features_are_refused_with_embeddings_and_in_generation():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="2 images were given with inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 4, 64), image_features=torch.zeros(2, *SHAPE))
+    inputs = one_picture()
+    with pytest.raises(ValueError, match="1 image_features were given to generate.* pixel_values"):
+        model.generate(inputs["input_ids"], image_features=torch.zeros(1, *SHAPE))
+
+
+def test_features_have_the_gradients_of_a_trained_tower():
+    model = tiny_model().train()
+    output = model(**one_picture())
+    assert output.image_hidden_states.requires_grad
+    output.image_hidden_states.sum().backward()
+    assert all(p.grad is not None for p in model.transformer.vision.parameters())
+
+
+class InputsRequireGrad:
+    """What makes the inputs of a frozen tower's layers require grad, each in its way."""
+
+    def by_hook(model):
+        model.transformer.vision.patch_embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_()
+        )
+
+    def by_transformers(model):
+        model.enable_input_require_grads()
+
+    def by_peft(model):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        get_peft_model(model, LoraConfig(r=2, target_modules=r".*encoder.*query_key_value"))
+
+
+@pytest.mark.parametrize("way", ["by_hook", "by_transformers", "by_peft"])
+def test_a_frozen_tower_keeps_nothing_for_a_backward_pass(way):
+    model = frozen_model()
+    getattr(InputsRequireGrad, way)(model)
+    inside = []
+    for layer in model.transformer.vision.transformer.layers:
+        layer.register_forward_hook(lambda module, inputs, output: inside.append(output.grad_fn))
+    output = model(**one_picture())
+    assert inside == [None, None]
+    assert not output.image_hidden_states.requires_grad
+    output.loss.backward()
+
+
+def test_pictures_that_require_grad_get_it_through_a_frozen_tower():
+    model = frozen_model()
+    inputs = one_picture()
+    inputs["pixel_values"].requires_grad_()
+    model(**inputs).loss.backward()
+    assert inputs["pixel_values"].grad.abs().max() > 0
+
+
+# Pictures that are known do not go through the tower
+
+
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+@pytest.mark.parametrize("weights", ["language", "lora"])
+def test_reuse_changes_no_bit_and_spares_the_tower(weights, image, folder):
+    plain = frozen_model(weights)
+    plain_runs = count_runs(plain)
+    want = train(plain, 3 * epoch(image))
+    model = frozen_model(weights)
+    runs = count_runs(model)
+    got = train(model, 3 * epoch(image), TowerFeatures(model, folder))
+    assert_same_steps(got, want)
+    assert plain_runs == [3, 1] * 3
+    assert runs == [3, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_are_kept_in_the_dtype_of_the_weights(dtype, folder):
+    want = train(frozen_model(dtype=dtype), 2 * epoch(grown_image()))
+    model = frozen_model(dtype=dtype)
+    runs = count_runs(model)
+    assert_same_steps(train(model, 2 * epoch(grown_image()), TowerFeatures(model, folder)), want)
+    assert runs == [3, 1]
+
+
+def test_a_picture_is_known_in_other_company(folder):
+    model = frozen_model()
+    runs = count_runs(model)
+    features = TowerFeatures(model, folder)
+    train(model, epoch(grown_image())[:2], features)
+    seen = torch.cat([inputs["pixel_values"] for inputs in epoch(grown_image())[:2]])
+    mixed = batch([*grown_image(), *text(3, 9), *grown_image(), *grown_image()])
+    mixed["pixel_values"] = seen[[3, 0, 3]]
+    replaced = features.replace_pictures(mixed)
+    assert runs == [3, 1]
+    assert "pixel_values" not in replaced
+    first, second, third = replaced["image_features"]
+    with torch.no_grad():
+        three = encoded(model, seen[:3])
+        alone = encoded(model, seen[3:])
+    assert torch.equal(first, alone[0]) and torch.equal(third, alone[0])
+    assert torch.equal(second, three[0])
+
+
+def test_a_changed_pixel_runs_the_tower(folder):
+    model = frozen_model()
+    runs = count_runs(model)
+    features = TowerFeatures(model, folder)
+    changed = one_picture()
+    changed["pixel_values"] = changed["pixel_values"].clone()
+    changed["pixel_values"][0, 2, 55, 55] += 1e-6
+    train(model, [one_picture(), one_picture(), changed], features)
+    assert runs == [1, 1]
+    train(model, [one_picture(), changed], features)
+    assert runs == [1, 1]
+
+
+def test_one_new_picture_in_a_batch_runs_the_tower_for_all(folder):
+    model = frozen_model()
+    runs = count_runs(model)
+    features = TowerFeatures(model, folder)
+    train(model, [one_picture()], features)
+    both = batch([*grown_image(), *grown_image()])
+    both["pixel_values"] = torch.cat([pictures(1), pictures(1, seed=5)])
+    assert "pixel_values" in features.replace_pictures(both)
+    train(model, [both, both], features)
+    assert runs == [1, 2]
+
+
+def test_digests_tell_pictures_apart_by_bytes_dtype_and_shape():
+    some = pictures(3)
+    digests = digest_pictures(some)
+    assert digests.shape == (3, 32) and digests.dtype == torch.uint8
+    assert len({bytes(row) for row in digests.tolist()}) == 3
+    assert torch.equal(digest_pictures(some[[2, 0]]), digests[[2, 0]])
+    assert torch.equal(digest_pictures(some.transpose(2, 3).contiguous().transpose(2, 3)), digests)
+    signed = torch.where(some == some[0, 0, 0, 0], -some, some)
+    other = [
+        some.view(torch.int32),
+        some.reshape(3, 3, 28, 112),
+        signed,
+    ]
+    assert all(not torch.equal(digest_pictures(values)[0], digests[0]) for values in other)
+
+
+def test_the_collator_hashes_what_the_model_gets():
+    model = frozen_model()
+    features = TowerFeatures(model)
+    collate = features.collator(lambda rows: batch(*rows))
+    made = collate([[*text(3), *grown_image(), *grown_image()], text(4)])
+    assert torch.equal(made["picture_digests"], digest_pictures(made["pixel_values"]))
+    assert "picture_digests" not in collate([text(4)])
+    # They are what is gone by, and the model is not given them.
+    train(model, [made | {"pixel_values": made["pixel_values"] * 0}], features)
+    replaced = features.replace_pictures(made)
+    assert "image_features" in replaced and "picture_digests" not in replaced
+
+
+@pytest.mark.parametrize("weights", ["all", "one", "adapters"])
+def test_a_trained_tower_is_refused(weights, folder):
+    model = frozen_model()
+    vision = model.transformer.vision
+    if weights == "all":
+        vision.requires_grad_(True)
+    elif weights == "one":
+        vision.eoi.requires_grad_(True)
+    else:
+        vision = get_peft_model(model, LoraConfig(r=2, target_modules=r".*vision.*query_key_value"))
+        vision = vision.base_model.model.transformer.vision
+    total = len(list(vision.parameters()))
+    trained = {"all": total, "one": 1, "adapters": 4}[weights]
+    with pytest.raises(
+        ValueError, match=rf"{trained} of the tower's {total} param.*requires_grad_"
+    ):
+        TowerFeatures(model, folder).replace_pictures(one_picture())
+
+
+def test_a_tower_that_is_trained_from_some_step_on_is_refused_there(folder):
+    model = frozen_model()
+    features = TowerFeatures(model, folder)
+    train(model, 2 * [one_picture()], features)
+    model.transformer.vision.requires_grad_(True)
+    with pytest.raises(ValueError, match="parameters are trained"):
+        features.replace_pictures(one_picture())
+
+
+def test_a_model_without_a_tower_is_refused():
+    with pytest.raises(ValueError, match="found 0 glm-4v in the model; expected exactly 1.*apply"):
+        TowerFeatures(torch.nn.Linear(2, 2))
+
+
+def test_what_memory_has_no_room_for_runs_the_tower(caplog):
+    plain = frozen_model()
+    want = train(plain, 2 * epoch(grown_image()))
+    model = frozen_model()
+    runs = count_runs(model)
+    features = TowerFeatures(model, limit_bytes=4 * BYTES_OF_ONE - 1)
+    assert_same_steps(train(model, 2 * epoch(grown_image()), features), want)
+    assert runs == [3, 1, 1]  # the first batch fits
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    numbers = f"3 pictures take {3 * BYTES_OF_ONE} of at most {4 * BYTES_OF_ONE - 1} bytes"
+    assert numbers in warnings[0]
+
+
+def test_a_picture_twice_in_a_batch_is_kept_once(caplog):
+    model = frozen_model()
+    runs = count_runs(model)
+    twice = batch([*grown_image(), *grown_image()])
+    twice["pixel_values"] = pictures(1).repeat(2, 1, 1, 1)
+    train(model, [twice, one_picture(), twice], TowerFeatures(model, limit_bytes=BYTES_OF_ONE))
+    assert runs == [2]
+    assert caplog.records == []
+
+
+def test_a_limit_that_is_reached_exactly_is_enough(caplog):
+    model = frozen_model()
+    runs = count_runs(model)
+    train(model, 2 * epoch(grown_image()), TowerFeatures(model, limit_bytes=4 * BYTES_OF_ONE))
+    assert runs == [3, 1]
+    assert caplog.records == []
+
+
+# A folder serves later runs
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def filled(folder: Path) -> Path:
+    """The folder, in which a run has left the features of four pictures."""
+    model = frozen_model()
+    train(model, epoch(grown_image()), TowerFeatures(model, folder))
+    assert len(files_in(folder)) == 4
+    return folder
+
+
+def test_a_second_run_reuses_what_the_first_left(tmp_path):
+    filled(tmp_path)
+    want = train(frozen_model(), 2 * epoch(grown_image()))
+    model = frozen_model()
+    runs = count_runs(model)
+    assert_same_steps(train(model, 2 * epoch(grown_image()), TowerFeatures(model, tmp_path)), want)
+    assert runs == [3]  # on its first batch
+    assert len(files_in(tmp_path)) == 4
+
+
+def test_a_run_that_begins_without_pictures_reuses_them_later(tmp_path):
+    filled(tmp_path)
+    model = frozen_model()
+    runs = count_runs(model)
+    train(model, epoch(grown_image())[::-1], TowerFeatures(model, tmp_path))
+    assert runs == [1]
+
+
+def folder_of(model, folder: Path, context=None) -> str:
+    """Name of the subfolder for a model's features."""
+    before = {path.parent.name for path in files_in(folder)}
+    if context is None:
+        train(model, [one_picture()], TowerFeatures(model, folder))
+    else:
+        with context:
+            train(model, [one_picture()], TowerFeatures(model, folder))
+    (name,) = {path.parent.name for path in files_in(folder)} - before or before
+    return name
+
+
+def test_changed_weights_run_the_tower(tmp_path):
+    first = folder_of(frozen_model(), tmp_path)
+    model = frozen_model()
+    with torch.no_grad():
+        model.transformer.vision.conv.bias[0] += 1
+    runs = count_runs(model)
+    want = train(model, 2 * [one_picture()])
+    changed = frozen_model()
+    changed.transformer.vision.load_state_dict(model.transformer.vision.state_dict())
+    assert_same_steps(train(changed, 2 * [one_picture()], TowerFeatures(changed, tmp_path)), want)
+    assert runs == [1, 1]
+    assert len({path.parent.name for path in files_in(tmp_path)} - {first}) == 1
+
+
+@contextmanager
+def matmul_precision(precision: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_pixels_rounded_on_their_way_have_other_features(tmp_path):
+    """fp32 towers, and autocast, but pixels in the dtype of the embeddings."""
+    names = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = frozen_model()
+        model.transformer.embedding.to(dtype)
+        names.add(folder_of(model, tmp_path, torch.autocast("cpu", torch.bfloat16)))
+    assert len(names) == 2
+
+
+def test_other_settings_have_other_features(tmp_path):
+    vision = tiny_config().vision_config
+    vision = vision if isinstance(vision, dict) else vision.__dict__
+    names = [
+        folder_of(frozen_model(), tmp_path),
+        folder_of(frozen_model(vision_config=vision | {"scaling_factor": 2}), tmp_path),
+        folder_of(frozen_model(vision_config=vision | {"layer_norm_eps": 1e-3}), tmp_path),
+        folder_of(frozen_model(attn_implementation="eager"), tmp_path),
+        folder_of(frozen_model(dtype=torch.bfloat16), tmp_path),
+        folder_of(frozen_model(), tmp_path, torch.autocast("cpu", torch.bfloat16)),
+        folder_of(frozen_model(), tmp_path, matmul_precision("high")),
+    ]
+    assert len(set(names)) == len(names)
+    # What the language model is does not matter.
+    model = frozen_model("lora")
+    assert folder_of(model, tmp_path / "lora") == names[0]
+
+
+def test_autocast_that_only_the_forward_enters_is_told_apart(tmp_path):
+    """As accelerate does it."""
+    plain = folder_of(frozen_model(), tmp_path)
+    model = frozen_model()
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(
+        *args, **kwargs
+    )
+    runs = count_runs(model)
+    train(model, 2 * [one_picture()], TowerFeatures(model, tmp_path))
+    assert runs == [1]
+    assert len({path.parent.name for path in files_in(tmp_path)} - {plain}) == 1
+
+
+def test_every_weight_of_the_tower_counts():
+    vision = tiny_model().transformer.vision
+    digests = {digest_weights(vision)}
+    weights = dict(vision.named_parameters())
+    for weight in weights.values():
+        last = weight.data.flatten()[-1].clone()
+        weight.data.view(-1)[-1] += 0.125
+        digests.add(digest_weights(vision))
+        weight.data.view(-1)[-1] = last
+    assert len(digests) == 1 + len(weights)
+    vision.register_buffer("extra", torch.zeros(2))
+    digests.add(digest_weights(vision))
+    vision.boi.data, vision.eoi.data = vision.eoi.data, vision.boi.data
+    digests.add(digest_weights(vision))
+    vision.bfloat16()
+    digests.add(digest_weights(vision))
+    assert len(digests) == 4 + len(weights)
+
+
+def cut(path: Path, length: int) -> None:
+    os.truncate(path, length)
+
+
+def rewrite(path: Path, tower: str | None = None, shape=SHAPE) -> None:
+    """Other features under this picture's name."""
+    title = f"picture {path.stem} by tower {tower or path.parent.name}"
+    save_file({title: torch.zeros(shape)}, path)
+
+
+DAMAGES = {
+    "empty": lambda path, other: cut(path, 0),
+    "cut in the header": lambda path, other: cut(path, 20),
+    "cut by a byte": lambda path, other: cut(path, path.stat().st_size - 1),
+    "longer by a byte": lambda path, other: path.write_bytes(path.read_bytes() + b"0"),
+    "no safetensors": lambda path, other: path.write_text("<html>"),
+    "a folder": lambda path, other: (path.unlink(), path.mkdir()),
+    "another picture's": lambda path, other: path.write_bytes(other.read_bytes()),
+    "another tower's": lambda path, other: rewrite(path, tower="0" * 64),
+    "no tensors": lambda path, other: save_file({}, path),
+    "more tensors": lambda path, other: save_file(load(path.read_bytes()) | {"a": ONE}, path),
+    "another shape": lambda path, other: rewrite(path, shape=(4, 64)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_file_is_named_and_never_used(damage, tmp_path, caplog):
+    folder = filled(tmp_path)
+    (name,) = digest_pictures(epoch(grown_image())[1]["pixel_values"])
+    (bad,) = folder.rglob(f"{bytes(name.tolist()).hex()}.safetensors")
+    other = next(path for path in files_in(folder) if path != bad)
+    good = bad.read_bytes()
+    DAMAGES[damage](bad, other)
+    want = train(frozen_model(), epoch(grown_image()))
+    model = frozen_model()
+    runs = count_runs(model)
+    assert_same_steps(train(model, epoch(grown_image()), TowerFeatures(model, folder)), want)
+    assert runs == [3, 1]
+    assert str(bad) in caplog.records[0].getMessage()
+    assert "is not used" in caplog.records[0].getMessage()
+    if damage != "a folder":
+        assert len(caplog.records) == 1
+        assert bad.read_bytes() == good
+
+
+def test_what_a_killed_run_left_half_written_is_no_feature(tmp_path):
+    folder = filled(tmp_path)
+    for path in files_in(folder):
+        path.rename(path.with_suffix(".1234.partial"))
+    model = frozen_model()
+    runs = count_runs(model)
+    train(model, epoch(grown_image()), TowerFeatures(model, folder))
+    assert runs == [3, 1]
+
+
+def test_bytes_are_on_the_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (done.append(("flushed", os.fstat(file).st_size)), fsync(file))
+    )
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("named"), replace(old, new)))
+    model = frozen_model()
+    train(model, [one_picture()], TowerFeatures(model, tmp_path))
+    (path,) = files_in(tmp_path)
+    assert done == [("flushed", path.stat().st_size), "named"]
+
+
+def test_a_file_holds_the_towers_own_bytes(tmp_path):
+    folder = filled(tmp_path)
+    model = frozen_model()
+    pixels = epoch(grown_image())[0]["pixel_values"]
+    want = encoded(model, pixels)
+    for digest, features in zip(digest_pictures(pixels).tolist(), want, strict=True):
+        (path,) = folder.rglob(f"{bytes(digest).hex()}.safetensors")
+        (kept,) = load(path.read_bytes()).values()
+        assert torch.equal(kept, features)
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    want = train(frozen_model(), 2 * epoch(grown_image()))
+    model = frozen_model()
+    features = TowerFeatures(model, tmp_path / "file")
+    assert_same_steps(train(model, 2 * epoch(grown_image()), features), want)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([message for message in messages if "could not be written" in message]) == 1
+
+
+def test_a_process_killed_while_it_writes_leaves_no_file_of_that_name(tmp_path):
+    model = frozen_model()
+    features = TowerFeatures(model, tmp_path)
+    train(model, [one_picture()], features)
+    (path,) = files_in(tmp_path)
+    path.unlink()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES_OF_ONE, BYTES_OF_ONE))
+            train(model, [one_picture()], features)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGXFSZ
+    assert [left.suffix for left in files_in(tmp_path)] == [".partial"]
+
+
+def test_a_file_that_cannot_be_written_to_its_end_is_none(tmp_path, caplog):
+    model = frozen_model()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES_OF_ONE, limits[1]))  # without the header
+    try:
+        train(model, epoch(grown_image()), TowerFeatures(model, tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files_in(tmp_path) == []
+    assert ["File too large" in record.getMessage() for record in caplog.records] == [True]
+
+
+# The recipe
+
+
+@pytest.fixture
+def conversations(tmp_path) -> list[list[dict]]:
+    """Five, of which one has no picture."""
+    made = []
+    for number in range(5):
+        path = tmp_path / f"{number}.png"
+        Image.new("RGB", (56, 56), (40 * number, 10, 200)).save(path)
+        question = {"role": "user", "content": f"Which number is this? {number}"}
+        if number != 3:
+            question["image"] = str(path)
+        made.append([question, {"role": "assistant", "content": "number " * (number + 1)}])
+    return made
+
+
+def trainer(model, features, conversations, processor, out: Path) -> RecipeTrainer:
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        num_train_epochs=3,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        use_cpu=True,
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        seed=0,
+    )
+    return RecipeTrainer(
+        model,
+        features=features,
+        args=arguments,
+        train_dataset=conversations,
+        eval_dataset=conversations,
+        data_collator=ConversationCollator(processor),
+        processing_class=processor,
+    )
+
+
+def trainable_model(processor) -> GLM4VForCausalLM:
+    tokens = processor.tokenizer.convert_tokens_to_ids
+    model = frozen_model(
+        boi_token_id=tokens("<|begin_of_image|>"),
+        eoi_token_id=tokens("<|end_of_image|>"),
+        pad_token_id=tokens("<|endoftext|>"),
+    )
+    return model
+
+
+def test_the_trainer_reuses_features_and_no_bit_changes(folder, conversations, processor, tmp_path):
+    """Three epochs in another order each, with batches accumulated."""
+    results = []
+    for reuse in (False, True):
+        model = trainable_model(processor)
+        runs = count_runs(model)
+        features = TowerFeatures(model, folder) if reuse else None
+        training = trainer(model, features, conversations, processor, tmp_path)
+        made = [name for made in training.get_train_dataloader() for name in made]
+        assert made.count("picture_digests") == (4 if reuse else 0)
+        training.train()
+        losses = [entry["loss"] for entry in training.state.log_history if "loss" in entry]
+        results.append((losses, training.evaluate()["eval_loss"], model.state_dict(), runs))
+    (losses, evaluated, weights, runs), (got_losses, got_evaluated, got_weights, got_runs) = results
+    assert got_losses == losses and len(losses) == 9
+    assert got_evaluated == evaluated
+    assert [name for name, w in weights.items() if not torch.equal(got_weights[name], w)] == []
+    assert sum(runs) == 4 * 3 + 4
+    assert sum(got_runs) == 4
+
+
+def test_a_trainer_predicts_logits_and_no_features(conversations, processor, tmp_path):
+    training = trainer(trainable_model(processor), None, conversations, processor, tmp_path)
+    training.model.config.skip_logits = False
+    predictions = training.predict(conversations[:1]).predictions
+    assert not isinstance(predictions, tuple)
+    assert predictions.shape[-1] == 512
+
+
+def test_a_recipe_says_where_features_are_kept(tmp_path):
+    model = frozen_model()
+    assert features_of(recipe(), model) is None
+    assert features_of(recipe({"trained": "lm", "data.reuse_features": True}), model).folder is None
+    assert (
+        features_of(recipe({"trained": "lm", "data.reuse_features": str(tmp_path)}), model).folder
+        == tmp_path
+    )
+
+
+def test_a_continued_run_may_reuse_features_or_not(tmp_path):
+    (tmp_path / "data").write_text("")
+    plain, reusing = (
+        recipe({"trained": "lm", "data.train": str(tmp_path / "data"), "data.reuse_features": r})
+        for r in (False, True)
+    )
+    assert settings_of(plain, processes=1) == settings_of(reusing, processes=1)
+
+
+@pytest.mark.parametrize("value", [None, "", 1, ["folder"]], ids=str)
+def test_a_recipe_refuses_what_is_no_folder(value):
+    with pytest.raises(ValueError, match="data.reuse_features"):
+        recipe({"data.reuse_features": value})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_features_wait_in_page_locked_memory(dtype, folder):
+    def on_gpu():
+        model = frozen_model(dtype=dtype).cuda()
+        steps = [{n: v.cuda() for n, v in made.items()} for made in 2 * epoch(grown_image())]
+        return model, steps
+
+    want = train(*on_gpu())
+    model, steps = on_gpu()
+    runs = count_runs(model)
+    features = TowerFeatures(model, folder)
+    got = train(model, steps, features)
+    assert_same_steps(got, want)
+    assert runs == [3, 1]
+    if folder is None:
+        kept = features._store.features.values()
+        assert len(kept) == 4 and all(values.is_pinned() for values in kept)

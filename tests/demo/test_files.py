@@ -1,0 +1,134 @@
+"""The demo writes over nothing but what a demo wrote, and never to the reader's data."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.data.formats import write_conversations
+from glm4v_patched.demo import command as demo
+from glm4v_patched.demo.command import run_demo
+from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.finetune.preflight import Placement
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[Path]:
+    """Folders that a demo was run in, which wrote its files of data there."""
+    folders = []
+
+    def run(out, placement, steps, data, conversations):
+        demo._prepare_data(out, data, conversations)
+        folders.append(out)
+
+    monkeypatch.setattr(demo, "_run", run)
+    monkeypatch.setattr(demo, "NUM_TRAIN", 4)
+    monkeypatch.setattr(demo, "NUM_HELD_OUT", 2)
+    return folders
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    folder = tmp_path / "mine"
+    write_conversations(folder / "train.jsonl", draw_data_set(folder / "pictures", 4, 0, 56))
+    return folder / "train.jsonl"
+
+
+def start(out: Path, data: Path | None = None) -> None:
+    run_demo(out, Placement(1, on_cpu=True), 1, data)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(out: Path, data: Path | None, message: str, ran: list) -> None:
+    before, times = contents(out.parent), len(ran)
+    with pytest.raises(ValueError, match=message):
+        start(out, data)
+    assert contents(out.parent) == before and len(ran) == times
+
+
+def test_data_in_the_demo_s_folder_is_not_written_to(data, ran, tmp_path):
+    refused(data.parent, data, "holds train.jsonl, which no demo has written", ran)
+    out = tmp_path / "out"
+    start(out)
+    shutil.copytree(data.parent, out, dirs_exist_ok=True)
+    refused(out, out / "train.jsonl", "--data has .* demo would replace .*train.jsonl", ran)
+    # What a demo drew is data as any other, and not written to when it is given.
+    before = contents(out / "data")
+    (out / "train.jsonl").unlink()
+    start(out, out / "data" / "train.jsonl")
+    start(out, out / "data" / "train.jsonl")
+    assert contents(out / "data") == before and len(ran) == 3
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_links_to_the_data_are_not_written_through(data, ran, tmp_path, link):
+    out = tmp_path / "out"
+    start(out, data)
+    (out / "train.jsonl").unlink()
+    link(data, out / "train.jsonl")
+    refused(out, data, "--data has|is a link, and would be written through", ran)
+
+
+@pytest.mark.parametrize("name", ["answers.png", "initial/a.png", "trained/a.png"])
+def test_pictures_in_the_demo_s_folder_are_not_written_to(data, ran, tmp_path, name):
+    out = tmp_path / "out"
+    start(out, data)
+    picture = next(data.parent.glob("pictures/*"))
+    (out / name).parent.mkdir(exist_ok=True)
+    shutil.copy(picture, out / name)
+    text = data.read_text().replace(f"pictures/{picture.name}", str(out / name))
+    assert text != data.read_text()
+    data.write_text(text)
+    refused(out, data, f"--data has .*{name}, and the demo would replace", ran)
+
+
+def test_all_pictures_are_decoded_before_anything_is_written(data, ran, tmp_path):
+    """Of held-out rows too, which no check of the rows to train on sees."""
+    out = tmp_path / "out"
+    lines = data.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        [picture] = (m["image"] for m in json.loads(line)["messages"] if "image" in m)
+        picture = data.parent / picture
+        content = picture.read_bytes()
+        picture.write_bytes(content[: len(content) // 2])
+        refused(out, data, rf"1 of 4 rows .*\n.*train.jsonl:{number}: .* cannot be decoded", ran)
+        picture.write_bytes(content)
+    start(out, data)
+    assert ran == [out]
+
+
+@pytest.mark.parametrize("name", ["data", "initial", "trained", "metrics.json", "loss.png"])
+def test_a_folder_with_other_things_of_such_a_name_is_refused(ran, tmp_path, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).touch()
+    refused(out, None, f"holds {name}, which no demo has written", ran)
+    (out / name).rename(out / "other")
+    start(out)
+    assert (out / "other").exists()
+
+
+def test_a_second_demo_in_a_folder_waits_for_nobody(ran, tmp_path, monkeypatch):
+    def run(out, *arguments):
+        with pytest.raises(ValueError, match="another run writes to"):
+            start(out)
+        ran.append(out)
+
+    monkeypatch.setattr(demo, "_run", run)
+    start(tmp_path / "out")
+    assert ran == [tmp_path / "out"]
+
+
+def test_a_demo_s_folder_may_be_a_link_to_one(ran, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    start(tmp_path / "out")
+    assert ran == [tmp_path / "disk"]
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="dangling is a link to .*nowhere, which is not there"):
+        start(tmp_path / "dangling")

@@ -1,0 +1,68 @@
+"""Which weights are gathered in place; tests/distributed/test_gathering.py gathers them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from glm4v_patched.engine.deepspeed import gather as gathering
+
+
+def sharded(**changes) -> SimpleNamespace:
+    """A bf16 weight of which this process, of two, holds a half; on no device that exists here."""
+    shard = SimpleNamespace(device="gpu", dtype=torch.bfloat16)
+    weight = {
+        "ds_id": 0,
+        "ds_status": ZeroParamStatus.NOT_AVAILABLE,
+        "ds_secondary_tensor": None,
+        "ds_process_group": "all",
+        "ds_tensor": shard,
+        "device": "gpu",
+        "dtype": torch.bfloat16,
+    }
+    return SimpleNamespace(**(weight | changes))
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    sizes = {"all": 2, "one": 1}
+    monkeypatch.setattr(torch.distributed, "get_world_size", sizes.__getitem__)
+
+
+def test_weights_sharded_alike_are_gathered_in_place():
+    assert gathering._are_plain([sharded()])
+    assert gathering._are_plain([sharded(), sharded()])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ds_status": ZeroParamStatus.INFLIGHT},
+        {"ds_status": ZeroParamStatus.AVAILABLE},
+        {"ds_secondary_tensor": "of hpZ"},
+        {"ds_process_group": "others"},
+        {"ds_tensor": SimpleNamespace(device="cpu", dtype=torch.bfloat16)},
+        {"ds_tensor": SimpleNamespace(device="gpu", dtype=torch.int8)},
+        {"ds_tensor": SimpleNamespace(device="gpu", dtype=torch.float32), "dtype": torch.float32},
+        {"comm": "of MiCS"},
+        {"comm_dtype": torch.bfloat16},
+    ],
+)
+def test_others_are_left_to_deepspeed(changes):
+    assert not gathering._are_plain([sharded(), sharded(**changes)])
+
+
+def test_one_process_and_no_weight_are_left_to_deepspeed():
+    assert not gathering._are_plain([sharded(ds_process_group="one")])
+    assert not gathering._are_plain([])
+
+
+@pytest.mark.parametrize("options", [{"quantize": True}, {"safe_mode": True}])
+def test_what_deepspeed_is_asked_for_beside_is_left_to_it(options):
+    asked = []
+    gather = gathering._in_place(lambda weights, **given: asked.append((weights, given)))
+    weights = [sharded(ds_id=1), sharded()]
+    gather(weights, **options)
+    ((passed, given),) = asked
+    assert passed == weights[::-1] and given == {"quantize": False} | options

@@ -1,0 +1,70 @@
+"""Norms without copies; tests/distributed/test_gathering.py has two processes take them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
+
+PARAMETERS = ["a", "b", "c"]
+
+
+class Zero:
+    """In the place of ZeRO-3's optimizer; ``asked`` is what its norm was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def get_grad_norm_direct(self, gradients, parameters, norm_type=2):
+        self.asked.append((gradients, parameters, norm_type))
+        return torch.stack([part.double().norm(norm_type) for part in gradients]).norm(norm_type)
+
+
+@pytest.fixture
+def zero() -> Zero:
+    """After two forward passes of a model of its."""
+    optimizer = Zero()
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter._z3_optimizer = optimizer
+    take_norms_in_place(model)
+    model(torch.ones(2))
+    model(torch.ones(2))
+    return optimizer
+
+
+def gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator).bfloat16() for size in (7, 1_000_000, 1)]
+
+
+def test_the_norm_of_all_gradients_is_one_number_for_deepspeed(zero):
+    norm = zero.get_grad_norm_direct(gradients(), PARAMETERS)
+    exact = torch.cat(gradients()).double().norm()
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-12)
+    (((number,), parameters, norm_type),) = zero.asked
+    assert number.numel() == 1
+    assert parameters == ["a"] and norm_type == 2
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_reaches_deepspeed(zero, value):
+    broken = gradients()
+    broken[1][5] = value
+    norm = zero.get_grad_norm_direct(broken, PARAMETERS).item()
+    assert norm == value or (math.isnan(norm) and math.isnan(value))
+
+
+def test_the_largest_value_is_deepspeeds(zero):
+    given = gradients()
+    zero.get_grad_norm_direct(given, PARAMETERS, norm_type=math.inf)
+    ((passed, parameters, norm_type),) = zero.asked
+    assert passed is given and parameters is PARAMETERS and norm_type == math.inf
+
+
+def test_a_model_without_zero_is_left_alone():
+    model = nn.Linear(2, 2)
+    take_norms_in_place(model)
+    assert torch.equal(model(torch.ones(2)), model(torch.ones(2)))

@@ -1,0 +1,274 @@
+"""What is looked at before training processes start, and what is left when they have ended."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.identity import Base, base_of
+from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.preflight import Placement
+from glm4v_patched.finetune.run_folder import LOCK, RECORD
+from glm4v_patched.finetune.trainer import check_data
+from tests.helpers.recipes import drawn_recipe
+
+HERE = Placement(1, on_cpu=True)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    changes = {"trainer.max_steps": 2, "engine.zero_stage": 0, "trained": "lora_lm"}
+    return drawn_recipe(tmp_path_factory.mktemp("launched"), changes)
+
+
+@pytest.fixture
+def recipe(drawn, tmp_path) -> Recipe:
+    return drawn.override({"out": str(tmp_path / "out")})
+
+
+@pytest.fixture
+def processes(recipe, monkeypatch) -> list[list[str]]:
+    """In the place of training processes, which leave adapters; their commands."""
+    commands = []
+
+    def run(command, environment) -> int:
+        commands.append(command)
+        out = Path(recipe.out)
+        (out / "adapter_model.safetensors").write_text(f"weights of run {len(commands)}")
+        (out / "training.json").write_text('{"finished": true}')
+        return 0
+
+    monkeypatch.setattr(launching, "_run", run)
+    return commands
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("place", ["{model}", "{link}", "{model}/out", "{parent}"])
+def test_a_run_never_writes_to_its_model_s_folder(recipe, processes, tmp_path, place, overwrite):
+    shutil.copytree(recipe.model, tmp_path / "models" / "model")
+    model, link = tmp_path / "models" / "model", tmp_path / "link"
+    link.symlink_to(model)
+    out = place.format(model=model, link=link, parent=model.parent)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="model's .*folder of its own"):
+        launch(recipe.override({"model": str(model), "out": out}), HERE, overwrite=overwrite)
+    assert contents(tmp_path) == before and not processes
+
+
+def test_adapters_do_not_go_where_a_model_is(recipe, processes):
+    shutil.copytree(recipe.model, recipe.out)
+    before = contents(recipe.out)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ValueError, match="holds .*(a model|config.json)"):
+            launch(recipe, HERE, **options)
+    assert contents(recipe.out) == before and not processes
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("of_adapters", [False, True])
+def test_a_run_never_removes_what_its_model_s_links_lead_to(
+    recipe, processes, tmp_path, of_adapters, options
+):
+    """Files of the model, of its base and of the adapters may be links, into out too."""
+    model, out = tmp_path / "model", Path(recipe.out)
+    shutil.copytree(recipe.model, model)
+    launch(recipe, HERE)
+    (out / "training.json").unlink()
+    weights = model / "model.safetensors"
+    if of_adapters:
+        model = tmp_path / "adapters"
+        model.mkdir()
+        config = {"peft_type": "LORA", "r": recipe.lora.rank}
+        config |= {"base_model_name_or_path": str(weights.parent)}
+        (model / "adapter_config.json").write_text(json.dumps(config))
+        name = "transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
+        save_file({name: torch.ones(2)}, model / "adapter_model.safetensors")
+    mine = recipe.override({"model": str(model)})
+    for linked in {weights, *model.glob("adapter_model.*")}:
+        content = linked.read_bytes()
+        shutil.move(linked, out / "adapter_model.safetensors")
+        linked.symlink_to(out / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
+            launch(mine, HERE, **options)
+        assert linked.read_bytes() == content and len(processes) == 1
+        linked.unlink()
+        linked.write_bytes(content)
+
+
+def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, monkeypatch):
+    seen = []
+
+    def run(command, environment) -> int:
+        with pytest.raises(ValueError, match=f"another run writes to .*process {os.getpid()} on"):
+            launch(recipe, HERE, overwrite=True)
+        with pytest.raises(ValueError, match=f"another run writes to .*process {os.getpid()} on"):
+            launch(recipe, HERE, resume=True)
+        seen.append(contents(recipe.out))
+        return 0
+
+    monkeypatch.setattr(launching, "_run", run)
+    launch(recipe, HERE)
+    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "data.json"}
+    assert LOCK not in contents(recipe.out)
+
+
+def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(
+    recipe, processes, tmp_path
+):
+    launch(recipe, HERE)
+    Path(recipe.out, "notes.txt").write_text("mine")
+    before = contents(recipe.out)
+    with pytest.raises(ValueError, match=r"holds a finished training, adapters; .*\(--overwrite\)"):
+        launch(recipe, HERE)
+    with pytest.raises(ValueError, match="is finished"):
+        launch(recipe, HERE, resume=True)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    with pytest.raises(ValueError, match="bad.jsonl"):
+        launch(recipe.override({"data.train": str(bad)}), HERE, overwrite=True)
+    assert contents(recipe.out) == before and len(processes) == 1
+    launch(recipe, HERE, overwrite=True)
+    after = contents(recipe.out)
+    assert after["adapter_model.safetensors"] == b"weights of run 2"
+    assert after["notes.txt"] == b"mine"
+
+
+def test_a_diverged_training_is_told_by_what_its_processes_said(recipe, monkeypatch):
+    def run(command, environment) -> int:
+        report = {"finished": False, "error": "training diverged: in step 7"}
+        Path(recipe.out, "training.json").write_text(json.dumps(report))
+        return 1
+
+    monkeypatch.setattr(launching, "_run", run)
+    with pytest.raises(RuntimeError, match=r"^training diverged: in step 7 \(settings: .*json\)$"):
+        launch(recipe, HERE)
+    # A report of before is no report of a run that dies without one.
+    monkeypatch.setattr(launching, "_run", lambda command, environment: 1)
+    with pytest.raises(RuntimeError, match="failed with exit status 1"):
+        launch(recipe, HERE, overwrite=True)
+
+
+def stop(command, environment) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("run", [stop, lambda command, environment: 1])
+def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(recipe, monkeypatch, run):
+    out = Path(recipe.out)
+
+    def write(command, environment) -> int:
+        (out / "adapter_config.json").write_text("{}")
+        return run(command, environment)
+
+    monkeypatch.setattr(launching, "_run", write)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        launch(recipe, HERE)
+    assert "adapter_config.json" in json.loads((out / RECORD).read_text())["written"]
+    mine = {"README.md": b"mine", "mine.safetensors": b"mine, too"}
+    for name, content in mine.items():
+        (out / name).write_bytes(content)
+    # No data of a later run is looked at either, and no record of it made.
+    bad = recipe.override({"data.train": recipe.data.train + ".none"})
+    for asked in (recipe, bad):
+        with pytest.raises(ValueError, match="holds README.md, mine.safetensors, of which no run"):
+            launch(asked, HERE, overwrite=True)
+        with pytest.raises(ValueError, match="holds README.md, mine.safetensors, which no run wr"):
+            launch(asked, HERE, resume=True)
+    assert mine.items() <= contents(out).items()
+    for name in mine:
+        (out / name).rename(out / f"{name}.txt")
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        launch(recipe, HERE, overwrite=True)
+
+
+def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
+    recipe, processes, tmp_path, monkeypatch
+):
+    cached, asked = recipe.model, []
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": recipe.lora.rank, "base_model_name_or_path": "our-org/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"revision": "main"}))
+    name = "transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
+    save_file({name: torch.ones(2)}, folder / "adapter_model.safetensors")
+
+    def pin(base: Base) -> Base:
+        asked.append(base.revision)
+        return replace(base, revision="c0ffee")
+
+    def check(recipe: Recipe, base: Base):
+        assert base.revision == "c0ffee"
+        return check_data(recipe.override({"model": cached, "revision": None}))
+
+    monkeypatch.setattr(launching, "pin", pin)
+    monkeypatch.setattr("glm4v_patched.finetune.trainer.check_data", check)
+    launch(recipe.override({"model": str(folder)}), HERE)
+    # What processes read, and a run that continues.
+    written = Recipe.read(Path(recipe.out, "recipe.json"))
+    assert base_of(written) == Base("our-org/base", "c0ffee", folder)
+    assert asked == ["main"]
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+)
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("parent_dies", [False, True])
+def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_dies, tmp_path):
+    """Neither SIGTERM nor the end of its input reaches one that is stopped."""
+    monkeypatch.setattr(launching, "SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(launching, "SECONDS_TO_LOOK", 0.1)
+    file = tmp_path / "pid"
+    found, stopped = [], []
+
+    def stop_the_child(process: subprocess.Popen) -> list[psutil.Process]:
+        descendants = find(process)
+        text = file.read_text() if file.exists() else ""
+        if not found and text.endswith("\n"):
+            found.append(psutil.Process(int(text)))
+            found[0].send_signal(signal.SIGSTOP)
+            return [*descendants, *find(process)]
+        if found and parent_dies:
+            process.kill()
+        elif found and not stopped:
+            stopped.append(True)
+            raise KeyboardInterrupt
+        return descendants
+
+    find = launching._descendants
+    monkeypatch.setattr(launching, "_descendants", stop_the_child)
+    command = f"{sys.executable} -c '{PARENT}' > {file}"
+    with nullcontext() if parent_dies else pytest.raises(KeyboardInterrupt):
+        launching._run(["/bin/sh", "-c", f"exec {command}"], dict(os.environ))
+    end = time.monotonic() + 10
+    try:
+        while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            found[0].kill()

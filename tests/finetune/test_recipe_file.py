@@ -1,0 +1,458 @@
+"""Recipes as files: what is wrong with one is told at once, with all of its faults and lines."""
+
+import json
+import math
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm4v_patched.engine.options import OPTIMIZERS, TRAINED
+from glm4v_patched.finetune.config import (
+    Recipe,
+    RecipeError,
+    check_values,
+    describe_fields,
+    fields,
+    located,
+)
+from glm4v_patched.finetune.recipe_file import place_all, read_document
+from tests.helpers.recipes import LEAST, recipe
+
+RIGHT = """\
+model: org/name
+out: out
+data:
+  train: train.jsonl
+trainer:
+  max_steps: 100
+  per_device_train_batch_size: 1
+  learning_rate: 1e-4
+"""
+
+
+def read(tmp_path: Path, content: str | bytes, name: str = "r.yaml") -> Recipe:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return Recipe.read(path)
+
+
+def faults(tmp_path: Path, content: str | bytes, name: str = "r.yaml") -> list[str]:
+    """Lines of the error, without the folder."""
+    with pytest.raises(RecipeError) as told:
+        read(tmp_path, content, name)
+    return str(told.value).replace(f"{tmp_path}/", "").split("\n")
+
+
+def test_numbers_are_what_they_look_like(tmp_path):
+    """YAML 1.1, which PyYAML reads, takes 1e-4 for text and 010 for 8."""
+    assert read(tmp_path, RIGHT).trainer.learning_rate == 1e-4
+    for text, value in [("1.0e-4", 1e-4), ("2.5E3", 2500.0), (".5", 0.5), ("+1", 1), ("3", 3)]:
+        assert read(tmp_path, RIGHT.replace("1e-4", text)).trainer.learning_rate == value
+    for text in ("010", "1_000", "1:30", "0x10", "2024-01-01", ".nan", ".inf", "-.inf"):
+        [told] = faults(tmp_path, RIGHT.replace("max_steps: 100", f"max_steps: {text}"))
+        assert told.startswith("r.yaml:6: trainer.max_steps is ")
+    assert read(tmp_path, RIGHT + "revision: 2024-01-01").revision == "2024-01-01"
+    assert read(tmp_path, RIGHT + "revision: 0012").revision == "0012"
+
+
+def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path):
+    wrong = RIGHT.replace("100", "0").replace("1e-4", "'1e-4'").replace("out: out\n", "")
+    wrong += "engine:\n  zero_stage: 0\n  offload: true\n  towr: none\n  compile: 1\nmodel: m\n"
+    assert faults(tmp_path, wrong) == [
+        "r.yaml: out is missing; expected a folder",
+        "r.yaml:1: model is there twice, in lines 1 and 13",
+        "r.yaml:5: trainer.max_steps is 0; expected a whole number of at least 1",
+        'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0 (without quotes)',
+        "r.yaml:10: engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
+        "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
+        "r.yaml:11: engine.towr is not a field of a recipe; did you mean engine.tower?",
+        "r.yaml:12: engine.compile is 1; expected true or false",
+    ]
+
+
+def test_what_goes_together_is_not_judged_by_a_value_that_is_wrong(tmp_path):
+    wrong = RIGHT + "engine:\n  zero_stage: 7\n  offload: true\n"
+    assert len(faults(tmp_path, wrong)) == 1
+
+
+def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
+    told = faults(tmp_path, "model: m\nout: o\ndata: {train: d}\n")
+    assert told == [
+        "r.yaml: trainer.max_steps is missing; expected a whole number of at least 1",
+        "r.yaml: trainer.per_device_train_batch_size is missing; expected a whole number of at "
+        "least 1",
+        "r.yaml: trainer.learning_rate is missing; expected a number above 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "r.yaml: the recipe is empty; expected sections and fields, as in model: FOLDER"),
+        ("5", "r.yaml: the recipe is 5; expected"),
+        ("null", "r.yaml: the recipe is empty; expected"),
+        ("[]", "r.yaml: the recipe is []; expected"),
+        ("text", 'r.yaml: the recipe is "text"; expected'),
+        ("a: 1\n---\nb: 2", "r.yaml:2: expected a single document in the stream, but found"),
+        ("a:\n\tb: 1", r"r.yaml:2: while scanning for the next token, found character '\t'"),
+        ("a: [1\nb: 2", "r.yaml:2: while parsing a flow sequence, expected ',' or ']'"),
+        ("a: &x 1\nb: *x", "r.yaml:2: *x is an alias; write the value itself"),
+        ("a: &x [*x]", "r.yaml:1: *x is an alias"),
+        ("a: 1\n1: 2", "r.yaml:2: a key is not text"),
+        ("? [a]\n: 2", "r.yaml:1: a key is not text"),
+        ("a: !!python/object/apply:os.getcwd []", "r.yaml:1: tag:yaml.org,2002:python/o"),
+        ("a: !!set {b}", "r.yaml:1: tag:yaml.org,2002:set is a tag, which recipes do not have"),
+        ("a: !!bool x", "r.yaml:1: tag:yaml.org,2002:bool is a tag"),
+        ("a: 1\nb: \x07", r"r.yaml:2: the character \u0007 cannot be in YAML"),
+        ("a:\n " + "[" * 1000, "r.yaml:2: more than 20 levels inside of each other"),
+        ("a: " + "9" * 5000, "r.yaml:1: Exceeds the limit"),
+        ("a: 1\n".encode("utf-16"), "r.yaml:1: is UTF-16 or UTF-32; save it as UTF-8"),
+        ("a: 1\n".encode("utf-32-be"), "r.yaml:1: is UTF-16 or UTF-32"),
+        ("a: 1\n".encode("utf-16-le"), r"r.yaml:1: is UTF-16 or UTF-32"),
+        (b"a: 1\nb: \xe4", "r.yaml:2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
+        (b"a" * 2**16 + b"a", "r.yaml: has over 65,536 bytes"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, content, told):
+    [line] = faults(tmp_path, content)
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"a": 1,\n"b": }', "r.json:2: is not JSON: Expecting value"),
+        ("model: m", "r.json:1: is not JSON: Expecting value"),
+        ('{"a": NaN}', "r.json: is not JSON: NaN is no number"),
+        ('{"a": ' + "9" * 5000 + "}", "r.json: is not JSON: Exceeds the limit"),
+        ('{"a":\n' + "[" * 60_000, "r.json:2: more than 20 levels inside of each other"),
+        ('{"a":\n' + "[" * 30 + "]" * 30 + "}", "r.json:2: more than 20 levels inside"),
+        ("5", "r.json: the recipe is 5; expected"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_json_is_told_by_line(tmp_path, content, told):
+    [line] = faults(tmp_path, content, "r.json")
+    assert line.startswith(told)
+
+
+def test_lines_of_json_are_those_of_its_keys(tmp_path):
+    text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}, "engine":\n{"x": 1}}'
+    told = faults(tmp_path, text, "r.json")
+    assert "r.json:3: a.1.b is there twice, in lines 3 and 3" in told
+    assert [line.split(";")[0] for line in told if "is not a field" in line] == [
+        "r.json:2: a is not a field of a recipe",
+        "r.json:4: d is not a field of a recipe",
+        "r.json:5: engine.x is not a field of a recipe",
+    ]
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    assert read(tmp_path, "\ufeff" + RIGHT) == read(tmp_path, RIGHT)
+    text = json.dumps(LEAST)
+    assert read(tmp_path, "\ufeff" + text, "r.json") == Recipe.of(LEAST)
+
+
+@pytest.mark.parametrize("name", ["none.yaml", ".", "a\0b"])
+def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
+    with pytest.raises(RecipeError, match="none.yaml: No such|: Is a directory|u0000b: embedded"):
+        Recipe.read(tmp_path / name)
+
+
+def test_a_file_in_a_deep_folder_is_named_in_full(tmp_path):
+    folder = tmp_path / ("f" * 200)
+    folder.mkdir()
+    assert faults(folder, "5")[0].startswith("r.yaml: the recipe is 5")
+
+
+def test_many_faults_are_cut(tmp_path):
+    told = faults(tmp_path, RIGHT + "".join(f"unknown_{n}: 1\n" for n in range(50)))
+    assert len(told) == 21 and told[-1] == "and 30 more faults"
+
+
+def test_a_name_in_one_key_is_not_taken_for_a_section(tmp_path):
+    [told] = faults(tmp_path, RIGHT + "engine.tower: none\n")
+    assert told == "r.yaml:9: engine.tower is one key; expected tower under engine"
+
+
+def test_a_key_like_an_option_is_told_with_its_line(tmp_path):
+    [told] = faults(tmp_path, RIGHT + "--device: cpu\n")
+    assert told.startswith("r.yaml:9: --device is not a field of a recipe")
+
+
+def test_long_values_and_control_characters_stay_on_one_line(tmp_path):
+    [told] = faults(tmp_path, RIGHT + f'trained: "{"x" * 500}"\n')
+    assert len(told) < 200
+    [told] = faults(tmp_path, RIGHT + '"e\\e[31m\\n": 1\n')
+    assert r"e\u001b[31m\u000a is not a field" in told
+
+
+# Overrides
+
+
+def overridden(tmp_path: Path, *assignments: str, content: str = RIGHT) -> Recipe:
+    path = tmp_path / "r.yaml"
+    path.write_text(content)
+    return Recipe.read(path, assignments)
+
+
+def test_the_command_line_is_laid_over_the_file(tmp_path):
+    given = ["engine.compile=true", "trainer.learning_rate=2e-5", "model=a=b", "revision="]
+    content = RIGHT + "revision: v1\n"
+    found = overridden(tmp_path, *given, "lora={rank: 4}", content=content)
+    assert found.engine.compile is True and found.trainer.learning_rate == 2e-5
+    assert found.model == "a=b" and found.revision is None and found.lora.rank == 4
+    assert found.trainer.max_steps == 100
+
+
+@pytest.mark.parametrize(
+    ("assignment", "told"),
+    [
+        ("engine.compile", '"engine.compile" is no assignment; expected field=value'),
+        ("engine..compile=1", "is no assignment"),
+        ("=1", "is no assignment"),
+        ("engine.compile=[", "engine.compile: while parsing a flow node"),
+        ("engine.compile=*a", "engine.compile: *a is an alias"),
+        ("engine={compile: true, compile: true}", "compile is there twice"),
+        ("engine.compile=1", "engine.compile is 1; expected true or false"),
+        ("engine.compil=true", "engine.compil is not a field of a recipe; did you mean engine.com"),
+        ("model.x=1", 'model.x cannot be: model is "org/name", and no section'),
+        ("engine={zero_stage: 9}", "engine.zero_stage is 9; expected 0, 1, 2 or 3"),
+        ("trainer=", "trainer is null; expected a section with max_steps"),
+        ("x.y.z=1", "x is not a field of a recipe"),
+    ],
+)
+def test_faults_of_the_command_line_are_told_like_those_of_a_file(tmp_path, assignment, told):
+    with pytest.raises(RecipeError) as error:
+        overridden(tmp_path, assignment)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("command line: ") and told in str(error.value)
+
+
+def test_faults_of_the_command_line_come_with_those_of_the_file(tmp_path):
+    with pytest.raises(RecipeError) as error:
+        overridden(tmp_path, "lora.rank=0", content=RIGHT.replace("100", "0"))
+    first, second = str(error.value).split("\n")
+    assert first.startswith("command line: lora.rank is 0")
+    assert second.startswith(f"{tmp_path / 'r.yaml'}:6: trainer.max_steps is 0")
+
+
+def test_a_section_that_is_none_stays_a_fault_under_the_command_line(tmp_path):
+    with pytest.raises(RecipeError) as error:
+        overridden(tmp_path, "engine.compile=true", content=RIGHT + "engine: 5\n")
+    first, second = str(error.value).split("\n")
+    assert first == "command line: engine.compile cannot be: engine is 5, and no section"
+    assert second.endswith(
+        "engine is 5; expected a section with zero_stage, precision, tower, "
+        "language, compile, optimizer, offload"
+    )
+
+
+def test_a_field_that_is_given_twice_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="command line: lora.rank is given twice"):
+        overridden(tmp_path, "lora.rank=1", "lora.rank=2")
+
+
+def test_a_mistake_in_the_file_can_be_mended_on_the_command_line(tmp_path):
+    content = RIGHT.replace("max_steps: 100", "max_steps: 0")
+    assert overridden(tmp_path, "trainer.max_steps=5", content=content).trainer.max_steps == 5
+
+
+# Help
+
+
+def test_every_field_has_a_line_in_the_help():
+    told = describe_fields()
+    for name, field in fields():
+        assert field.description, name
+        assert f"{name}: " in told
+    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told
+    assert "``" not in told and ":mod:" not in told
+
+
+def test_choices_are_those_of_the_rest_of_the_package():
+    told = dict(line.split(": ", 1) for line in describe_fields().split("\n") if line[0] != " ")
+    assert told["trained"].startswith(", ".join(TRAINED[:-1]))
+    assert told["engine.optimizer"].startswith(" or ".join(OPTIMIZERS))
+
+
+# Without torch
+
+
+def test_a_mistake_is_told_without_torch_transformers_and_deepspeed(tmp_path):
+    (tmp_path / "bad.yaml").write_text(RIGHT + "engine: {zero_stage: 9}\n")
+    code = f"""
+import sys
+from glm4v_patched.cli import main
+assert main(["train", {str(tmp_path / "bad.yaml")!r}]) == 1
+heavy = {{"torch", "transformers", "deepspeed", "accelerate", "numpy", "peft"}} & {{*sys.modules}}
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "engine.zero_stage is 9" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["yaml", "pydantic"])
+def test_a_missing_package_is_named_with_the_cure(tmp_path, missing):
+    (tmp_path / "r.yaml").write_text(RIGHT)
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from glm4v_patched.cli import main
+sys.exit(main(["train", {str(tmp_path / "r.yaml")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "glm4v-patched: recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'\n"
+    )
+
+
+# Properties
+
+FEW = settings(max_examples=150, derandomize=True, deadline=None)
+MANY = settings(max_examples=5000, derandomize=True, deadline=None)
+PROFILES = [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)]
+
+names = [name for name, _ in fields()]
+parts = sorted({part for name in names for part in name.split(".")})
+keys = st.sampled_from(parts) | st.text(max_size=8)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**33)
+    | st.floats()
+    | st.text(max_size=12)
+    | st.sampled_from(["auto", "every 2", "bf16", "qlora", "1e-4", "100", "true", "\ud800", "a\0"])
+)
+documents = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=6)
+)
+right_values = {
+    "model": st.sampled_from(["m", "org/name", "ä b/ü", "\U0001f600", "a\u2028b", "1e5", "null"]),
+    "out": st.text(string.printable.strip(), min_size=1),
+    "data.train": st.text(min_size=1).filter(str.isprintable),
+    "data.pack_to": st.none() | st.integers(1),
+    "trainer.max_steps": st.integers(1),
+    "trainer.learning_rate": st.floats(0, exclude_min=True, allow_infinity=False),
+    "trainer.seed": st.integers(0, 2**32 - 1),
+    "trainer.save_steps": st.none() | st.integers(1),
+    "trained": st.sampled_from(TRAINED[:-1]),
+    "lora.rank": st.integers(1, 512),
+    "engine.zero_stage": st.sampled_from([1, 2, 3]),
+    "engine.tower": st.sampled_from(["auto", "none", "every 3", "full"]),
+    "engine.compile": st.booleans(),
+    "engine.offload": st.sampled_from([True, False, "auto"]),
+    "revision": st.none() | st.sampled_from(["v1", "123456", "2024-01-01", "true", "0x1", "1e4"]),
+}
+right_values["model"] = right_values["model"].filter(str.isprintable)
+right_recipes = st.fixed_dictionaries({}, optional=right_values).map(recipe)
+
+
+def recipe_or_error(path: Path) -> Recipe | None:
+    """None for an error, which must name the file, or the command line, in each line."""
+    try:
+        return Recipe.read(path)
+    except RecipeError as error:
+        lines = str(error).split("\n")
+        assert all(line.startswith((f"{path}:", "and ")) for line in lines), lines
+        assert all(len(line) < 400 and line.isprintable() for line in lines), lines
+        return None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("documents")
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, folder):
+    @profile
+    @given(documents)
+    def check(values):
+        # Lone surrogates and NaN are in files as escapes and as words.
+        (folder / "r.json").write_text(json.dumps(values))
+        (folder / "r.yaml").write_text(yaml.safe_dump(values))
+        for name in ("r.json", "r.yaml"):
+            found = recipe_or_error(folder / name)
+            assert found is None or found == Recipe.of(values)
+
+    check()
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, folder):
+    """Bytes are cut out, put in or changed."""
+    written = [recipe({"model": "ä/\U0001f600", "trained": "lora_all"})]
+    sources = []
+    for index, found in enumerate(written):
+        for suffix in (".json", ".yaml"):
+            found.write(folder / f"source{index}{suffix}")
+            sources.append((suffix, (folder / f"source{index}{suffix}").read_bytes()))
+    sources.append((".yaml", RIGHT.encode()))
+
+    @profile
+    @given(st.data())
+    def check(data):
+        suffix, content = data.draw(st.sampled_from(sources))
+        for _ in range(data.draw(st.integers(1, 3))):
+            start = data.draw(st.integers(0, len(content)))
+            end = data.draw(st.integers(start, min(start + 12, len(content))))
+            new = data.draw(
+                st.binary(max_size=4)
+                | st.sampled_from([b"{", b"}", b"[", b'"', b"'", b":", b"\n", b"\t", b"&a ", b"*a"])
+                | st.sampled_from([b"! ", b"|", b">", b"-", b"? ", b"%", b"#", b"\\", b"---\n"])
+            )
+            content = content[:start] + new + content[end:]
+        (folder / f"damaged{suffix}").write_bytes(content)
+        recipe_or_error(folder / f"damaged{suffix}")
+
+    check()
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+def test_a_recipe_that_is_written_reads_back(profile, folder):
+    @profile
+    @given(right_recipes, st.sampled_from(["back.json", "back.yaml", "back"]))
+    def check(found, name):
+        found.write(folder / name)
+        assert Recipe.read(folder / name) == found
+
+    check()
+
+
+def in_yaml(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+def test_an_override_is_what_the_file_could_have_said(profile, folder):
+    """A value means the same in both, and is refused with the same words."""
+    path = folder / "base.yaml"
+    path.write_text(json.dumps(LEAST))
+    document = read_document(path)
+
+    @profile
+    @given(st.sampled_from(names), scalars | st.sampled_from(["yes", "010", "~", "2024-01-01"]))
+    def check(name, value):
+        changed, _ = place_all(LEAST, {name: value})
+        given_value = document.override([f"{name}={in_yaml(value)}"])
+        in_file, on_line = (check_values(values) for values in (changed, given_value.values))
+        assert in_file.recipe == on_line.recipe
+        assert [f.text for f in in_file.faults] == [f.text for f in on_line.faults]
+        if on_line.faults:
+            told = str(located(given_value, on_line.faults)).split("\n")
+            assert all(line.startswith(("command line: ", f"{path}:")) for line in told)
+
+    check()

@@ -1,0 +1,81 @@
+"""Start real training processes; a hang or an orphan is a failure and not a stuck run."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from glm4v_patched.engine.deepspeed.config import path_of_processes
+
+ROOT = Path(__file__).parents[2]
+WORKERS = ROOT / "tests" / "distributed"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group of processes ended: ``status`` is ``None`` if it was killed for hanging."""
+
+    status: int | None
+    output: str
+
+
+def two_processes(worker: Path, *arguments: str) -> list[str]:
+    """The command that runs a script on two processes of this machine, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    return [*command, str(worker), *arguments]
+
+
+def gpu_environment() -> dict[str, str]:
+    """For processes that import this package and the tests' helpers."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": path_of_processes(),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def cpu_environment() -> dict[str, str]:
+    """The same for processes that see no GPU."""
+    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "LOCAL_SIZE": "2"}
+    return gpu_environment() | cpu
+
+
+def run_with_limit(
+    command: list[str], seconds: float, environment: dict[str, str] | None = None
+) -> Ended:
+    """Run a command; when the time is up, kill it and all that it started."""
+    process = subprocess.Popen(
+        command,
+        env=cpu_environment() if environment is None else environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        # Not a process group: torch's launcher starts every worker in a session of its own.
+        for part in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                part.kill()
+        output, _ = process.communicate()
+        return Ended(None, output)
+    return Ended(process.returncode, output)
+
+
+def run_two_processes(worker: str, *arguments: str, seconds: float) -> str:
+    """Run a worker of tests/distributed on two processes; a hang or an error fails the test."""
+    ended = run_with_limit(two_processes(WORKERS / worker, *arguments), seconds)
+    if ended.status is None:
+        pytest.fail(f"{worker} hung: not done after {seconds} s\n{ended.output[-4000:]}")
+    assert ended.status == 0, ended.output[-8000:]
+    return ended.output

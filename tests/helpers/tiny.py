@@ -1,0 +1,113 @@
+"""The tiny glm-4v of the golden data, and rows to feed it. Used by the tests of all folders."""
+
+import json
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+
+DATA = Path(__file__).parents[1] / "golden"
+BOI, EOI, PAD, FILL = 510, 511, 500, 501
+NUM_IMAGE_TOKENS = 4
+
+
+@cache
+def golden_bytes(name: str) -> bytes:
+    archive = "golden_bf16.zip" if ".bf16." in name else "golden_fp32.zip"
+    with zipfile.ZipFile(DATA / archive) as files:
+        return files.read(name)
+
+
+def golden_json(name: str) -> dict:
+    return json.loads(golden_bytes(name))
+
+
+def golden_case(name: str) -> tuple[dict, dict, dict]:
+    """Inputs, outputs and gradients of one case, by their names without the prefix."""
+    tensors = load(golden_bytes(f"{name}.safetensors"))
+    groups = {"in": {}, "out": {}, "grad": {}}
+    for key, value in tensors.items():
+        group, _, rest = key.partition(".")
+        groups[group][rest] = value
+    return groups["in"], groups["out"], groups["grad"]
+
+
+def tiny_config(**changes) -> ChatGLMConfig:
+    return ChatGLMConfig(**(golden_json("config.json") | changes))
+
+
+def golden_weights() -> dict[str, torch.Tensor]:
+    return load(golden_bytes("state_dict.safetensors"))
+
+
+def tiny_model(dtype=torch.float32, attn_implementation="sdpa", **changes) -> GLM4VForCausalLM:
+    """The golden model in eval mode."""
+    config = tiny_config(**changes)
+    model = GLM4VForCausalLM._from_config(config, attn_implementation=attn_implementation)
+    model.load_state_dict(golden_weights(), strict=False)
+    return model.to(dtype).eval()
+
+
+def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
+    """What takes the place of these pictures in their rows."""
+    return model.get_image_features(pixels, return_dict=True).pooler_output
+
+
+def three_id_image() -> list[int]:
+    return [BOI, PAD, EOI]
+
+
+def grown_image() -> list[int]:
+    return [BOI, *[FILL] * NUM_IMAGE_TOKENS, EOI]
+
+
+def grown_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs in the three-id form, as many images in every row, rewritten to the grown form.
+
+    Where they are given, the mask grows with ones, labels with -100, and the positions of an image
+    are counted one by one, as a collator does that knows nothing of images.
+    """
+    grown = {name: [] for name in inputs if name not in ("images", "pixel_values")}
+    for row, ids in enumerate(inputs["input_ids"].tolist()):
+        begins = [i for i, token in enumerate(ids) if token == BOI]
+        for name, new in grown.items():
+            values = inputs[name][row].tolist()
+            for begin in reversed(begins):
+                inner = {
+                    "input_ids": [FILL] * NUM_IMAGE_TOKENS,
+                    "attention_mask": [1] * NUM_IMAGE_TOKENS,
+                    "labels": [-100] * NUM_IMAGE_TOKENS,
+                    "position_ids": [values[begin] + 1 + i for i in range(NUM_IMAGE_TOKENS)],
+                }[name]
+                after = values[begin + 2 :]
+                if name == "position_ids":
+                    after = [value + NUM_IMAGE_TOKENS - 1 for value in after]
+                values = values[: begin + 1] + inner + after
+            new.append(values)
+    tensors = {name: torch.tensor(values) for name, values in grown.items()}
+    return dict(inputs) | tensors
+
+
+def pictures(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
+    return torch.randn(number, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def padded(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    """``input_ids`` and ``attention_mask`` of rows padded on one side."""
+    length = max(map(len, rows))
+    ids, masks = [], []
+    for row in rows:
+        pad, one = [PAD] * (length - len(row)), [1] * len(row)
+        zero = [0] * len(pad)
+        ids.append(pad + row if side == "left" else row + pad)
+        masks.append(zero + one if side == "left" else one + zero)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}

@@ -1,0 +1,706 @@
+"""After ``apply()`` the Auto classes give our classes for a glm-4v, and only for that."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
+
+import glm4v_patched
+from glm4v_patched.patch.auto_classes import Options
+from glm4v_patched.patch.repository import Repository
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+from glm4v_patched.remote.modeling_chatglm import (
+    ChatGLMForSequenceClassification,
+    GLM4VForCausalLM,
+)
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.helpers.legacy_repository import (
+    image_row,
+    legacy_model,
+    remote_code_under,
+    write_legacy_repository,
+)
+from tests.helpers.local_hub import LocalHub
+from tests.helpers.tiny import golden_json, padded, pictures, text, three_id_image, tiny_model
+
+OURS = {
+    "AutoConfig": ChatGLMConfig,
+    "AutoModel": GLM4VForCausalLM,
+    "AutoModelForCausalLM": GLM4VForCausalLM,
+    "AutoModelForSeq2SeqLM": GLM4VForCausalLM,
+    "AutoModelForImageTextToText": GLM4VForCausalLM,
+    "AutoModelForMultimodalLM": GLM4VForCausalLM,
+    "AutoModelForSequenceClassification": ChatGLMForSequenceClassification,
+    "AutoTokenizer": ChatGLM4Tokenizer,
+    "AutoProcessor": ChatGLMProcessor,
+    "AutoImageProcessor": ChatGLMImageProcessor,
+}
+if Version(transformers.__version__).major < 5:
+    OURS.pop("AutoModelForMultimodalLM")
+MODELS = [name for name, ours in OURS.items() if ours is GLM4VForCausalLM]
+PUBLISHED_ONES = ["AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A stand-in for the published repository. Not to be written to."""
+    folder = tmp_path_factory.mktemp("published") / "glm-4v-9b"
+    write_legacy_repository(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def code_of_repositories(tmp_path):
+    with remote_code_under(tmp_path / "modules"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_applied():
+    before = entries()
+    yield
+    glm4v_patched.revert()
+    assert entries() == before
+
+
+def entries() -> dict[str, object]:
+    """What the Auto classes hold where ``apply`` works."""
+    found = {}
+    for name in OURS:
+        held = vars(getattr(transformers, name))
+        found |= {(name, m): held[m] for m in ("from_pretrained", "from_config") if m in held}
+    return found
+
+
+def load(auto_class: str, folder, **options):
+    return getattr(transformers, auto_class).from_pretrained(folder, **options)
+
+
+def is_ours(thing) -> bool:
+    return type(thing).__module__.startswith("glm4v_patched.remote.")
+
+
+def changed_copy(published: Path, folder: Path, **changes) -> Path:
+    """A copy of the repository with other fields in its config; ``None`` takes one out."""
+    shutil.copytree(published, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("auto_class", PUBLISHED_ONES)
+def test_without_apply_the_repositorys_own_code_is_loaded(auto_class, published):
+    thing = load(auto_class, published, trust_remote_code=True)
+    assert type(thing).__module__.startswith("transformers_modules.")
+
+
+@pytest.mark.parametrize(
+    "options", [{"trust_remote_code": True}, {"trust_remote_code": False}, {}], ids=str
+)
+@pytest.mark.parametrize("auto_class", OURS)
+def test_every_auto_class_gives_ours(auto_class, options, published):
+    glm4v_patched.apply()
+    assert type(load(auto_class, published, **options)) is OURS[auto_class]
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [
+        None,
+        {"AutoConfig": "THUDM/glm-4v-9b--configuration_chatglm.ChatGLMConfig"},
+        {"AutoModel": "elsewhere.Model", "AutoModelForCausalLM": "a/b--elsewhere.Model"},
+    ],
+    ids=["none", "another repository", "missing files"],
+)
+def test_whatever_the_auto_map_says(auto_map, published, tmp_path):
+    folder = changed_copy(published, tmp_path / "copy", auto_map=auto_map)
+    glm4v_patched.apply()
+    for auto_class, ours in OURS.items():
+        assert type(load(auto_class, folder, trust_remote_code=True)) is ours
+
+
+def test_from_a_snapshot_in_the_cache_of_the_hub(published, tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache" / "models--zai-org--glm-4v-9b"
+    shutil.copytree(published, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    where = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+    glm4v_patched.apply()
+    for auto_class, ours in OURS.items():
+        assert type(load(auto_class, "zai-org/glm-4v-9b", **where)) is ours
+    model = load("AutoModel", "zai-org/glm-4v-9b", trust_remote_code=True, **where)
+    assert model.config.name_or_path == "zai-org/glm-4v-9b"
+
+
+@pytest.mark.parametrize("auto_class", MODELS)
+def test_a_config_that_was_loaded_before_gives_our_model(auto_class, published):
+    config = AutoConfig.from_pretrained(published, trust_remote_code=True)
+    assert not is_ours(config)
+    glm4v_patched.apply()
+    loaded = load(auto_class, published, config=config, trust_remote_code=True)
+    made = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
+    for model in (loaded, made):
+        assert type(model) is GLM4VForCausalLM and type(model.config) is ChatGLMConfig
+        assert model.config.name_or_path == str(published)
+        assert model.config.num_layers == config.num_layers
+
+
+@pytest.mark.parametrize("auto_class", MODELS)
+def test_weights_and_options_arrive(auto_class, published):
+    glm4v_patched.apply()
+    model, report = load(
+        auto_class,
+        published,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        use_cache=False,
+        output_loading_info=True,
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    assert model.config.use_cache is False and model.config._attn_implementation == "eager"
+    want = tiny_model(torch.bfloat16).state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+
+
+def test_unused_options_of_a_config_are_handed_back(published):
+    glm4v_patched.apply()
+    config, unused = AutoConfig.from_pretrained(
+        published, seq_length=99, not_a_field=1, return_unused_kwargs=True, trust_remote_code=True
+    )
+    assert config.seq_length == 99 and unused == {"not_a_field": 1}
+    assert config.name_or_path == str(published)
+
+
+def test_a_path_given_by_its_name_is_taken(published):
+    glm4v_patched.apply()
+    for auto_class, ours in OURS.items():
+        loader = getattr(transformers, auto_class).from_pretrained
+        assert type(loader(pretrained_model_name_or_path=str(published))) is ours
+
+
+def test_a_tokenizer_saved_by_itself_is_ours(published, tmp_path):
+    for name in ("tokenizer_config.json", "tokenizer.model", "tokenization_chatglm.py"):
+        (tmp_path / "alone").mkdir(exist_ok=True)
+        shutil.copy(published / name, tmp_path / "alone")
+    glm4v_patched.apply()
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "alone")) is ChatGLM4Tokenizer
+    assert type(AutoProcessor.from_pretrained(tmp_path / "alone")) is ChatGLMProcessor
+
+
+def test_what_the_published_code_cannot_do_works(published):
+    """Padded training with images, rows without one, padding by the tokenizer, generation."""
+    published_tokenizer = load("AutoTokenizer", published, trust_remote_code=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'padding_side'"):
+        published_tokenizer(["a", "a longer one"], padding=True)
+    rows = [[*text(3), *three_id_image(), *text(4, seed=1)], text(12, seed=2)]
+    batch = padded(rows, "left")
+    batch |= {"labels": batch["input_ids"], "images": pictures(1)}
+    model = load("AutoModel", published, trust_remote_code=True).train()
+    with pytest.raises(AssertionError):
+        model(**batch)
+
+    glm4v_patched.apply()
+    tokenizer = load("AutoTokenizer", published, trust_remote_code=True)
+    assert len(set(map(len, tokenizer(["a", "a longer one"], padding=True)["input_ids"]))) == 1
+    model = load("AutoModel", published, trust_remote_code=True).train()
+    model(**batch).loss.backward()
+    assert model.transformer.vision.conv.weight.grad.abs().sum() > 0
+    prompt = {name: image_row(0)[name] for name in ("input_ids", "images")}
+    assert model.eval().generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] > 0
+
+
+# Other models
+
+
+TEXT_MODEL = """
+import torch
+from transformers import PreTrainedModel
+from .configuration_chatglm import ChatGLMConfig
+
+
+class ChatGLMForConditionalGeneration(PreTrainedModel):
+    config_class = ChatGLMConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+"""
+
+
+@pytest.fixture(params=["text model of GLM-4", "cogagent"])
+def other(request, published, tmp_path) -> Path:
+    """A repository of the same model type that is no glm-4v."""
+    change = {"vision_config": None} if "text" in request.param else {"original_rope": False}
+    folder = changed_copy(published, tmp_path / "other", **change)
+    (folder / "modeling_chatglm.py").write_text(TEXT_MODEL)
+    (folder / "model.safetensors").unlink()
+    (folder / "visual.py").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    AutoModel.from_config(loaded, trust_remote_code=True).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("auto_class", PUBLISHED_ONES)
+def test_other_models_of_the_type_are_left_as_they_were(auto_class, other):
+    before = load(auto_class, other, trust_remote_code=True)
+    glm4v_patched.apply()
+    after = load(auto_class, other, trust_remote_code=True)
+    assert type(after) is type(before) and not is_ours(after)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        load(auto_class, other, trust_remote_code=False)
+
+
+def test_other_models_made_from_a_config_are_left_as_they_were(other):
+    config = AutoConfig.from_pretrained(other, trust_remote_code=True)
+    before = AutoModel.from_config(config, trust_remote_code=True)
+    glm4v_patched.apply()
+    assert type(AutoModel.from_config(config, trust_remote_code=True)) is type(before)
+
+
+def test_models_of_transformers_are_left_as_they_were(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=8)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    glm4v_patched.apply()
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is transformers.LlamaForCausalLM
+    assert type(AutoModel.from_config(config)) is transformers.LlamaModel
+
+
+def test_errors_about_missing_repositories_are_those_of_transformers(tmp_path, published):
+    errors = []
+    for _ in range(2):
+        with pytest.raises((OSError, ValueError)) as error:
+            AutoConfig.from_pretrained(tmp_path / "missing")
+        errors.append(str(error.value))
+        glm4v_patched.apply()
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("name", [None, "x" * 400, "a/b/c"])
+def test_errors_about_what_is_no_repository_are_those_of_transformers(name):
+    errors = []
+    for _ in range(2):
+        with pytest.raises(Exception) as error:
+            AutoModel.from_pretrained(name, local_files_only=True)
+        errors.append((type(error.value), str(error.value)))
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            AutoModel.from_config(name)
+        glm4v_patched.apply()
+    assert errors[0] == errors[1]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        yield hub
+
+
+def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):
+    """Other models, too: what this package adds to their loading is a look into the cache."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    transformers.LlamaConfig(**sizes, intermediate_size=8).save_pretrained(tmp_path / "other")
+    config = (tmp_path / "other" / "config.json").read_bytes()
+    hub.add_repository("our-org/other", {"config.json": config})
+
+    def requests() -> list[tuple[str, str]]:
+        hub.requests.clear()
+        AutoConfig.from_pretrained("our-org/other", cache_dir=tmp_path / "cache")
+        return [(request.method, request.path) for request in hub.requests]
+
+    requests()
+    before = requests()
+    glm4v_patched.apply()
+    assert requests() == before
+
+
+@pytest.mark.parametrize("option", ["token", "use_auth_token"])
+def test_a_private_repository_is_recognised_by_whoever_may_read_it(
+    option, hub, published, tmp_path
+):
+    config = (published / "config.json").read_bytes()
+    hub.add_repository("our-org/private", {"config.json": config}, private=True)
+    where = {"cache_dir": str(tmp_path / "cache")}
+    assert not Repository("our-org/private", where).holds_glm4v()
+    assert Repository("our-org/private", where | {option: hub.token}).holds_glm4v()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(hub, tmp_path):
+    hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
+    where = {"cache_dir": str(tmp_path / "cache")}
+    assert not Repository("our-org/unknown", where).holds_glm4v()
+    assert {request.path for request in hub.requests} == {
+        "/our-org/unknown/resolve/main/config.json"
+    }
+
+
+def test_a_broken_peft_is_named_with_its_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(AttributeError, match=r"peft\.PeftModel\.save_pretrained \(.*peft"):
+        glm4v_patched.apply()
+
+
+def test_options_of_the_image_processor_are_taken(published):
+    glm4v_patched.apply()
+    size = {"height": 28, "width": 28}
+    assert AutoImageProcessor.from_pretrained(published).size["height"] == 56
+    assert AutoImageProcessor.from_pretrained(published, size=size).size == size
+
+
+def test_a_classifier_of_glm4v_is_ours(published):
+    glm4v_patched.apply()
+    loaded = AutoModelForSequenceClassification.from_pretrained(published, num_labels=1)
+    assert type(loaded) is ChatGLMForSequenceClassification
+    made = AutoModelForSequenceClassification.from_config(loaded.config)
+    assert type(made) is ChatGLMForSequenceClassification and made.score.out_features == 1
+
+
+def test_an_auto_class_without_one_of_ours_is_named(published):
+    """Its own code would be loaded half: the config that it then meets is ours."""
+    config = AutoConfig.from_pretrained(published, trust_remote_code=True)
+    config.auto_map["AutoModelForTokenClassification"] = "modeling_chatglm.Classifier"
+    glm4v_patched.apply()
+    with pytest.raises(RuntimeError, match="an Auto class without one of ours, which there are fo"):
+        transformers.AutoModelForTokenClassification.from_pretrained(
+            published, config=config, trust_remote_code=True
+        )
+
+
+@pytest.mark.parametrize("auto_class", PUBLISHED_ONES)
+def test_a_method_taken_before_is_an_error_and_never_half_ours(auto_class, published):
+    load_as_before = getattr(transformers, auto_class).from_pretrained
+    glm4v_patched.apply()
+    with pytest.raises(RuntimeError, match="before apply.., which then has to be called earlier"):
+        load_as_before(published, trust_remote_code=True)
+    glm4v_patched.revert()
+    thing = load_as_before(published, trust_remote_code=True)
+    assert type(thing).__module__.startswith("transformers_modules.")
+
+
+def test_a_from_config_taken_before_is_an_error(published):
+    make_as_before = AutoModel.from_config
+    config = AutoConfig.from_pretrained(published, trust_remote_code=True)
+    glm4v_patched.apply()
+    with pytest.raises(RuntimeError, match="before apply.., which then has to be called earlier"):
+        make_as_before(config, trust_remote_code=True)
+
+
+def test_methods_taken_before_load_other_models(other):
+    load_as_before = AutoModel.from_pretrained
+    glm4v_patched.apply()
+    assert type(load_as_before(other, trust_remote_code=True)).__module__.startswith(
+        "transformers_modules."
+    )
+
+
+# On and off
+
+
+IMPORTS = """
+import sys
+import glm4v_patched
+assert not {"torch", "transformers"} & {*sys.modules}, "imports what it need not"
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+classes = (AutoConfig, AutoModel, AutoTokenizer)
+before = [vars(c)["from_pretrained"] for c in classes]
+import glm4v_patched.patch.auto_classes, glm4v_patched.patch.convert
+assert [vars(c)["from_pretrained"] for c in classes] == before, "patches on import"
+glm4v_patched.apply()
+assert [vars(c)["from_pretrained"] for c in classes] != before
+"""
+
+
+def test_importing_changes_nothing():
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=120)
+
+
+def test_applying_twice_and_reverting_once_restores_everything(published):
+    before = entries()
+    glm4v_patched.apply()
+    once = entries()
+    assert all(once[key] is not before[key] for key in before)
+    glm4v_patched.apply()
+    assert entries() == once
+    glm4v_patched.revert()
+    glm4v_patched.revert()
+    assert entries() == before
+    assert not is_ours(load("AutoConfig", published, trust_remote_code=True))
+
+
+def test_a_block_ends_what_it_began_and_nothing_else(published):
+    before = entries()
+    with glm4v_patched.applied():
+        with glm4v_patched.applied():
+            assert is_ours(load("AutoConfig", published))
+        assert is_ours(load("AutoConfig", published))
+    assert entries() == before
+
+    glm4v_patched.apply()
+    with glm4v_patched.applied():
+        pass
+    assert is_ours(load("AutoConfig", published))
+
+    with glm4v_patched.applied():
+        glm4v_patched.revert()
+        assert is_ours(load("AutoConfig", published))
+    assert entries() == before
+
+    with pytest.raises(KeyError), glm4v_patched.applied():
+        raise KeyError
+    assert entries() == before
+
+
+def test_threads_share_what_is_applied(published):
+    """A block that ends in one thread does not undo that of another."""
+    wrong, start = [], threading.Barrier(4)
+
+    def work():
+        start.wait()
+        for _ in range(20):
+            with glm4v_patched.applied():
+                if not is_ours(AutoConfig.from_pretrained(published)):
+                    wrong.append("theirs")
+
+    before = entries()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and entries() == before
+
+
+def test_what_others_patched_since_is_named_and_kept(monkeypatch):
+    glm4v_patched.apply()
+    ours = vars(AutoTokenizer)["from_pretrained"]
+    entry_of_model = vars(AutoModel)["from_pretrained"]
+
+    def theirs(cls, *args, **kwargs):
+        return ours.__func__(cls, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoTokenizer, "from_pretrained", classmethod(theirs))
+        whose = rf"transformers\.AutoTokenizer\.from_pretrained \(now of {__name__}\."
+        with pytest.raises(RuntimeError, match=whose):
+            glm4v_patched.revert()
+        assert vars(AutoModel)["from_pretrained"] is entry_of_model
+        assert vars(AutoTokenizer)["from_pretrained"].__func__ is theirs
+    glm4v_patched.revert()
+
+
+@pytest.mark.parametrize("moved", ["AutoTokenizer.from_pretrained", "AutoModel.from_config"])
+def test_a_symbol_that_transformers_moved_is_named_and_nothing_is_patched(moved, monkeypatch):
+    before = entries()
+    owner, _, name = moved.partition(".")
+    with monkeypatch.context() as patch:
+        patch.delattr(getattr(transformers, owner), name)
+        with pytest.raises(AttributeError, match=f"nothing was patched.*: transformers.{moved} "):
+            glm4v_patched.apply()
+        rest = {key: value for key, value in before.items() if key != (owner, name)}
+        assert entries() == rest
+    glm4v_patched.apply()
+
+
+# Options
+
+
+def test_unknown_options_are_refused_with_the_known_ones():
+    known = "fused_linear_cross_entropy, attn_implementation, rms_norm, swiglu"
+    message = f"unknown option fused_loss; there are {known}"
+    with pytest.raises(ValueError, match=message):
+        glm4v_patched.apply(fused_loss=True)
+    with pytest.raises(ValueError, match=message), glm4v_patched.applied(fused_loss=True):
+        pass
+
+
+def test_contradicting_options_are_refused_and_silence_is_not_one():
+    glm4v_patched.apply(attn_implementation="eager")
+    glm4v_patched.apply()
+    glm4v_patched.apply(attn_implementation="eager", rms_norm=False)
+    with pytest.raises(ValueError, match="'eager'.*'sdpa'.*contradicts: revert"):
+        glm4v_patched.apply(attn_implementation="sdpa")
+    glm4v_patched.revert()
+    glm4v_patched.apply(attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("first", [{}, {"rms_norm": False}], ids=["nothing said", "another"])
+@pytest.mark.parametrize(
+    "second", [{"attn_implementation": "eager"}, {"fused_linear_cross_entropy": True}], ids=str
+)
+def test_an_option_that_comes_after_silence_is_refused(first, second):
+    """What was loaded since the first call does not have it."""
+    glm4v_patched.apply(**first)
+    with pytest.raises(ValueError, match="applied already with .* contradicts: revert"):
+        glm4v_patched.apply(**second)
+    with pytest.raises(ValueError, match="contradicts"), glm4v_patched.applied(**second):
+        pass
+    glm4v_patched.revert()
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ({"fused_linear_cross_entropy": "false"}, "cross_entropy is 'false': give True or False"),
+        ({"rms_norm": 0}, "rms_norm is 0: give True or False"),
+        ({"attn_implementation": True}, "attn_implementation is True: give the name of one"),
+    ],
+    ids=str,
+)
+def test_values_that_only_look_like_one_are_refused(option, said):
+    before = entries()
+    with pytest.raises(ValueError, match=said):
+        glm4v_patched.apply(**option)
+    assert entries() == before
+
+
+def test_another_transformers_in_the_process_is_refused():
+    code = """
+import sys
+import glm4v_patched.patch.auto_classes
+glm4v_patched.apply()
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+try:
+    glm4v_patched.apply()
+except RuntimeError as error:
+    print(error)
+for name in [n for n in sys.modules if n.partition(".")[0] in ("transformers", "glm4v_patched")]:
+    del sys.modules[name]
+import glm4v_patched.patch.auto_classes
+glm4v_patched.apply()
+import transformers
+print(transformers.AutoModel.from_pretrained.__func__.__code__.co_filename)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    error, where = done.stdout.splitlines()
+    assert error.startswith("transformers was imported anew since glm4v_patched was")
+    assert where == glm4v_patched.patch.auto_classes.__file__
+
+
+def test_options_are_off_by_default(published):
+    assert Options().said() == {}
+    glm4v_patched.apply()
+    model = load("AutoModel", published)
+    assert model.config.skip_logits is False
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_fused_linear_cross_entropy_gives_the_same_loss_without_logits(published):
+    row = image_row(0)
+    with glm4v_patched.applied():
+        plain = load("AutoModel", published).train()(**row)
+    with glm4v_patched.applied(fused_linear_cross_entropy=True):
+        config = AutoConfig.from_pretrained(published)
+        for model in (load("AutoModel", published), AutoModel.from_config(config)):
+            assert model.config.skip_logits is True
+        fused = load("AutoModel", published).train()(**row)
+    assert fused.logits is None and plain.logits is not None
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=0, atol=1e-6)
+
+
+def test_attention_is_chosen_for_models_that_do_not_say(published):
+    glm4v_patched.apply(attn_implementation="eager")
+    assert load("AutoModel", published).config._attn_implementation == "eager"
+    config = AutoConfig.from_pretrained(published)
+    assert AutoModel.from_config(config).config._attn_implementation == "eager"
+    said = load("AutoModel", published, attn_implementation="sdpa")
+    assert said.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: kernels may be used")
+@pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
+def test_kernels_without_a_gpu_are_refused_and_nothing_is_patched(kernel):
+    before = entries()
+    with pytest.raises(ValueError, match="run on GPUs and torch finds 0"):
+        glm4v_patched.apply(**{kernel: True})
+    assert entries() == before
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
+def test_kernels_take_the_place_of_our_modules_and_leave_it(kernel, monkeypatch, published):
+    """With functions of the same form as Liger's, which need no GPU; test_kernels_gpu.py has
+    Liger's own."""
+    runs = []
+
+    def liger_rms_norm(x, weight, eps, offset, casting_mode, in_place):
+        assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
+        runs.append("rms_norm")
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def liger_swiglu(gate, up):
+        runs.append("swiglu")
+        return torch.nn.functional.silu(gate) * up
+
+    functional = SimpleNamespace(liger_rms_norm=liger_rms_norm, liger_swiglu=liger_swiglu)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    row = image_row(0) | {"labels": None}
+    with torch.no_grad(), glm4v_patched.applied(**{kernel: True}):
+        model = load("AutoModel", published)
+        got = model(**row).logits
+    layers = model.config.num_layers
+    wanted_runs = [kernel] * (layers if kernel == "swiglu" else 2 * layers + 1)
+    assert runs == wanted_runs
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(**row).logits, rtol=0, atol=1e-5)
+    assert runs == wanted_runs  # reverted: none more
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
+def test_kernels_without_liger_are_refused_and_nothing_is_patched(kernel, monkeypatch):
+    before = entries()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ImportError, match="pip install liger-kernel"):
+        glm4v_patched.apply(**{kernel: True})
+    assert entries() == before
+
+
+def test_the_golden_weights_load_through_it(published):
+    """Numbers are compared in tests/parity; here: it is these weights that are loaded."""
+    glm4v_patched.apply()
+    model = load("AutoModelForCausalLM", published, trust_remote_code=True)
+    got = {name: list(value.shape) for name, value in model.state_dict().items()}
+    assert got == golden_json("param_shapes.json")
+    with torch.no_grad():
+        row = image_row(0) | {"labels": None}
+        assert torch.equal(model(**row).logits, tiny_model()(**row).logits)
+
+
+def test_a_model_loaded_before_stays_what_it_is(tmp_path):
+    with legacy_model(tmp_path / "legacy") as model:
+        glm4v_patched.apply()
+        assert not is_ours(model)

@@ -1,0 +1,789 @@
+"""A model built from the published code becomes ours in place: numbers, training, saving, wrappers.
+
+The stand-in for the published code is tests/helpers/legacy; tests/patch/test_legacy_repository.py
+shows its numbers and its defects.
+"""
+
+import copy
+import gc
+import inspect
+import json
+from functools import partial
+from types import MethodType
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from glm4v_patched.patch.convert import patch_model
+from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from glm4v_patched.remote.loss import OutputLayer
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
+from tests.helpers.legacy_repository import count_labels_of_small_images, image_row, legacy_model
+from tests.helpers.tiny import (
+    golden_case,
+    golden_json,
+    padded,
+    pictures,
+    text,
+    three_id_image,
+    tiny_model,
+)
+
+# As in parity/test_golden.py. Measured: logits 1.8e-5, gradients 6.0e-6 (Intel, AVX-512).
+ATOL = 4e-5
+GRADIENT_ATOL = 2e-5
+
+CASES = [name.rsplit(".", 2)[0] for name in golden_json("index.json")["cases"] if ".fp32." in name]
+FORWARD = [name for name in CASES if name.startswith(("text", "image"))]
+GENERATE = [name for name in CASES if name.startswith("generate")]
+LORA = {"r": 2, "target_modules": ["query_key_value"], "init_lora_weights": False}
+LANGUAGE_LORA = {"target_modules": r".*encoder.*query_key_value"}
+EVERYWHERE = {"target_modules": ["output_layer", "word_embeddings", "conv", "dense", "fc1"]}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    with legacy_model(tmp_path_factory.mktemp("legacy"), dtype=torch.float32) as model:
+        count_labels_of_small_images(model)
+        yield model
+
+
+@pytest.fixture
+def legacy(loaded):
+    """In eval mode, fp32."""
+    return copy.deepcopy(loaded).eval()
+
+
+def golden_inputs(case: str) -> dict[str, torch.Tensor]:
+    inputs, _, _ = golden_case(f"{case}.fp32")
+    return {name: value for name, value in inputs.items() if not name.endswith("_expanded")}
+
+
+def padded_images() -> dict[str, torch.Tensor]:
+    rows = [[*text(3), *three_id_image(), *text(length, seed=1)] for length in (4, 7)]
+    inputs = padded(rows, "left")
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return inputs | {"labels": labels, "images": pictures(2)}
+
+
+def unlabelled_row() -> dict[str, torch.Tensor]:
+    row = image_row(0)
+    del row["labels"]
+    return row
+
+
+@torch.no_grad()
+def logits(model, inputs=None) -> torch.Tensor:
+    return model(**(unlabelled_row() if inputs is None else inputs)).logits
+
+
+def gradients(model, inputs=None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**(padded_images() if inputs is None else inputs)).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def snapshot(model: nn.Module) -> dict:
+    """Classes, attributes, children, hooks and tensors of all modules, by identity."""
+    found = {}
+    for name, module in model.named_modules():
+        found[name] = (id(module), type(module), {k: id(v) for k, v in vars(module).items()})
+        for table in [v for v in vars(module).values() if isinstance(v, dict)]:
+            found[name] += ({k: id(v) for k, v in table.items()},)
+    return found
+
+
+def assert_refused(model, message: str) -> str:
+    """One ``ValueError`` that says ``message``, and nothing of the model is changed."""
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message) as error:
+        patch_model(model)
+    assert snapshot(model) == before
+    return str(error.value)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("case", FORWARD)
+def test_logits_loss_and_gradients_are_the_published_ones(case, training, legacy):
+    inputs, want, want_gradients = golden_case(f"{case}.fp32")
+    mask = inputs.get("attention_mask_expanded", inputs.get("attention_mask"))
+    model = patch_model(legacy.train(training))
+    output = model(**golden_inputs(case))
+    valid = ... if mask is None else mask.bool()
+    torch.testing.assert_close(output.logits[valid], want["logits"][valid], rtol=0, atol=ATOL)
+    if "labels" in inputs:
+        assert output.loss.item() == pytest.approx(want["loss_fp32"].item(), abs=GRADIENT_ATOL)
+        output.loss.backward()
+        got = {name: model.get_parameter(name).grad for name in want_gradients}
+        torch.testing.assert_close(got, want_gradients, rtol=0, atol=GRADIENT_ATOL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_cast_before_computes_what_ours_does(dtype, legacy):
+    want = tiny_model(dtype).train()
+    model = patch_model(legacy.to(dtype).train())
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
+    inputs = padded_images()
+    got, wanted = model(**inputs), want(**inputs)
+    assert torch.equal(got.logits, wanted.logits) and got.logits.dtype == dtype
+    assert torch.equal(got.loss, wanted.loss) and got.loss.dtype == torch.float32
+    assert_equal(gradients(model), gradients(want))
+
+
+def test_padded_training_batches_lose_their_images_before_and_not_after(legacy):
+    model = legacy.train()
+    inputs = {name: value for name, value in padded_images().items() if name != "labels"}
+    others = inputs | {"images": pictures(2, seed=9)}
+    assert torch.equal(logits(model, inputs), logits(model, others))
+    patch_model(model)
+    assert not torch.equal(logits(model, inputs), logits(model, others))
+    tower = {name for name in gradients(model) if "vision" in name}
+    assert len(tower) == len([*model.transformer.vision.parameters()])
+
+
+@pytest.mark.parametrize("case", GENERATE)
+def test_generated_tokens_are_the_published_ones(case, legacy):
+    inputs, want = golden_inputs(case), golden_case(f"{case}.fp32")[1]
+    got = patch_model(legacy).generate(
+        **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=500
+    )
+    assert torch.equal(got[:, inputs["input_ids"].shape[1] :], want["sequences"][:, -8:])
+
+
+# What stays
+
+
+def test_the_same_object_comes_back_as_an_instance_of_our_class(legacy):
+    assert patch_model(legacy) is legacy
+    assert isinstance(legacy, GLM4VForCausalLM)
+    ours = {name: type(module) for name, module in tiny_model().named_modules()}
+    assert {name: type(module) for name, module in legacy.named_modules()} == ours
+    assert isinstance(legacy.config, ChatGLMConfig)
+    configs = [vars(m)["config"] for m in legacy.modules() if "config" in vars(m)]
+    assert all(config is legacy.config for config in configs)
+
+
+def test_parameters_and_buffers_are_the_same_objects_at_the_same_place(legacy):
+    def tensors(model):
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return [(name, id(tensor), tensor.data_ptr()) for name, tensor in tensors]
+
+    before, state = tensors(legacy), {n: t.clone() for n, t in legacy.state_dict().items()}
+    patch_model(legacy)
+    assert tensors(legacy) == before
+    assert_equal(legacy.state_dict(), state)
+    got = {name: list(value.shape) for name, value in legacy.state_dict().items()}
+    assert got == golden_json("param_shapes.json")
+
+
+def test_an_optimizer_made_before_trains_the_model_after(legacy):
+    optimizer = torch.optim.SGD(legacy.parameters(), lr=0.1)
+    patch_model(legacy.train())
+    ours = tiny_model().train()
+    reference = torch.optim.SGD(ours.parameters(), lr=0.1)
+    for _ in range(2):
+        for model, stepped in ((legacy, optimizer), (ours, reference)):
+            model(**padded_images()).loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+    assert_equal(legacy.state_dict(), ours.state_dict())
+    assert not torch.equal(legacy.transformer.vision.boi, tiny_model().transformer.vision.boi)
+
+
+def test_training_mode_and_frozen_parameters_of_each_module_stay(legacy):
+    legacy.train().transformer.vision.eval()
+    legacy.transformer.encoder.layers[0].requires_grad_(False)
+
+    def state(model):
+        modules = {n: m.training for n, m in model.named_modules() if "activation_fn" not in n}
+        return modules, {n: p.requires_grad for n, p in model.named_parameters()}
+
+    before = state(legacy)
+    patch_model(legacy)
+    assert state(legacy) == before
+    assert not legacy.transformer.vision.transformer.layers[0].mlp.activation_fn.training
+
+
+def test_forward_and_backward_hooks_fire_after(legacy):
+    fired = []
+
+    def note(name):
+        return lambda *_: fired.append(name)
+
+    block, tower = legacy.transformer.encoder.layers[1], legacy.transformer.vision
+    legacy.register_forward_pre_hook(note("model"))
+    block.register_forward_hook(note("block"))
+    block.self_attention.register_full_backward_hook(note("backward"))
+    tower.register_forward_hook(note("tower"))
+    tower.boi.register_hook(note("boi"))
+    gradients(patch_model(legacy.train()))
+    assert fired[:3] == ["model", "tower", "block"] and set(fired[3:]) == {"backward", "boi"}
+
+
+def test_attributes_that_others_set_stay(legacy):
+    legacy.hf_device_map = {"": "cpu"}
+    legacy.generate_calls = 3
+    generation_config = legacy.generation_config = tiny_model().generation_config
+    generation_config.max_new_tokens = 7
+    patch_model(legacy)
+    assert legacy.hf_device_map == {"": "cpu"} and legacy.generate_calls == 3
+    assert legacy.generation_config is generation_config
+
+
+def test_a_model_without_generation_config_gets_that_of_its_config(legacy):
+    legacy.generation_config = None
+    assert patch_model(legacy).generation_config.eos_token_id == legacy.config.eos_token_id
+
+
+def test_the_config_keeps_its_values(legacy):
+    before = legacy.config.to_dict()
+    patch_model(legacy)
+    after = legacy.config.to_dict()
+    changed = {name for name in before if after.get(name) != before[name]}
+    assert changed <= {"auto_map", "vocab_size", "transformers_version"}
+    assert legacy.config.vocab_size == before["vocab_size"]
+    assert legacy.config.name_or_path == before["_name_or_path"] != ""
+    assert legacy.config.dtype == torch.float32
+
+
+def test_wrappers_that_hold_the_old_config_get_ours(legacy):
+    wrapper = nn.Sequential(legacy)
+    wrapper.config = wrapper.model_config = legacy.config
+    patch_model(wrapper)
+    assert wrapper.config is wrapper.model_config is legacy.config
+    assert isinstance(legacy.config, ChatGLMConfig)
+
+
+@pytest.mark.parametrize("theirs, ours", [("eager", "sdpa"), ("flex_attention",) * 2])
+def test_attention_is_sdpa_as_published_unless_another_than_eager_is_configured(
+    theirs, ours, legacy
+):
+    legacy.config._attn_implementation = theirs
+    assert patch_model(legacy).config._attn_implementation == ours
+
+
+def test_random_numbers_go_on_as_if_nothing_had_happened(legacy):
+    state = torch.get_rng_state()
+    patch_model(legacy)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_is_left_of_the_pattern_on_the_meta_device(legacy):
+    def living():
+        gc.collect()
+        return sum(isinstance(thing, GLM4VForCausalLM) for thing in gc.get_objects())
+
+    before = living()
+    patch_model(legacy)
+    assert living() == before + 1
+    assert not any(tensor.is_meta for tensor in legacy.state_dict().values())
+
+
+def test_a_patched_model_can_be_copied_and_pickled(legacy, tmp_path):
+    want = logits(patch_model(legacy))
+    torch.save(legacy, tmp_path / "model.pt")
+    for other in (copy.deepcopy(legacy), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(logits(other), want)
+
+
+# Modules without weights
+
+
+def published_class(model, name: str) -> type[nn.Module]:
+    return type(name, (nn.Module,), {"__module__": type(model).__module__})
+
+
+def test_modules_without_weights_that_ours_does_not_have_are_dropped(legacy):
+    """The published code has core_attention with a dropout, and activations."""
+    for layer in legacy.transformer.encoder.layers:
+        core_attention = published_class(legacy, "CoreAttention")()
+        core_attention.attention_dropout = nn.Dropout(0.0)
+        layer.self_attention.core_attention = core_attention
+    legacy.transformer.vision.linear_proj.act1 = nn.GELU()
+    patch_model(legacy)
+    ours = {name for name, _ in tiny_model().named_modules()}
+    assert {name for name, _ in legacy.named_modules()} == ours
+    assert torch.equal(logits(legacy), logits(tiny_model()))
+
+
+def test_a_hook_on_a_module_that_would_be_dropped_is_refused(legacy):
+    legacy.transformer.vision.linear_proj.act1 = nn.GELU()
+    legacy.transformer.vision.linear_proj.act1.register_forward_hook(lambda *_: None)
+    assert_refused(legacy, r"linear_proj\.act1 is not in our model, with 0 tensors and 1 hooks")
+
+
+def test_attributes_that_would_hide_those_of_our_classes_are_removed(legacy):
+    legacy.transformer.encoder.layers[0].self_attention.is_causal = False
+    legacy.transformer.vision.transformer.layers[0].attention.num_key_value_groups = 3
+    patch_model(legacy)
+    assert legacy.transformer.encoder.layers[0].self_attention.is_causal is True
+    assert torch.equal(logits(legacy), logits(tiny_model()))
+
+
+# Checkpointing
+
+
+def switch_on(model) -> None:
+    """As transformers did for the form that the published code has."""
+    model.apply(partial(model._set_gradient_checkpointing, value=True))
+
+
+def count_runs(model, monkeypatch) -> dict[str, int]:
+    runs = {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "layer_forward"):
+            continue
+        runs[name] = 0
+
+        def counted(*inputs, name=name, original=layer.layer_forward):
+            runs[name] += 1
+            return original(*inputs)
+
+        monkeypatch.setattr(layer, "layer_forward", counted)
+    assert len(runs) == 4
+    return runs
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_checkpointing_that_was_on_stays_on_for_every_layer_of_both_towers(
+    was_on, legacy, monkeypatch
+):
+    if was_on:
+        switch_on(legacy)
+    patch_model(legacy.train())
+    assert legacy.is_gradient_checkpointing is was_on
+    assert not hasattr(legacy.transformer.encoder, "gradient_checkpointing")
+    runs = count_runs(legacy, monkeypatch)
+    assert_equal(gradients(legacy), gradients(tiny_model().train()))
+    assert set(runs.values()) == {2 if was_on else 1}
+
+
+def test_checkpointing_can_be_switched_on_and_off_after(legacy, monkeypatch):
+    patch_model(legacy.train())
+    runs = count_runs(legacy, monkeypatch)
+    legacy.gradient_checkpointing_enable({"use_reentrant": False})
+    gradients(legacy)
+    assert set(runs.values()) == {2}
+    legacy.gradient_checkpointing_disable()
+    gradients(legacy)
+    assert set(runs.values()) == {3}
+
+
+def test_nothing_is_said_of_an_old_checkpointing_format_or_name(legacy, recwarn, caplog):
+    switch_on(legacy)
+    patch_model(legacy)
+    assert "checkpointing" not in caplog.text
+    assert not [warning for warning in recwarn if "checkpointing" in str(warning.message)]
+
+
+def test_inputs_still_require_gradients_where_that_was_asked_for(legacy):
+    legacy.requires_grad_(False).enable_input_require_grads()
+    patch_model(legacy)
+    assert legacy.get_input_embeddings()(torch.tensor([1])).requires_grad
+    legacy.disable_input_require_grads()
+    assert not legacy.get_input_embeddings()(torch.tensor([1])).requires_grad
+
+
+# Saving
+
+
+def test_saving_writes_our_code_and_the_published_names(legacy, tmp_path):
+    patch_model(legacy.bfloat16()).save_pretrained(tmp_path / "patched")
+    tiny_model(torch.bfloat16).save_pretrained(tmp_path / "ours")
+    code = sorted(path.name for path in (tmp_path / "ours").glob("*.py"))
+    assert len(code) > 5
+    for name in [*code, "model.safetensors"]:
+        ours, theirs = tmp_path / "ours" / name, tmp_path / "patched" / name
+        assert theirs.read_bytes() == ours.read_bytes(), name
+    saved = load_file(tmp_path / "patched" / "model.safetensors")
+    assert {n: list(t.shape) for n, t in saved.items()} == golden_json("param_shapes.json")
+    config = json.loads((tmp_path / "patched" / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["GLM4VForCausalLM"]
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    model = GLM4VForCausalLM.from_pretrained(tmp_path / "patched", dtype=torch.float32)
+    assert torch.equal(logits(model), logits(tiny_model(torch.bfloat16).float()))
+
+
+def test_a_model_of_our_code_from_a_saved_folder_becomes_that_of_this_package(tmp_path, loaded):
+    """Its code may be older than ours."""
+    tiny_model().save_pretrained(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert not isinstance(model, GLM4VForCausalLM)
+    model.gradient_checkpointing_enable()
+    assert isinstance(patch_model(model), GLM4VForCausalLM)
+    assert model.is_gradient_checkpointing
+    assert torch.equal(logits(model.eval()), logits(tiny_model()))
+
+
+# peft
+
+
+@pytest.fixture
+def generating(loaded, monkeypatch):
+    """With what peft asks a causal language model for, as the published code has it."""
+    cls = type(loaded)
+    monkeypatch.setattr(cls, "prepare_inputs_for_generation", lambda self: None, raising=False)
+    return copy.deepcopy(loaded).eval()
+
+
+def adapted(model, **options):
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **(LORA | options)))
+
+
+def generated(model) -> torch.Tensor:
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
+    return model.generate(**unlabelled_row(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, LANGUAGE_LORA, EVERYWHERE])
+def test_an_adapter_on_it_before_computes_what_it_does_on_ours(options, generating):
+    model, ours = adapted(generating, **options), adapted(tiny_model(), **options)
+    assert not torch.equal(logits(ours), logits(tiny_model()))
+    assert patch_model(model) is model
+    set_peft_model_state_dict(ours, get_peft_model_state_dict(model))
+    assert isinstance(model.get_base_model(), GLM4VForCausalLM)
+    assert torch.equal(logits(model), logits(ours))
+    assert_equal(gradients(model.train()), gradients(ours.train()))
+    assert all("lora" in name for name in gradients(model))
+
+
+@pytest.mark.parametrize("generated_before", [False, True])
+def test_generation_through_the_wrapper_of_peft(generated_before, generating):
+    model, ours = adapted(generating), adapted(tiny_model())
+    if generated_before:
+        # What PeftModelForCausalLM.generate leaves behind.
+        model.base_model.prepare_inputs_for_generation = (
+            model.base_model_prepare_inputs_for_generation
+        )
+    patch_model(model)
+    assert torch.equal(generated(model), generated(ours))
+    assert not torch.equal(generated(model), generated(tiny_model()))
+    method = model.base_model_prepare_inputs_for_generation
+    assert method.__func__ is GLM4VForCausalLM.prepare_inputs_for_generation
+
+
+def test_a_merged_adapter_saves_as_ours(generating, tmp_path):
+    merged = patch_model(adapted(generating)).merge_and_unload()
+    assert isinstance(merged, GLM4VForCausalLM)
+    merged.save_pretrained(tmp_path)
+    model = GLM4VForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(model), logits(merged))
+    assert not torch.equal(logits(model), logits(tiny_model()))
+
+
+def test_copies_that_peft_trains_whole_become_ours(generating):
+    """Also the output layer, and a module inside a copy."""
+    options = {"modules_to_save": ["vision.linear_proj", "output_layer"]}
+    model, ours = adapted(generating, **options), adapted(tiny_model(), **options)
+    patch_model(model)
+    wrapper = model.get_base_model().transformer.vision.linear_proj
+    types = {type(wrapper.original_module), type(wrapper.modules_to_save["default"])}
+    assert types == {type(tiny_model().transformer.vision.linear_proj)}
+    output_layer = model.get_base_model().transformer.output_layer
+    assert type(output_layer.modules_to_save["default"]) is OutputLayer
+    set_peft_model_state_dict(ours, get_peft_model_state_dict(model))
+    got, want = gradients(model.train()), gradients(ours.train())
+    assert any("modules_to_save" in name for name in got)
+    assert_equal(got, want)
+    for inputs in (padded_images(), padded_images() | {"skip_logits": True}):
+        assert torch.equal(model(**inputs).loss, ours(**inputs).loss)
+
+
+def test_an_adapter_and_checkpointing_before_get_plain_gradients(generating, monkeypatch):
+    switch_on(generating)
+    model, ours = adapted(generating), adapted(tiny_model())
+    model.enable_input_require_grads()
+    patch_model(model.train())
+    set_peft_model_state_dict(ours, get_peft_model_state_dict(model))
+    runs = count_runs(model, monkeypatch)
+    assert_equal(gradients(model), gradients(ours.train()))
+    assert set(runs.values()) == {2}
+
+
+# accelerate
+
+
+@pytest.mark.parametrize("how", ["device_map", "cpu_offload"])
+def test_device_hooks_stay_and_run_our_code(how, legacy):
+    if how == "device_map":
+        layers = {f"transformer.encoder.layers.{i}": "cpu" for i in range(2)}
+        names = ("embedding", "rotary_pos_emb", "encoder.final_layernorm", "output_layer", "vision")
+        device_map = layers | {f"transformer.{name}": "cpu" for name in names}
+        accelerate.dispatch_model(legacy, device_map, main_device="cpu", force_hooks=True)
+    else:
+        accelerate.cpu_offload(legacy, execution_device=torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in legacy.parameters())
+    hooks = {name: module._hf_hook for name, module in legacy.named_modules() if hooked(module)}
+    assert "transformer.encoder.layers.0.mlp.dense_4h_to_h" in hooks
+    patch_model(legacy)
+    assert {n: m._hf_hook for n, m in legacy.named_modules() if hooked(m)} == hooks
+    for module in filter(hooked, legacy.modules()):
+        assert module._old_forward.__func__ is type(module).forward
+    assert "pixel_values" in inspect.signature(legacy.forward).parameters
+    assert torch.equal(logits(legacy), logits(tiny_model()))
+    assert torch.equal(generated(legacy), generated(tiny_model()))
+    remove_hook_from_module(legacy, recurse=True)
+    assert torch.equal(logits(legacy), logits(tiny_model()))
+
+
+def hooked(module: nn.Module) -> bool:
+    return "_hf_hook" in vars(module)
+
+
+def test_device_hooks_taken_off_before_leave_no_published_forward(legacy):
+    accelerate.cpu_offload(legacy, execution_device=torch.device("cpu"))
+    remove_hook_from_module(legacy, recurse=True)
+    assert "forward" in vars(legacy)
+    assert torch.equal(logits(patch_model(legacy)), logits(tiny_model()))
+
+
+def test_an_adapter_on_a_model_with_device_hooks(generating):
+    names = ("embedding", "rotary_pos_emb", "encoder", "output_layer", "vision")
+    device_map = {f"transformer.{name}": "cpu" for name in names}
+    accelerate.dispatch_model(generating, device_map, main_device="cpu", force_hooks=True)
+    options = {"modules_to_save": ["vision.linear_proj"]}
+    model, ours = adapted(generating, **options), adapted(tiny_model(), **options)
+    patch_model(model)
+    set_peft_model_state_dict(ours, get_peft_model_state_dict(model))
+    assert_equal(gradients(model.train()), gradients(ours.train()))
+
+
+# Quantised
+
+
+class PackedLinear(nn.Linear):
+    """As bitsandbytes' Linear4bit: a Linear whose weight has another shape and dtype."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> "PackedLinear":
+        packed = cls(linear.in_features, linear.out_features, linear.bias is not None)
+        packed.bias, packed.shape = linear.bias, linear.weight.shape
+        scale = linear.weight.abs().amax() / 127
+        weight = (linear.weight / scale).round().to(torch.int8).reshape(-1, 1)
+        packed.weight = nn.Parameter(weight, requires_grad=False)
+        packed.register_buffer("scale", scale.detach())
+        return packed
+
+    def forward(self, x):
+        weight = self.weight.reshape(self.shape).to(x.dtype) * self.scale
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def packed(model: nn.Module) -> nn.Module:
+    for module in [*model.modules()]:
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, PackedLinear.from_linear(child))
+    return model
+
+
+def dynamically_quantised(model: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("quantise", [packed, dynamically_quantised])
+def test_quantised_layers_stay_and_compute_the_same(quantise, legacy):
+    model = quantise(legacy)
+    want = logits(model)
+    quantised = {n: m for n, m in model.named_modules() if type(m).__name__.endswith("Linear")}
+    assert len(quantised) == 21, len(quantised)
+    assert type(quantised["transformer.output_layer"]) is not nn.Linear
+    patch_model(model)
+    assert isinstance(model, GLM4VForCausalLM)
+    assert {n: m for n, m in model.named_modules() if n in quantised} == quantised
+    torch.testing.assert_close(logits(model), want, rtol=0, atol=ATOL)
+    skipped = model.train()(**padded_images(), skip_logits=True)
+    assert torch.equal(skipped.loss, model(**padded_images()).loss)
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_a_model_of_bitsandbytes_trains_an_adapter(bits, generating):
+    reason = "needs bitsandbytes, which is no requirement of ours: pip install bitsandbytes"
+    pytest.importorskip("bitsandbytes", reason=reason)
+    # The tower of the stand-in is narrower than one block of 64 weights.
+    options = {bits: True, "llm_int8_skip_modules": ["vision", "transformer.vision"]}
+    options["bnb_4bit_compute_dtype"] = torch.float32
+    loading = {"quantization_config": BitsAndBytesConfig(**options), "device_map": "cpu"}
+    folder = generating.name_or_path
+    model = type(generating).from_pretrained(folder, dtype=torch.float32, **loading)
+    model.train()  # on a CPU, a 4-bit layer that ran in eval mode cannot be trained any more
+    quantisation = model.config.quantization_config
+    want = logits(model)
+    patch_model(model)
+    assert model.config.quantization_config is quantisation
+    torch.testing.assert_close(logits(model), want, rtol=0, atol=ATOL)
+    model = adapted(model, **LANGUAGE_LORA)
+    got = gradients(model)
+    assert len(got) == 4 and all(gradient.norm() > 0 for gradient in got.values())
+
+
+# Refused, with nothing changed
+
+
+def test_a_model_that_is_ours_is_returned_unchanged():
+    for model in (tiny_model(), get_peft_model(tiny_model(), LoraConfig(**LORA))):
+        before = snapshot(model)
+        assert patch_model(model) is model
+        assert snapshot(model) == before
+
+
+def test_patching_twice_changes_nothing_more(legacy):
+    before = snapshot(patch_model(legacy))
+    assert patch_model(legacy) is legacy
+    assert snapshot(legacy) == before
+
+
+def test_other_models_are_refused(legacy):
+    assert_refused(nn.Linear(2, 2), "this Linear holds 0 glm-4v models and has to hold 1")
+    assert_refused(legacy.transformer, "this ChatGLMModel holds 0 glm-4v")
+    with pytest.raises(ValueError, match="this str holds 0 glm-4v models"):
+        patch_model("glm-4v-9b")
+
+
+@pytest.mark.parametrize("change", [{"original_rope": False}, {"vision_config": None}])
+def test_cogagent_and_text_models_are_refused(change, legacy):
+    for name, value in change.items():
+        setattr(legacy.config, name, value)
+    assert_refused(legacy, r"holds 0 glm-4v models.*original_rope not False \(a cogagent's is\)")
+
+
+def test_two_models_in_one_are_refused(legacy):
+    both = nn.ModuleList([legacy, copy.deepcopy(legacy)])
+    assert_refused(both, "this ModuleList holds 2 glm-4v models and has to hold 1")
+    assert_refused(nn.ModuleList([legacy, tiny_model()]), "holds 2 glm-4v models")
+
+
+def test_a_missing_layer_is_refused(legacy):
+    del legacy.transformer.encoder.layers[1]
+    message = r"encoder\.layers\.1 is missing, with 7 tensors and 0 hooks: give a whole glm-4v"
+    assert_refused(legacy, message)
+
+
+def test_additional_weights_are_refused(legacy):
+    legacy.classifier_head = nn.Linear(64, 2)
+    assert_refused(legacy, "classifier_head is not in our model, with 2 tensors and 0 hooks")
+
+
+def test_other_shapes_are_refused(legacy):
+    legacy.resize_token_embeddings(520)
+    message = assert_refused(legacy, "this model cannot be patched")
+    assert "output_layer.weight has shape (512, 64), and (520, 64) by its config" in message
+
+
+def test_an_additional_or_missing_parameter_of_a_module_is_refused(legacy):
+    legacy.transformer.vision.scale = nn.Parameter(torch.ones(1))
+    del legacy.transformer.rotary_pos_emb.inv_freq
+    message = assert_refused(legacy, "this model cannot be patched")
+    assert "transformer.vision.scale has shape (1,), and None by its config" in message
+    assert "rotary_pos_emb.inv_freq has shape None, and (4,) by its config" in message
+
+
+def test_all_problems_are_in_one_error_that_stays_short(legacy):
+    for layer in legacy.transformer.encoder.layers:
+        for part in (layer.self_attention, layer.mlp, layer, layer.input_layernorm):
+            part.more = nn.Parameter(torch.ones(1))
+    legacy.transformer.vision.more = nn.Parameter(torch.ones(1))
+    message = assert_refused(legacy, "and 1 more$")
+    assert message.count("\n- ") == 9
+
+
+def test_an_unsupported_config_is_refused(legacy):
+    legacy.config.hidden_dropout = 0.1
+    assert_refused(legacy, "hidden_dropout=0.1 is not supported")
+
+
+def test_a_forward_that_someone_replaced_is_refused(legacy):
+    def forward(self, *inputs):
+        return inputs[0]
+
+    block = legacy.transformer.encoder.layers[0]
+    block.forward = MethodType(forward, block)
+    where = r"transformer\.encoder\.layers\.0\.forward was replaced by test_conversion\..*forward"
+    assert_refused(legacy, where + ".*patch the model first")
+    block.forward = partial(forward, block)
+    assert_refused(legacy, where)
+    block.forward = MethodType(forward, block)
+    add_hook_to_module(block, ModelHook())
+    assert_refused(legacy, where.replace("forward was", "_old_forward was"))
+    del block.forward, block._old_forward, block._hf_hook
+    add_hook_to_module(block, ModelHook())
+    block.forward = partial(forward, block)
+    assert_refused(legacy, where)
+
+
+def test_a_replaced_method_that_ours_defines_is_refused(legacy):
+    legacy.prepare_inputs_for_generation = lambda **inputs: inputs
+    assert_refused(legacy, r"^.*\n- prepare_inputs_for_generation was replaced by test_conversion")
+
+
+def test_a_replaced_method_that_ours_does_not_define_stays(legacy):
+    """As LLaMA-Factory replaces transformers' own."""
+    legacy.get_memory_footprint = MethodType(lambda self: 7, legacy)
+    assert patch_model(legacy).get_memory_footprint() == 7
+
+
+def test_a_bound_method_of_the_published_code_that_ours_lacks_is_refused(legacy):
+    wrapper = nn.Sequential(legacy)
+    wrapper.span = legacy.image_span
+    assert_refused(wrapper, r"image_span is in use, which ours does not have")
+
+
+def test_another_module_in_the_place_of_a_published_one_is_refused(legacy):
+    legacy.transformer.encoder.final_layernorm = nn.RMSNorm(64)
+    message = "encoder.final_layernorm is a RMSNorm of torch.*, where a RMSNorm of transformers_mod"
+    assert_refused(legacy, message)
+
+
+def test_compiled_layers_are_refused(legacy):
+    layers = legacy.transformer.encoder.layers
+    layers[0].compile()
+    layers[1] = torch.compile(layers[1])
+    message = assert_refused(legacy, r"layers\.0\._compiled_call_impl was replaced by")
+    assert "layers.1 is a OptimizedModule of torch._dynamo.eval_frame, where a GLMBlock" in message
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    destroy_process_group()
+
+
+@pytest.mark.parametrize("which", ["layer", "model"])
+def test_sharded_modules_are_refused(which, legacy, one_process):
+    part = legacy.transformer.encoder.layers[0] if which == "layer" else legacy
+    fully_shard(part, mesh=one_process)
+    message = assert_refused(legacy, "before it is sharded, compiled or otherwise wrapped")
+    assert f"is a FSDP{'GLMBlock' if which == 'layer' else 'ChatGLM'}" in message
+
+
+def test_a_class_derived_by_a_user_is_refused(legacy):
+    legacy.__class__ = type("Reader", (type(legacy),), {"__module__": "reader"})
+    assert_refused(legacy, "the model is a Reader of reader, where a GLM4VForCausalLM of")
+
+
+def test_weights_that_zero3_spread_are_compared_by_their_whole_shape(legacy):
+    for parameter in legacy.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    patch_model(legacy)
+    assert type(legacy.transformer.encoder.layers[0]) is GLMBlock

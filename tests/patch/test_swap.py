@@ -1,0 +1,170 @@
+"""Replacing attributes: all of them or none, reversible, never over somebody else's."""
+
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+
+from glm4v_patched.patch.swap import PatchSet, Swap
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module ``library`` with a function and a class."""
+
+    class Loader:
+        @classmethod
+        def load(cls, name):
+            return f"{cls.__name__} {name}"
+
+        @staticmethod
+        def check(name):
+            return f"checked {name}"
+
+    class Special(Loader):
+        pass
+
+    module = ModuleType("library")
+    module.Loader, module.Special, module.save = Loader, Special, lambda name: f"saved {name}"
+    monkeypatch.setitem(sys.modules, "library", module)
+    return module
+
+
+def louder(original):
+    """A replacement that calls the original, of whatever kind that is."""
+    kind = type(original) if isinstance(original, (classmethod, staticmethod)) else None
+    function = original.__func__ if kind else original
+
+    def replacement(*args):
+        return function(*args).upper()
+
+    return kind(replacement) if kind else replacement
+
+
+SWAPS = [
+    Swap("library:Loader", "load", louder),
+    Swap("library:Loader", "check", louder),
+    Swap("library", "save", louder),
+]
+
+
+def answers(library) -> list[str]:
+    return [library.Loader.load("a"), library.Loader().check("b"), library.save("c")]
+
+
+def held(library) -> list[object]:
+    return [vars(library.Loader)["load"], vars(library.Loader)["check"], vars(library)["save"]]
+
+
+QUIET = ["Loader a", "checked b", "saved c"]
+LOUD = ["LOADER A", "CHECKED B", "SAVED C"]
+
+
+def test_attributes_are_replaced_and_put_back_as_the_objects_they_were(library):
+    before = held(library)
+    patches = PatchSet(SWAPS)
+    assert answers(library) == QUIET and not patches.is_applied
+    patches.apply()
+    assert answers(library) == LOUD and patches.is_applied
+    assert library.Special.load("a") == "SPECIAL A"
+    patches.revert()
+    assert answers(library) == QUIET and not patches.is_applied
+    assert all(now is then for now, then in zip(held(library), before, strict=True))
+
+
+def test_a_second_time_changes_nothing(library):
+    patches = PatchSet(SWAPS)
+    patches.revert()
+    patches.apply()
+    once = held(library)
+    patches.apply()
+    assert held(library) == once
+    patches.revert()
+    patches.revert()
+    assert answers(library) == QUIET
+
+
+@pytest.mark.parametrize(
+    "swap, full_name",
+    [
+        (Swap("library:Loader", "fetch", louder), "library.Loader.fetch"),
+        (Swap("library:Saver", "load", louder), "library.Saver.load"),
+        (Swap("library.files", "save", louder), "library.files.save"),
+        (Swap("library:Special", "load", louder), "library.Special.load"),
+    ],
+    ids=["attribute", "class", "module", "inherited"],
+)
+def test_a_symbol_that_moved_is_named_and_nothing_is_replaced(swap, full_name, library):
+    patches = PatchSet([*SWAPS, swap])
+    with pytest.raises(
+        AttributeError, match=f"nothing was patched.*cannot be found: {full_name} \\("
+    ):
+        patches.apply()
+    assert answers(library) == QUIET and not patches.is_applied
+
+
+def test_nothing_is_replaced_when_a_replacement_cannot_be_made(library):
+    def fails(original):
+        raise ValueError("no kernel")
+
+    patches = PatchSet([*SWAPS[:2], Swap("library", "save", fails)])
+    with pytest.raises(ValueError, match="no kernel"):
+        patches.apply()
+    assert answers(library) == QUIET and not patches.is_applied
+
+
+def test_what_others_replaced_since_is_named_and_left_alone(library):
+    patches = PatchSet(SWAPS)
+    patches.apply()
+    ours = vars(library.Loader)["load"]
+
+    def theirs(cls, name):
+        return "theirs"
+
+    library.Loader.load = classmethod(theirs)
+    with pytest.raises(RuntimeError, match=rf"library\.Loader\.load \(now of {__name__}\.test_"):
+        patches.revert()
+    assert patches.is_applied
+    assert answers(library) == ["theirs", *LOUD[1:]]
+
+    library.Loader.load = ours
+    patches.revert()
+    assert answers(library) == QUIET
+
+
+def test_an_attribute_deleted_by_others_is_theirs_too(library):
+    patches = PatchSet(SWAPS)
+    patches.apply()
+    del library.save
+    with pytest.raises(RuntimeError, match="library.save"):
+        patches.revert()
+
+
+@pytest.fixture
+def eager_switching():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_that_apply_at_once_replace_once(library, eager_switching):
+    patches = PatchSet(SWAPS)
+    start = threading.Barrier(8)
+
+    def work():
+        start.wait()
+        for _ in range(200):
+            patches.apply()
+            patches.revert()
+        patches.apply()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers(library) == LOUD
+    patches.revert()
+    assert answers(library) == QUIET

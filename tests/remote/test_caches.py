@@ -1,0 +1,188 @@
+"""Caches that are changed between two calls: rows keep their positions, or the call is refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, tiny_model
+
+# fp32, cached against one pass. Measured 5.7e-6; another row's position differs by 0.1 and more.
+ATOL = 2e-5
+# Unlike numbers of images, so that the next positions of the rows differ.
+ROWS = [
+    text(20, seed=1),
+    [*text(4, seed=2), *grown_image(), *text(6, seed=3)],
+    [*text(2, seed=4), *grown_image(), *grown_image(), *text(3, seed=5)],
+]
+STEP = torch.tensor([[7], [8], [9]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@torch.no_grad()
+def filled(model, cache=None) -> tuple[DynamicCache, torch.Tensor]:
+    batch = padded(ROWS, "left")
+    output = model(**batch, pixel_values=pictures(3), past_key_values=cache, use_cache=True)
+    return output.past_key_values, batch["attention_mask"]
+
+
+@torch.no_grad()
+def stepped(model, cache, ids, mask, **inputs) -> torch.Tensor:
+    mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
+    return model(input_ids=ids, attention_mask=mask, past_key_values=cache, **inputs).logits[:, -1]
+
+
+@pytest.fixture(scope="module")
+def want(model) -> torch.Tensor:
+    """The logits after ``STEP``, row by row without a cache."""
+    logits = []
+    for row, step, images in zip(ROWS, STEP.tolist(), pictures(3).split([0, 1, 2]), strict=True):
+        images = images if len(images) else None
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([row + step]), pixel_values=images)
+        logits.append(output.logits[0, -1])
+    return torch.stack(logits)
+
+
+ORDERS = [[0, 1, 2], [2, 0, 1], [1, 1, 0], [2, 2, 2]]
+
+
+def by_method(cache, order):
+    cache.reorder_cache(order)
+
+
+def by_hand(cache, order):
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[order], layer.values[order]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("reorder", [by_method, by_hand])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "copied", "saved"])
+def test_reordered_rows_keep_their_positions(model, want, kind, reorder, order):
+    static = StaticCache(config=model.config, max_cache_len=64) if kind == "static" else None
+    cache, mask = filled(model, static)
+    if kind == "copied":
+        cache = copy.deepcopy(cache)
+    if kind == "saved":
+        file = io.BytesIO()
+        torch.save(cache, file)
+        file.seek(0)
+        cache = torch.load(file, weights_only=False)
+    order = torch.tensor(order)
+    reorder(cache, order)
+    got = stepped(model, cache, STEP[order], mask[order])
+    assert (got - want[order]).abs().max() <= ATOL
+
+
+@pytest.mark.parametrize("chosen", [[2], [0, 2], [2, 1]], ids=str)
+def test_selected_rows_keep_their_positions(model, want, chosen):
+    cache, mask = filled(model)
+    chosen = torch.tensor(chosen)
+    cache.batch_select_indices(chosen)
+    got = stepped(model, cache, STEP[chosen], mask[chosen])
+    assert (got - want[chosen]).abs().max() <= ATOL
+
+
+def test_repeated_rows_keep_their_positions(model, want):
+    cache, mask = filled(model)
+    cache.batch_repeat_interleave(2)
+    got = stepped(model, cache, STEP.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
+    assert (got - want.repeat_interleave(2, 0)).abs().max() <= ATOL
+
+
+def test_refuses_another_number_of_rows_than_the_cache_has(model):
+    cache, mask = filled(model)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="the cache holds 2 rows but 3 are given"):
+        stepped(model, cache, STEP, mask)
+
+
+def remade(cache) -> DynamicCache:
+    """Another cache around the same tensors, as code does that sends them elsewhere."""
+    other = DynamicCache()
+    for number, layer in enumerate(cache.layers):
+        other.update(layer.keys, layer.values, number)
+    return other
+
+
+def test_a_cache_made_anew_from_its_tensors_needs_positions(model, want):
+    cache, mask = filled(model)
+    other = remade(cache)
+    length = mask.shape[1]
+    with pytest.raises(ValueError, match=f"holds {length} positions .* give position_ids"):
+        stepped(model, other, STEP, mask)
+    # An image costs three positions of its six ids here.
+    positions = mask.sum(1, keepdim=True) - torch.tensor([[0], [3], [6]])
+    got = stepped(model, other, STEP, mask, position_ids=positions)
+    assert (got - want).abs().max() <= ATOL
+    # The model knows the rows again that it has added to.
+    got = stepped(model, other, STEP, torch.cat((mask, torch.ones(3, 1)), 1).long())
+    again = stepped(model, cache, STEP, mask)
+    again = stepped(model, cache, STEP, torch.cat((mask, torch.ones(3, 1)), 1).long())
+    assert torch.equal(got, again)
+
+
+def test_rows_that_this_model_did_not_fill_need_positions(model):
+    cache, mask = filled(model)
+    foreign, _ = filled(tiny_model(num_attention_heads=4))
+    for layer, other in zip(cache.layers, foreign.layers, strict=True):
+        layer.keys = torch.cat((layer.keys[:2], other.keys[2:] + 1))
+    with pytest.raises(ValueError, match="1 rows of the cache are not rows as this model filled"):
+        stepped(model, cache, STEP, mask)
+
+
+def test_a_cropped_cache_needs_positions(model, want):
+    cache, mask = filled(model)
+    stepped(model, cache, STEP + 1, mask)
+    cache.crop(-1)
+    with pytest.raises(ValueError, match="was filled to .* give position_ids"):
+        stepped(model, cache, STEP, mask)
+    positions = mask.sum(1, keepdim=True) - torch.tensor([[0], [3], [6]])
+    got = stepped(model, cache, STEP, mask, position_ids=positions)
+    assert (got - want).abs().max() <= ATOL
+
+
+def test_an_emptied_cache_is_as_new(model):
+    cache, _ = filled(model)
+    cache.reset()
+    ids = torch.tensor([ROWS[0]] * 3)
+    if cache.get_seq_length():  # transformers 4.57 fills a dynamic cache with zeros
+        with pytest.raises(ValueError, match="3 rows of the cache are not rows as this model"):
+            model(input_ids=ids, past_key_values=cache)
+        return
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids, past_key_values=cache).logits, model(ids).logits)
+
+
+def test_rows_in_two_dtypes_and_with_broken_numbers_are_known_again():
+    model = tiny_model(torch.bfloat16)
+    with torch.no_grad():
+        model.transformer.encoder.layers[0].mlp.dense_4h_to_h.weight.fill_(torch.nan)
+    cache, mask = filled(model)
+    cache.reorder_cache(torch.tensor([2, 1, 0]))
+    assert stepped(model, cache, STEP, mask.flip(0)).isnan().all()
+
+
+def test_generate_goes_on_with_a_cache_that_was_copied_and_reordered(model):
+    """One prompt with its image, kept once; two continuations of it, in the other order."""
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
+    prompt = [*text(3, seed=1), *grown_image(), *text(2, seed=2)]
+    later = [[*prompt, *text(3, seed=seed)] for seed in (5, 6)]
+    with torch.no_grad():
+        cache = model(
+            input_ids=torch.tensor([prompt] * 2), pixel_values=pictures(1).repeat(2, 1, 1, 1)
+        ).past_key_values
+    cache = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    got = model.generate(torch.tensor(later), past_key_values=cache, **options)
+    for row, ids in zip(later, got, strict=True):
+        assert row.count(BOI) == 1
+        alone = model.generate(torch.tensor([row]), pixel_values=pictures(1), **options)
+        assert torch.equal(ids, alone[0])

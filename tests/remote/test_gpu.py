@@ -1,0 +1,145 @@
+"""The attention implementations on a GPU, forward and backward; run with ``pytest -m gpu``."""
+
+import json
+
+import pytest
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.worker import measure
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
+from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
+from glm4v_patched.engine.deepspeed.throttle import limit_run_ahead
+from glm4v_patched.engine.memory_plan import count_parameters
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.tiny import golden_json, padded, pictures, text, three_id_image, tiny_config
+
+pytestmark = pytest.mark.gpu
+
+SIDE = 168
+
+# Relative to the largest gradient. Measured on an H200: fp32 eager and flex 2e-5; bf16 flex 3e-2,
+# eager 2e-2, which is how differently they round. In fp32 a label predicted from padding already
+# differed by 9e-2.
+RTOL = {torch.float32: 1e-4, torch.bfloat16: 8e-2}
+
+
+def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict]:
+    """Loss and gradients of rows with two, one and no image, with checkpointing.
+
+    The rows are padded on one side or, for "packed", joined.
+    """
+    # Heads of 16 channels in both towers: flex on a GPU takes no smaller ones.
+    vision = {"hidden_size": 64, "intermediate_size": 128, "image_size": SIDE, "num_positions": 145}
+    torch.manual_seed(0)
+    config = tiny_config(
+        vision_config=tiny_config().vision_config | vision, seq_length=1024, initializer_range=0.1
+    )
+    model = GLM4VForCausalLM._from_config(config, attn_implementation=implementation)
+    model = model.to("cuda", dtype).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    image = three_id_image()
+    two, one = [*image, *text(100, 1), *image, *text(200, 2)], [5, *image, *text(180, 3)]
+    rows = [two, one, text(140, 4)]
+    if side == "packed":
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        inputs = {"input_ids": torch.tensor([sum(rows, [])]), "position_ids": positions[None]}
+    else:
+        inputs = padded(rows, side)
+    inputs = {name: value.cuda() for name, value in inputs.items()}
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
+    loss = model(**inputs, labels=labels, pixel_values=pictures(3, side=SIDE).cuda()).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("eager", torch.float32),
+        ("flex_attention", torch.float32),
+        ("flex_attention", torch.bfloat16),
+        ("flash_attention_2", torch.bfloat16),
+    ],
+)
+def test_implementations_agree_with_sdpa(implementation, dtype, side):
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        pytest.skip("flash-attn is not installed: pip install flash-attn")
+    assert_equal(run(implementation, dtype, side), run("sdpa", dtype, side), dtype)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("sdpa", torch.float32),
+        ("sdpa", torch.bfloat16),
+        ("flex_attention", torch.float32),
+        ("flash_attention_2", torch.bfloat16),
+    ],
+)
+def test_packed_rows_agree_with_padded_ones(implementation, dtype):
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        pytest.skip("flash-attn is not installed: pip install flash-attn")
+    assert_equal(run(implementation, dtype, "packed"), run("sdpa", dtype, "left"), dtype)
+
+
+def assert_equal(got: tuple[float, dict], wanted: tuple[float, dict], dtype: torch.dtype) -> None:
+    (loss, gradients), (want_loss, want) = got, wanted
+    assert loss == pytest.approx(want_loss, rel=RTOL[dtype])
+    largest = max(gradient.abs().max() for gradient in want.values())
+    for name, gradient in want.items():
+        assert (gradients[name] - gradient).abs().max() <= RTOL[dtype] * largest, name
+
+
+def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
+    def gradients(layers_ahead: int) -> dict:
+        torch.manual_seed(0)
+        model = GLM4VForCausalLM(tiny_config()).to("cuda", torch.bfloat16).train()
+        checkpoint_layers(model, "attention", "attention")
+        if layers_ahead:
+            limit_run_ahead(model, layers_ahead)
+        ids = torch.tensor([[5, *three_id_image(), *text(20, 1)]], device="cuda")
+        pixels = pictures(1).to("cuda", torch.bfloat16)
+        for _ in range(3):
+            model.zero_grad()
+            model(input_ids=ids, labels=ids, pixel_values=pixels).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    alone, waiting = gradients(0), gradients(1)
+    assert all(torch.equal(alone[name], waiting[name]) for name in alone)
+
+
+def test_norms_of_many_gradients_are_exact_without_a_copy():
+    norm = _in_place(lambda gradients, _parameters, _norm_type: gradients[0])
+    gradients = [torch.randn(2**27, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    taken = norm(gradients, [None, None]).item()
+    assert torch.cuda.max_memory_allocated() - before < gradients[0].nbytes / 8
+    exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+    assert taken == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_a_training_steps_memory_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(golden_json("config.json") | {"hidden_size": 1024}))
+    settings = Settings(
+        workload="full",
+        text_tokens=64,
+        zero_stage=0,
+        compile=False,
+        config=str(config),
+        language="none",
+    )
+    row = measure(settings)
+    parts, peak = row["memory_gib"], row["peak_allocated_gib"]
+    weights = sum(count_parameters(ChatGLMConfig(**json.loads(config.read_text())))) * 2 / 2**30
+    assert parts["weights"] == pytest.approx(weights, rel=0.05)
+    assert parts["gradients"] == pytest.approx(weights, rel=0.1)
+    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.05)  # two moments in bf16
+    assert parts["activations"] > 0 and parts["logits"] > 0
+    assert parts["peak"] == pytest.approx(peak, rel=0.05)

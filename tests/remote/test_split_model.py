@@ -1,0 +1,95 @@
+"""A model that device_map split over devices is trained by one process, or refused."""
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from glm4v_patched.remote.modeling_chatglm import ChatGLMModel
+from tests.helpers.tiny import text, tiny_model
+
+SPLIT = {"transformer.vision": 0, "transformer.encoder": 1, "transformer.embedding": 0}
+REFUSED = (
+    r"split over 2 devices \(0, 1\).*cannot be trained by 2 processes"
+    r'.*without device_map or with device_map=\{"": local_rank\}, or train it in 1 process'
+)
+
+
+@pytest.fixture
+def processes():
+    """``processes(number)`` makes this process one of a group; torch's fake group sends nothing."""
+
+    def join(number: int) -> None:
+        torch.distributed.init_process_group("fake", FakeStore(), rank=0, world_size=number)
+
+    yield join
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def split_model(device_map=SPLIT):
+    """A model with the mark that accelerate leaves when it spreads one over devices."""
+    model = tiny_model()
+    model.hf_device_map = device_map
+    return model
+
+
+def train_a_step(model) -> None:
+    ids = torch.tensor([text(6)])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.transformer.embedding.word_embeddings.weight.grad.norm() > 0
+
+
+def test_is_refused_when_training_begins_among_processes(processes):
+    processes(2)
+    with pytest.raises(ValueError, match=REFUSED):
+        split_model().train()
+
+
+def test_is_refused_when_the_processes_meet_later(processes):
+    model = split_model().train()
+    processes(2)
+    with pytest.raises(ValueError, match=REFUSED):
+        train_a_step(model)
+
+
+def test_is_refused_inside_wrappers(processes):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(split_model(), LoraConfig(r=2, target_modules=["query_key_value"]))
+    processes(2)
+    with pytest.raises(ValueError, match=REFUSED):
+        model.train()
+
+
+def test_the_model_without_its_loss_is_refused_too(processes):
+    model = ChatGLMModel(tiny_model().config)
+    model.hf_device_map = {"vision": "cpu", "encoder": "disk"}
+    processes(2)
+    with pytest.raises(ValueError, match=r"2 devices \(cpu, disk\)"):
+        model.train()
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_one_process_trains_it(number, processes):
+    if number is not None:
+        processes(number)
+    train_a_step(split_model().train())
+
+
+def test_several_processes_may_answer_with_it(processes):
+    processes(2)
+    with torch.no_grad():
+        split_model().eval()(input_ids=torch.tensor([text(6)]))
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "cpu"},
+        {"transformer.vision": 0, "transformer.encoder": "cuda:0"},
+        {"transformer.vision": torch.device("cuda:0"), "transformer.encoder": 0},
+    ],
+)
+def test_one_device_is_no_split(device_map, processes):
+    processes(2)
+    train_a_step(split_model(device_map).train())

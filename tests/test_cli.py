@@ -1,0 +1,209 @@
+"""The command line says what is wrong before it starts."""
+
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from glm4v_patched.cli import main
+from glm4v_patched.engine.deepspeed.config import path_of_processes, require_deepspeed
+from glm4v_patched.finetune import launch
+from glm4v_patched.finetune.checkpoints import write_manifest
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
+from glm4v_patched.finetune.trainer import check_data, settings_of
+from tests.helpers.recipes import drawn_recipe
+
+
+def test_a_cpu_without_a_compiler_is_told_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(
+        shutil, "which", lambda name, path=None: None if "+" in name else f"/bin/{name}"
+    )
+    with pytest.raises(RuntimeError, match="C.. compiler.*apt-get install g.."):
+        require_deepspeed(on_cpu=True)
+    require_deepspeed(on_cpu=False)
+
+
+def test_missing_ninja_and_deepspeed_are_named_together(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"(?s)glm4v-patched\[train\].*g\+\+.*pip install ninja"):
+        require_deepspeed(on_cpu=True)
+
+
+@pytest.mark.parametrize("option", ["--steps", "--processes"])
+def test_less_than_one_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", option, "0"])
+    assert "0 is less than 1" in capsys.readouterr().err
+
+
+def test_a_data_file_that_is_not_there_ends_with_its_name(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--data", str(tmp_path / "none.jsonl")]) == 1
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_one_conversation_cannot_be_split(tmp_path, capsys):
+    data = tmp_path / "one.jsonl"
+    data.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    assert main(["demo", "--out", str(tmp_path), "--data", str(data)]) == 1
+    assert "1 conversations; at least 2 are needed" in capsys.readouterr().err
+
+
+def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    assert main(["demo", "--out", str(tmp_path / "new"), "--device", "cpu"]) == 1
+    assert "apt-get install g++" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_ninja_of_an_environment_that_is_not_activated_is_found(tmp_path, monkeypatch):
+    for name in ("python", "ninja", "g++"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    return drawn_recipe(tmp_path_factory.mktemp("command_line"), {})
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch, drawn) -> dict:
+    """A recipe in ``recipe.json``, and no processes that it could be run on."""
+    values = {
+        "model": drawn.model,
+        "out": str(tmp_path / "out"),
+        "data": {"train": drawn.data.train},
+        "trainer": {
+            "max_steps": 10,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+        },
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(values))
+    monkeypatch.setattr(launch, "require_deepspeed", lambda on_cpu: None)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("processes were started"))
+    return values
+
+
+def add_checkpoint(tmp_path, step: int, processes: int = 2) -> None:
+    folder = tmp_path / "out" / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("x")
+    mine = Recipe.read(tmp_path / "recipe.json")
+    checked = check_data(mine)
+    rows = Rows(checked.row_digests, checked.row_lines)
+    base = identify(base_of(mine))
+    write_manifest(folder, Origin(settings_of(mine, processes), base, rows))
+
+
+def run_train(tmp_path, *options: str) -> int:
+    return main(
+        ["train", str(tmp_path / "recipe.json"), "--processes", "2", "--device", "cpu", *options]
+    )
+
+
+def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+    (tmp_path / "recipe.json").write_text('{"stepps": 3}')
+    assert main(["train", str(tmp_path / "recipe.json")]) == 1
+    assert re.search(
+        "(?s)recipe.json: data.train is missing.*json:1: stepps is not", capsys.readouterr().err
+    )
+
+
+def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
+    tmp_path, recipe, capsys
+):
+    add_checkpoint(tmp_path, 4)
+    assert run_train(tmp_path) == 1
+    message = capsys.readouterr().err
+    assert "holds checkpoint-4; give the new run another folder (out), or continue" in message
+    assert "(--resume)" in message
+    assert not (tmp_path / "out" / "recipe.json").exists()
+
+
+@pytest.mark.parametrize("options", [["--resume"], ["--resume-from", "out/checkpoint-4"]])
+def test_training_continues_from_the_checkpoint_it_names(
+    tmp_path, recipe, options, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    add_checkpoint(tmp_path, 4)
+    commands = []
+    monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
+    assert run_train(tmp_path, *options) == 0
+    assert "checkpoint-4, after step 4" in capsys.readouterr().out
+    assert commands[0][-2] == "--resume-from"
+    assert (tmp_path / commands[0][-1]).samefile(tmp_path / "out" / "checkpoint-4")
+
+
+def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
+    tmp_path, recipe, monkeypatch, capsys
+):
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    commands = []
+    monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
+    assert run_train(tmp_path, "--resume") == 0
+    assert "no complete checkpoint in" in capsys.readouterr().out
+    assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
+    assert "--resume-from" not in commands[0]
+
+
+def test_an_incomplete_checkpoint_that_is_named_is_refused(tmp_path, recipe, capsys):
+    add_checkpoint(tmp_path, 4)
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    (checkpoint / "latest").write_text("longer")
+    assert run_train(tmp_path, "--resume-from", str(checkpoint)) == 1
+    assert "latest: expected 1 bytes, found 6" in capsys.readouterr().err
+
+
+def test_a_run_of_another_number_of_processes_cannot_be_continued(tmp_path, recipe, capsys):
+    add_checkpoint(tmp_path, 4, processes=3)
+    assert run_train(tmp_path, "--resume") == 1
+    assert "processes: 3 there, 2 now" in capsys.readouterr().err
+
+
+def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, monkeypatch, capsys):
+    add_checkpoint(tmp_path, 4)
+    monkeypatch.setattr(launch, "_run", lambda command, environment: 1)
+    assert run_train(tmp_path, "--resume") == 1
+    message = capsys.readouterr().err
+    assert "failed with exit status 1" in message
+    assert f"to continue from {tmp_path / 'out' / 'checkpoint-4'}:\n  glm4v-patched" in message
+
+
+def test_ctrl_c_ends_with_the_status_of_a_signal(tmp_path, recipe, monkeypatch, capsys):
+    def interrupt(command, environment):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_run", interrupt)
+    assert run_train(tmp_path) == 128 + signal.SIGINT
+    assert "training was stopped by SIGINT\nto continue" in capsys.readouterr().err
+
+
+def test_a_lock_that_a_killed_process_left_is_named_and_one_in_use_is_not(
+    tmp_path, recipe, monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "_run", lambda command, environment: 0)
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        assert run_train(tmp_path) == 0
+    assert run_train(tmp_path) == 1
+    assert f"rm {lock}" in capsys.readouterr().err
+    assert lock.exists()
+    lock.unlink()
+    assert run_train(tmp_path) == 0

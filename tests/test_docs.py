@@ -1,0 +1,104 @@
+"""README and docs: links lead somewhere, examples are read, commands are known."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from glm4v_patched.bench.rows import read_rows
+from glm4v_patched.cli import _parser
+from glm4v_patched.finetune.config import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CARD = ROOT / "hub_upload" / "MODEL_CARD.md"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_are_there(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", PAGES[0].read_text()))
+    assert linked == {page.name for page in PAGES[1:]}
+
+
+def test_the_readme_is_a_screen_and_a_half():
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 150 and len(text.encode()) <= 12_000
+
+
+RECIPES = [
+    (page, number)
+    for page in [*PAGES, CARD]
+    for number, block in enumerate(blocks(page, "yaml"))
+    if "trainer:" in block
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), RECIPES, ids=lambda value: getattr(value, "name", None)
+)
+def test_recipes_are_read(page, number, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(blocks(page, "yaml")[number])
+    assert Recipe.read(tmp_path / "recipe.yaml").trainer.max_steps > 0
+
+
+def test_there_are_recipes_in_the_pages():
+    assert {page.name for page, _ in RECIPES} >= {"README.md", "training.md"}
+
+
+COMMANDS = {
+    line.split("   #")[0].strip().removeprefix(".venv/bin/")
+    for page in PAGES
+    for block in blocks(page, "bash")
+    for line in block.replace("\\\n", " ").splitlines()
+    if re.match(r"(\.venv/bin/)?glm4v-patched ", line)
+}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_commands_have_options_that_exist(command):
+    _parser().parse_args(shlex.split(command)[1:])
+
+
+def test_what_you_need_is_measured():
+    """Each row of README's table is a row of the results."""
+    results = [
+        row
+        for file in (ROOT / "docs" / "benchmarks").glob("bench_*.json")
+        for row in read_rows(file)
+        if "error" not in row
+    ]
+    lines = re.findall(
+        r"^\| (\d) x (\d+) GB \| `(\w+)`.*\| ([\d.]+) \|$", PAGES[0].read_text(), re.M
+    )
+    assert len(lines) >= 6
+    for gpus, gigabytes, trained, speed in lines:
+        assert any(
+            row["workload"] == trained
+            and row["gpus"] == int(gpus)
+            and f"{row['samples_per_s_per_gpu']:.3g}" == speed
+            and row["peak_reserved_gib"] < int(gigabytes)
+            for row in results
+        ), (gpus, gigabytes, trained, speed)
+
+
+def test_lines_of_data_are_lines_of_json():
+    [line] = [block for block in blocks(PAGES[0], "json") if "messages" in block]
+    assert json.loads(line)["messages"][-1]["role"] == "assistant"
+
+
+def test_yaml_blocks_are_yaml():
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            yaml.safe_load(block)
