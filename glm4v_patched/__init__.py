@@ -6,10 +6,10 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "applied", "apply", "patch_model", "revert"]
 
 _HOMES = {
-    "applied": "activation",
-    "apply": "activation",
-    "patch_model": "conversion",
-    "revert": "activation",
+    "applied": "patch.auto_classes",
+    "apply": "patch.auto_classes",
+    "patch_model": "patch.convert",
+    "revert": "patch.auto_classes",
 }
 
 

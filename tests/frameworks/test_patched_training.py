@@ -27,7 +27,7 @@ from tests.helpers.tiny import BOI
 HERE = Path(__file__).parent
 PYTHON, RUN = "python", ("python", "-m", "glm4v_patched.run")
 TWO_LINES = "import glm4v_patched; glm4v_patched.apply()\n"
-STRANGER = ROOT / "glm4v_patched" / "training" / "stranger.py"
+STRANGER = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
 IMAGE_SIDE = 56  # of the stand-in
 SECONDS = 150
 LORA = ("--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear")
