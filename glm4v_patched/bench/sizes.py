@@ -19,7 +19,7 @@ def training_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Tr
     """What decides the memory of one of so many processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
     return Training(
-        trained=settings.workload,
+        trained=settings.trained,
         micro_batch=1 if settings.packed else settings.micro_batch,
         row_length=sum(lengths) if settings.packed else lengths[0],
         images_per_row=settings.micro_batch if settings.packed else 1,
@@ -27,6 +27,6 @@ def training_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Tr
         processes=processes,
         optimizer=settings.optimizer,
         offload=settings.offload,
-        loss_chunk=settings.loss_chunk,
+        loss_chunk=settings.loss_chunk_size,
         compiled=settings.compile,
     )

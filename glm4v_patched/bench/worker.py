@@ -81,7 +81,7 @@ def measure(settings: Settings) -> dict | None:
     rate = settings.micro_batch / median
     lengths = settings.text_lengths()
     work = statistics.mean(
-        useful_flop(config, settings.workload, length, _supervised(length), settings.reuse_features)
+        useful_flop(config, settings.trained, length, _supervised(length), settings.reuse_features)
         for length in lengths
     )
     positions = config.vision.num_image_tokens + 2 + statistics.mean(lengths)
@@ -107,28 +107,28 @@ def measure(settings: Settings) -> dict | None:
 
 def _build(settings: Settings, device: str, config: ChatGLMConfig, kept: Kept) -> nn.Module:
     """Random weights in bf16, with what is not trained frozen."""
-    if settings.workload != "qlora":
+    if settings.trained != "qlora":
         _cap_memory(settings)
     if settings.against is not None:
         original = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
         model = AutoModelForCausalLM.from_config(
             original, trust_remote_code=True, dtype=torch.bfloat16
         )
-        model = select_weights(model, settings.workload).train()
+        model = select_weights(model, settings.trained).train()
         model.gradient_checkpointing_enable()
         return model
     if settings.liger:
         apply(rms_norm=True, swiglu=True)
     config.skip_logits = not settings.all_logits
-    config.loss_chunk_size = settings.loss_chunk
+    config.loss_chunk_size = settings.loss_chunk_size
     model = GLM4VForCausalLM._from_config(
-        config, dtype=torch.bfloat16, attn_implementation=settings.attention
+        config, dtype=torch.bfloat16, attn_implementation=settings.attn_implementation
     )
-    if settings.workload == "qlora":
+    if settings.trained == "qlora":
         # The cap comes after: a model that is loaded is never whole on the GPU, this one is.
         quantise(model, device)
         _cap_memory(settings)
-    model = select_weights(model, settings.workload).train()
+    model = select_weights(model, settings.trained).train()
     checkpoint_layers(model, kept.tower, kept.language)
     if settings.compile:
         compile_layers(model)
@@ -138,7 +138,7 @@ def _build(settings: Settings, device: str, config: ChatGLMConfig, kept: Kept) -
 def _kept(settings: Settings, config: ChatGLMConfig) -> Kept:
     training = training_of(settings, config, int(os.environ.get("WORLD_SIZE", 1)))
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
-    asked = Kept(settings.tower, settings.language, settings.kept_gathered)
+    asked = Kept(settings.tower, settings.language, settings.stage3_max_live_parameters)
     return choose_kept(config, training, free_memory(limit), asked)
 
 

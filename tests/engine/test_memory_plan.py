@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm4v_patched.bench.rows import read_rows
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.settings import Settings, settings_of
 from glm4v_patched.engine.memory_plan import (
     CANDIDATES,
     GIB,
@@ -43,7 +43,7 @@ def measured_rows():
             longest = 1602 + row["text_tokens"]
             lengths = [longest] * row["micro_batch"]
             if settings.get("packed"):
-                texts = Settings(**settings).text_lengths()
+                texts = Settings(**settings_of(row)).text_lengths()
                 lengths = [sum(1602 + text for text in texts)]
             chosen = row.get("policies") or {
                 "tower": settings["tower"],
