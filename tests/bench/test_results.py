@@ -259,6 +259,25 @@ def test_the_documented_table_is_what_the_rows_give():
     assert command in page
 
 
+def test_what_to_choose_is_measured():
+    """Each row of the table by cards is a row of the results."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    pattern = r"^\| (\d) x (\d+) GB \| `(\w+)` \| (\d) \|.*\| ([\d.]+) \| ([\d.]+) \|$"
+    chosen = re.findall(pattern, page, re.MULTILINE)
+    assert len(chosen) >= 10
+    measured = {
+        (
+            *(str(row["gpus"]), row["workload"], str(row["micro_batch"])),
+            f"{row['samples_per_s_per_gpu']:.3g}",
+            f"{row['peak_reserved_gib']:.1f}",
+        )
+        for row in MEASURED
+    }
+    for gpus, gigabytes, *row, speed, reserved in chosen:
+        assert (gpus, *row, speed, reserved) in measured
+        assert (float(reserved) + 2) * 2**30 < int(gigabytes) * 10**9
+
+
 def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
     path = tmp_path / "page.md"
     files = [tmp_path / "a.json", tmp_path / "b.json"]
