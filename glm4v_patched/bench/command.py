@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from ..engine.deepspeed.config import path_of_processes
+from ..engine.environment import training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from .ablation import ablation
@@ -179,7 +178,7 @@ def measure_in_processes(
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
         command += ["-m", "glm4v_patched.bench.worker", settings.to_json(), str(out)]
         printed = Path(folder, "output.txt")
-        error = _run(command, printed, _environment(gpus, on_cpu), timeout)
+        error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
         if out.exists():
             return row | json.loads(out.read_text())
     return row | {"error": error, "device": "cpu" if on_cpu else find_gpus().found[0].name}
@@ -203,12 +202,3 @@ def _run(command: list[str], printed: Path, environment: dict[str, str], timeout
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (memory or late or errors or ["\n".join(lines[-5:])])[-1][:600]
-
-
-def _environment(processes: int, on_cpu: bool) -> dict[str, str]:
-    threads = max((os.cpu_count() or 1) // processes, 1)  # an offloaded optimizer needs them
-    # Gathered weights come and go in many sizes; this keeps the allocator from falling to pieces.
-    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    defaults = {"OMP_NUM_THREADS": str(threads)} | memory
-    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    return defaults | os.environ | cpu | {"PATH": path_of_processes()}

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..engine.options import OPTIMIZERS, POLICIES, TRAINED, check_policy, trains_tower
+from ..engine.activation_policies import EVERY, POLICIES, check_policy
+from ..engine.options import OPTIMIZERS, TRAINED, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 # What fields were called in older rows and in their commands.
@@ -28,7 +29,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
-_POLICIES = f"auto (by memory), {', '.join(POLICIES)} or 'every N'"
+_POLICIES = f"auto (by memory), {', '.join(POLICIES)} or '{EVERY}'"
 
 
 @dataclass(frozen=True, kw_only=True)

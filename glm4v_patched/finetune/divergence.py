@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ..engine.deepspeed.internals import is_sharded, own_shard
+
 logger = logging.getLogger(__name__)
 
 READ_EVERY = 10
@@ -174,8 +176,4 @@ def _are_not_finite(parts: list[Tensor]) -> Tensor:
 
 def _own_part(parameter: nn.Parameter) -> Tensor:
     """What this process holds of a weight; under ZeRO-3 without the padding of the last shard."""
-    if not hasattr(parameter, "ds_tensor"):
-        return parameter.data
-    shard = parameter.ds_tensor.data
-    begin = dist.get_rank(parameter.ds_process_group) * shard.numel()
-    return shard[: max(parameter.ds_numel - begin, 0)]
+    return own_shard(parameter) if is_sharded(parameter) else parameter.data

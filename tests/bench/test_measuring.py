@@ -54,8 +54,6 @@ def test_a_sample_of_the_real_size():
 class Step:
     """A trainer whose model keeps one buffer for gradients, and makes 3 GiB more of them."""
 
-    weights = 2 * GIB
-
     def __init__(self, now: dict):
         self.now = now
         self.model = nn.ModuleDict({"output_layer": nn.Linear(2, 2)})
@@ -85,6 +83,7 @@ def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
     monkeypatch.setattr(accounting, "allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
+    monkeypatch.setattr(accounting, "_held", lambda model: 2 * GIB)
     parts = accounting.memory_parts(Step(now), {})
     assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
