@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .table import DESCRIPTION, failure, method, sort_rows
+from .table import chosen, failure, hardware, method, sort_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,19 +58,18 @@ def draw_pictures(rows: list[dict], folder: Path) -> list[Path]:
 
 def memory_figure(rows: list[dict]) -> Figure:
     """Bars as long as the peak allocated, parted where rows have parts; a mark is the reserved."""
-    notes = [
-        failure(row) or ("not measured" if row["peak_allocated_gib"] is None else "")
-        for row in rows
-    ]
-    figure, axes = _axes(rows, "peak memory, GiB a GPU", notes)
-    parts, left = [_parts(row) for row in rows], [0.0] * len(rows)
+    figure, axes = _axes(rows, "peak memory, GiB a GPU", "peak_allocated_gib")
+    left = [0.0] * len(rows)
     for part, colour in PARTS.items():
-        width = [of_row[part] for of_row in parts]
-        label = part if any(width) else "_nothing"  # matplotlib leaves such a name out
-        axes.barh(range(len(rows)), width, left=left, color=colour, label=label)
-        left = [sum(ends) for ends in zip(left, width, strict=True)]
-    reserved = [row.get("peak_reserved_gib") for row in rows]
-    marks = [float("nan") if value is None else value for value in reserved]
+        found = [(row.get("memory_gib") or {}).get(part) or 0.0 for row in rows]
+        if part == UNKNOWN:
+            peaks = [row.get("peak_allocated_gib") or 0.0 for row in rows]
+            rest = [peak - known for peak, known in zip(peaks, left, strict=True)]
+            found = [size if size > 0.1 else 0.0 for size in rest]
+        label = part if any(found) else "_nothing"  # matplotlib leaves such a name out
+        axes.barh(range(len(rows)), found, left=left, color=colour, label=label)
+        left = [sum(ends) for ends in zip(left, found, strict=True)]
+    marks = [row.get("peak_reserved_gib") or float("nan") for row in rows]
     axes.plot(marks, range(len(rows)), "|", color="black", markersize=14, label="reserved")
     figure.legend(loc="outside lower center", ncols=8, frameon=False)
     return figure
@@ -80,16 +78,18 @@ def memory_figure(rows: list[dict]) -> Figure:
 def speed_figure(rows: list[dict]) -> Figure:
     """Bars as long as tokens/s/GPU, with samples/s/GPU beside them."""
     label = "tokens/s/GPU, an image's positions included; beside: samples/s/GPU"
-    figure, axes = _axes(rows, label, [failure(row) for row in rows])
+    figure, axes = _axes(rows, label, "tokens_per_s_per_gpu")
     bars = axes.barh(range(len(rows)), [row.get("tokens_per_s_per_gpu", 0) for row in rows])
     told = ["" if failure(row) else f"{row['samples_per_s_per_gpu']:.3g}" for row in rows]
     axes.bar_label(bars, told, padding=3)
     return figure
 
 
-def _axes(rows: list[dict], label: str, notes: list[str]) -> tuple[Figure, Axes]:
-    """A line for each row, that says what sets it apart, and a note at its start; what all rows
-    have in common is the title."""
+def _axes(rows: list[dict], label: str, figure_of: str) -> tuple[Figure, Axes]:
+    """A line for each row, named by what sets it apart; what all have in common is the title.
+
+    Rows without the field ``figure_of`` say why.
+    """
     from matplotlib.figure import Figure
 
     names = [_name(row) for row in rows]
@@ -103,30 +103,18 @@ def _axes(rows: list[dict], label: str, notes: list[str]) -> tuple[Figure, Axes]
     axes = figure.subplots()
     axes.set_title(textwrap.fill("; ".join(shared), 120), fontsize=9)
     axes.set_yticks(range(len(rows)), told, fontsize=8)
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=label)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=label, axisbelow=True)
     axes.grid(alpha=0.3, axis="x")
-    axes.set_axisbelow(True)
     axes.margins(x=0.08)
-    for place, note in enumerate(notes):
+    for place, row in enumerate(rows):
+        note = failure(row) or ("not measured" if row[figure_of] is None else "")
         axes.text(0, place, f" {note}", va="center", color="#cc3311", in_layout=False)
     return figure, axes
 
 
 def _name(row: dict) -> list[str]:
-    trained, hardware, *rest, _ = ((name, say(row)) for name, say in DESCRIPTION.items())
-    told = [re.sub("( of |,).*", "", name) + f" {cell}" for name, cell in rest]
     added = [f"+ {row['added']}"] if "added" in row else []
-    return [*added, trained[1], hardware[1], *told, *method(row)]
-
-
-def _parts(row: dict) -> dict[str, float]:
-    """GiB of each of ``PARTS``; 0 for all of a row without a peak."""
-    allocated = row.get("peak_allocated_gib") or 0.0
-    found = row.get("memory_gib") or {}
-    parts = {part: found.get(part) or 0.0 for part in PARTS if allocated}
-    unknown = allocated - sum(parts.values())
-    return (
-        dict.fromkeys(PARTS, 0.0)
-        | parts
-        | {UNKNOWN: unknown if unknown > 0.001 * allocated else 0.0}
-    )
+    shape = f"micro-batch {row['micro_batch']}, {row['text_tokens']:,} ids of text"
+    policies, live = chosen(row)
+    kept = [f"policies {policies}", f"live parameters {live}"]
+    return [*added, row["workload"], hardware(row), shape, *kept, *method(row)]

@@ -21,14 +21,15 @@ KINDS = {
     "compiled element-wise": r"triton",
     "copies": r"memcpy|memset|copy|catarray|fill",
 }
+Kernels = list[tuple[str, float, float]]
+"""Name, start and duration of each, in microseconds."""
 
 
 def profile_step(step: Callable[[], object]) -> dict:
     """What a step's kernels take; empty without a GPU.
 
     Returns:
-        ``profile_ms``: :func:`time_by_kind`; ``profile_kernels``: the :data:`LONGEST` kernels by
-        their time in all, each with its name, milliseconds and number of calls. Profiling itself
+        ``profile_ms``: :func:`time_by_kind`; ``profile_kernels``: :func:`longest`. Profiling itself
         makes a step longer, where the GPU waits for the CPU.
     """
     if not torch.cuda.is_available():
@@ -41,43 +42,32 @@ def profile_step(step: Callable[[], object]) -> dict:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
-    kernels = [event for event in events if event.get("cat") in on_gpu]
-    kernels = [(event["name"], event["ts"], event["dur"]) for event in kernels]
+    on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels = [(event["name"], event["ts"], event["dur"]) for event in on_gpu]
     return {"profile_ms": time_by_kind(kernels), "profile_kernels": longest(kernels)}
 
 
-def longest(kernels: list[tuple[str, float, float]]) -> list[dict]:
-    """The kernels that take most in all, from ``(name, start, duration)`` in microseconds."""
+def longest(kernels: Kernels) -> list[dict]:
+    """The :data:`LONGEST` kernels by their time in all: name, milliseconds, number of calls."""
     durations = defaultdict(list)
     for name, _, duration in kernels:
         durations[name].append(duration)
-    by_time = sorted(durations.items(), key=lambda item: -sum(item[1]))
-    return [
-        {"name": name[:120], "ms": round(sum(of_name) / 1000, 2), "calls": len(of_name)}
-        for name, of_name in by_time[:LONGEST]
-    ]
+    by_time = sorted(durations.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+    return [{"name": n[:120], "ms": round(sum(d) / 1000, 2), "calls": len(d)} for n, d in by_time]
 
 
-def time_by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Milliseconds by kind of kernel, from ``(name, start, duration)`` in microseconds.
-
-    ``idle`` is when nothing but communication ran, ``step`` the time from the first kernel to the
-    last.
-    """
+def time_by_kind(kernels: Kernels) -> dict[str, float]:
+    """Milliseconds by kind of kernel. ``idle`` is when nothing but communication ran, ``step`` the
+    time from the first kernel to the last."""
     total: dict[str, float] = defaultdict(float)
-    compute = []
-    for name, start, duration in kernels:
+    begin = reached = min(start for _, start, _ in kernels)
+    end, busy = max(start + duration for _, start, duration in kernels), 0.0
+    for name, start, duration in sorted(kernels, key=lambda kernel: kernel[1]):
         kind = kind_of(name)
         total[kind] += duration
         if kind != "communication":
-            compute.append((start, start + duration))
-    begin = min(start for _, start, _ in kernels)
-    end = max(start + duration for _, start, duration in kernels)
-    busy, reached = 0.0, begin
-    for start, stop in sorted(compute):
-        busy += max(stop - max(start, reached), 0.0)
-        reached = max(reached, stop)
+            busy += max(start + duration - max(start, reached), 0.0)
+            reached = max(reached, start + duration)
     total |= {"idle": end - begin - busy, "step": end - begin}
     return {kind: microseconds / 1000 for kind, microseconds in total.items()}
 

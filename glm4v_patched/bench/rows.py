@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 REQUIRED = {"workload", "gpus", "micro_batch", "text_tokens", "settings"}
-_EXPECTED = "expected what `glm4v-patched bench --out FILE` writes, or a new file"
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -15,19 +14,17 @@ def read_rows(path: Path) -> list[dict]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no JSON array of rows.
     """
+    expected = "expected what `glm4v-patched bench --out FILE` writes, or a new file"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{path} is no file of rows ({error}); {_EXPECTED}") from error
+        raise ValueError(f"{path} is no file of rows ({error}); {expected}") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} holds a JSON {type(rows).__name__}, no array; {_EXPECTED}")
+        raise ValueError(f"{path} holds a JSON {type(rows).__name__}, no array; {expected}")
     for number, row in enumerate(rows, 1):
-        missing = REQUIRED - row.keys() if isinstance(row, dict) else REQUIRED
-        if missing:
-            raise ValueError(
-                f"{path}: entry {number} of {len(rows)} has no {', '.join(sorted(missing))}; "
-                f"{_EXPECTED}"
-            )
+        if missing := REQUIRED - (row.keys() if isinstance(row, dict) else set()):
+            lacks = f"entry {number} of {len(rows)} has no {', '.join(sorted(missing))}"
+            raise ValueError(f"{path}: {lacks}; {expected}")
     return rows
 
 

@@ -1,6 +1,5 @@
 """Measured rows in words: a Markdown table, with the command of every row."""
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,29 +22,23 @@ BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 
 def hardware(row: dict) -> str:
     """Number and name of the devices, which a row that failed may not have; the limit, if any."""
-    gpus, device = row["gpus"], row.get("device")
+    gpus, device, limit = row["gpus"], row.get("device"), row.get("memory_limit_gib")
     if device == "cpu":
         return f"CPU, {gpus} process{'es' * (gpus > 1)}"
     devices = f"{gpus} GPU{'s' * (gpus > 1)}" if device is None else f"{gpus} x {device}"
-    limit = row.get("memory_limit_gib")
     return devices if limit is None else f"{devices}, at most {limit:g} GiB"
 
 
-def policies(row: dict) -> str:
-    """Of tower and language model; ``-`` for a tower that keeps nothing anyway.
+def chosen(row: dict) -> list[str]:
+    """Policies of tower and language model, and live parameters; ``-`` where there are none.
 
     What the row says was chosen comes before what was asked for.
     """
-    if row.get("implementation") == "original":
-        return "-"
-    chosen = settings_of(row) | (row.get("policies") or {})
-    return f"{chosen['tower'] if trains_tower(row['workload']) else '-'}, {chosen['language']}"
-
-
-def live_parameters(row: dict) -> str:
-    chosen = (row.get("policies") or {}).get("gathered")
-    live = settings_of(row).get("stage3_max_live_parameters") if chosen is None else chosen
-    return "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"
+    of = settings_of(row) | (row.get("policies") or {})
+    live = of.get("gathered", of.get("stage3_max_live_parameters"))
+    tower = of["tower"] if trains_tower(row["workload"]) else "-"  # a frozen one keeps nothing
+    policies = "-" if row.get("implementation") == "original" else f"{tower}, {of['language']}"
+    return [policies, "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"]
 
 
 def method(row: dict) -> list[str]:
@@ -56,8 +49,8 @@ def method(row: dict) -> list[str]:
         if name == "against" and value is not None:
             words.append("the original's code")
         elif name not in TOLD and value != DEFAULTS.get(name):
-            named = f"{'' if value else 'no '}{name}" if isinstance(value, bool) else None
-            words.append(named or f"{name} {value}")
+            switch = name if value else f"no {name}"
+            words.append(switch if isinstance(value, bool) else f"{name} {value}")
     return words
 
 
@@ -70,45 +63,35 @@ def failure(row: dict) -> str:
     return error if len(error) <= 60 else error[:57] + "..."
 
 
-def _rate(row: dict) -> str:
-    rate = row["samples_per_s_per_gpu"]
-    return f"{rate:,.{max(2 - math.floor(math.log10(rate)), 0)}f}"  # three digits
-
-
-def _step(row: dict) -> str:
-    step = row.get("step_s")
-    return f"{step['median']:.3f} ({step['fastest']:.3f}-{step['slowest']:.3f})" if step else "-"
-
-
-def _gib(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
 DESCRIPTION: dict[str, Callable[[dict], str]] = {
     "trained": lambda row: row["workload"],
     "hardware": hardware,
     "micro-batch, ids of text": lambda row: f"{row['micro_batch']}, {row['text_tokens']:,}",
-    "policies of tower, language model": policies,
-    "live parameters": live_parameters,
+    "policies of tower, language model": lambda row: chosen(row)[0],
+    "live parameters": lambda row: chosen(row)[1],
     "method": lambda row: ", ".join(method(row)),
 }
-FIGURES: dict[str, Callable[[dict], str]] = {
-    "samples/s/GPU": _rate,
-    "tokens/s/GPU": lambda row: f"{row['tokens_per_s_per_gpu']:,.0f}",
-    "roofline": lambda row: f"{row['roofline_share']:.0%}",
-    "step, s (fastest-slowest)": _step,
-    "GiB allocated": lambda row: _gib(row["peak_allocated_gib"]),
-    "reserved": lambda row: _gib(row["peak_reserved_gib"]),
+# Of each its field in a row, and how it is written.
+FIGURES = {
+    "samples/s/GPU": ("samples_per_s_per_gpu", "{:#.3g}"),
+    "tokens/s/GPU": ("tokens_per_s_per_gpu", "{:,.0f}"),
+    "roofline": ("roofline_share", "{:.0%}"),
+    "step, s (fastest-slowest)": ("step_s", "{0[median]:.3f} ({0[fastest]:.3f}-{0[slowest]:.3f})"),
+    "GiB allocated": ("peak_allocated_gib", "{:.1f}"),
+    "reserved": ("peak_reserved_gib", "{:.1f}"),
 }
 COLUMNS = (*DESCRIPTION, *FIGURES)
 
 
 def cells_of(row: dict) -> list[str]:
     """The row's cell in each of ``COLUMNS``; a failure stands in place of the first figure."""
-    what = [cell(row) for cell in DESCRIPTION.values()]
+    figures = [
+        "-" if row.get(name) is None else written.format(row[name])
+        for name, written in FIGURES.values()
+    ]
     if "error" in row:
-        return [*what, failure(row), *["-"] * (len(FIGURES) - 1)]
-    return [*what, *(cell(row) for cell in FIGURES.values())]
+        figures[0] = failure(row)
+    return [cell(row) for cell in DESCRIPTION.values()] + figures
 
 
 def markdown_table(rows: list[dict]) -> str:
@@ -119,13 +102,11 @@ def markdown_table(rows: list[dict]) -> str:
     """
     single = sort_rows([row for row in rows if "added" not in row])
     steps = [row for row in rows if "added" in row]
-    parts = []
-    if single:
-        parts.append(_table(COLUMNS, [cells_of(row) for row in single], first=1))
+    parts = [_table(COLUMNS, [cells_of(row) for row in single], 1)] if single else []
     if steps:
-        parts.append("Cumulative, each row with all measures of those above it:")
         cells = [[row["added"], *cells_of(row)] for row in steps]
-        parts.append(_table(("added", *COLUMNS), cells, first=len(single) + 1))
+        parts.append("Cumulative, each row with all measures of those above it:")
+        parts.append(_table(("added", *COLUMNS), cells, len(single) + 1))
     commands = "\n".join(f"{n}. {_command(row)}" for n, row in enumerate([*single, *steps], 1))
     parts.append(f"<details><summary>The command of each row</summary>\n\n{commands}\n\n</details>")
     return "\n\n".join(parts) + "\n"
@@ -145,8 +126,8 @@ def _command(row: dict) -> str:
 
 
 def sort_rows(rows: list[dict]) -> list[dict]:
-    """By workload and hardware; rows that have both in common stay in their order."""
-    rank = {workload: place for place, workload in enumerate(TRAINED)}
+    """By what was trained and hardware; rows that have both in common stay in their order."""
+    rank = {trained: place for place, trained in enumerate(TRAINED)}
     return sorted(rows, key=lambda row: (rank.get(row["workload"], len(rank)), hardware(row)))
 
 

@@ -80,7 +80,7 @@ class Step:
 
 def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
     now = {}
-    monkeypatch.setattr(accounting, "allocated", lambda: now["allocated"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
     monkeypatch.setattr(accounting, "_held", lambda model: 2 * GIB)

@@ -206,7 +206,7 @@ def test_every_measured_row_stands_in_the_table_beside_its_command():
         ),
         (make_row(settings={"against": "original"}), "method", "ZeRO-3, the original's code"),
         (make_row(samples_per_s_per_gpu=0.01234), "samples/s/GPU", "0.0123"),
-        (make_row(samples_per_s_per_gpu=12345.6), "samples/s/GPU", "12,346"),
+        (make_row(samples_per_s_per_gpu=3.7), "samples/s/GPU", "3.70"),
         (make_row(peak_reserved_gib=None), "reserved", "-"),
     ],
 )
@@ -419,9 +419,11 @@ def test_a_bar_is_named_by_what_sets_its_row_apart():
         "2; lm; 2 x NVIDIA H200; policies -, full; live parameters -; optimizer adamw_8bit",
         "3; full; 2 x NVIDIA H200, at most 24 GiB; policies none, full; live parameters 1e+09",
     ]
-    assert figure.axes[0].get_title() == "micro-batch 4, 512; ZeRO-3"
+    assert figure.axes[0].get_title() == "micro-batch 4, 512 ids of text; ZeRO-3"
     (name,) = names_of(speed_figure(rows[:1]))
-    assert name.startswith("1; lm; 2 x NVIDIA H200; micro-batch 4, 512; policies -, full")
+    assert name.startswith(
+        "1; lm; 2 x NVIDIA H200; micro-batch 4, 512 ids of text; policies -, full"
+    )
 
 
 ABLATION = [make_row(added=f"measure {n}") for n in range(3)]
