@@ -98,13 +98,17 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
     """
-    rows, faults = [], []
+    rows: list[Row] = []
+    faults: list[Fault] = []
     for row in read_rows(path):
         if isinstance(row, Row):
             lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
             if lost is not None:
                 row = Fault(row.line, f"the image {shorten(lost)} does not exist")
-        (rows if isinstance(row, Row) else faults).append(row)
+        if isinstance(row, Row):
+            rows.append(row)
+        else:
+            faults.append(row)
     if faults:
         raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
     return [row.messages for row in rows]

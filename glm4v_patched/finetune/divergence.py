@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class DivergenceWatch(TrainerCallback):
         self.verdict: str | None = None
         self._rates: dict[int, float] = {}
 
-    def on_train_begin(self, args, state, control, model, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._step_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
         # Bad steps: in a row up to now, the most in a row, the last of the first `limit` in a row.
         self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
@@ -77,7 +78,7 @@ class DivergenceWatch(TrainerCallback):
         self._left_out.zero_()
         return total.item()
 
-    def on_step_begin(self, args, state, control, optimizer, **kwargs):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         self._rates[state.global_step + 1] = optimizer.param_groups[0]["lr"]
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -176,6 +177,7 @@ def _own_part(parameter: nn.Parameter) -> Tensor:
     """What this process holds of a weight; under ZeRO-3 without the padding of the last shard."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.data
-    shard = parameter.ds_tensor.data
-    begin = dist.get_rank(parameter.ds_process_group) * shard.numel()
-    return shard[: max(parameter.ds_numel - begin, 0)]
+    sharded: Any = parameter  # with the attributes that DeepSpeed adds
+    shard = sharded.ds_tensor.data
+    begin = dist.get_rank(sharded.ds_process_group) * shard.numel()
+    return shard[: max(sharded.ds_numel - begin, 0)]

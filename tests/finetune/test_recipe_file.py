@@ -22,6 +22,7 @@ from glm4v_patched.finetune.config import (
     located,
 )
 from glm4v_patched.finetune.recipe_file import place_all, read_document
+from glm4v_patched.printed import pip_install
 from tests.helpers.recipes import LEAST, recipe
 
 RIGHT = """\
@@ -312,7 +313,7 @@ sys.exit(main(["train", {str(tmp_path / "r.yaml")!r}]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == (
-        "glm4v-patched: recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'\n"
+        f"glm4v-patched: recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}\n"
     )
 
 
