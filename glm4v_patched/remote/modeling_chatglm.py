@@ -459,21 +459,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         given_length, length = given_ids.shape[1], rows.input_ids.shape[1]
         if output_hidden_states and length != given_length:
-            grows = f"rows of {given_length} ids take {length} positions here"
-            if self.training:
-                raise ValueError(
-                    f"{grows}, and their hidden states were asked for in training: a loss that "
-                    "reads them by the rows as given (reward models and value heads do) would look "
-                    "inside images; give grown rows, as this model's processor makes them"
-                )
-            if not self._has_named_growth:
-                # Not warning_once, which would say it again for every other length.
-                self._has_named_growth = True
-                logger.warning(
-                    f"{grows}, and so do their hidden states: read by the rows as given (as reward "
-                    "models and value heads do) they are those inside images; give grown rows, as "
-                    "this model's processor makes them"
-                )
+            self._name_growth(given_length, length)
         if inputs_embeds is not None and length != given_length:
             raise ValueError(
                 f"inputs_embeds has {given_length} positions but its rows take {length} with their "
@@ -510,6 +496,24 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             attention_mask=rows.attention_mask,
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _name_growth(self, given_length: int, length: int) -> None:
+        """Warn of hidden states that are longer than the rows as given, once; refuse to train."""
+        grows = f"rows of {given_length} ids take {length} positions here"
+        if self.training:
+            raise ValueError(
+                f"{grows}, and their hidden states were asked for in training: a loss that "
+                "reads them by the rows as given (reward models and value heads do) would look "
+                "inside images; give grown rows, as this model's processor makes them"
+            )
+        if not self._has_named_growth:
+            # Not warning_once, which would say it again for every other length.
+            self._has_named_growth = True
+            logger.warning(
+                f"{grows}, and so do their hidden states: read by the rows as given (as reward "
+                "models and value heads do) they are those inside images; give grown rows, as "
+                "this model's processor makes them"
+            )
 
     def get_image_features(
         self,

@@ -740,12 +740,7 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
             )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
         if own_template:
-            _refuse_other_keys(place, message, MESSAGE_KEYS)
-            metadata = message.get("metadata")
-            if metadata is not None and not isinstance(metadata, str):
-                raise ValueError(
-                    f"{place} has metadata of type {type(metadata).__name__}: give a string"
-                )
+            _check_keys(place, message)
             has_image |= message.get("image") is not None
         for at, part in enumerate(parts):
             if own_template:
@@ -764,6 +759,13 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
             "a conversation without a picture holds the words <image>, which are text here: "
             "pictures stand under 'image' of a message"
         )
+
+
+def _check_keys(place: str, message: Mapping) -> None:
+    _refuse_other_keys(place, message, MESSAGE_KEYS)
+    metadata = message.get("metadata")
+    if metadata is not None and not isinstance(metadata, str):
+        raise ValueError(f"{place} has metadata of type {type(metadata).__name__}: give a string")
 
 
 def _check_part(place: str, part: Any) -> None:
