@@ -14,7 +14,8 @@ import pytest
 import glm4v_patched
 from glm4v_patched import cli
 from glm4v_patched.cli import main
-from glm4v_patched.engine.deepspeed.config import path_of_processes, require_deepspeed
+from glm4v_patched.engine.deepspeed.config import require_deepspeed
+from glm4v_patched.engine.environment import path_of_processes
 from glm4v_patched.finetune import launch
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe

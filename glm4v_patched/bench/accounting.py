@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from ..engine.deepspeed.internals import is_sharded, shard_of
 from ..engine.memory_plan import GIB
+from ..engine.prepare import Engine
 
 
 def allocated() -> int:
@@ -11,7 +13,7 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
+def memory_parts(trainer: Engine, batch: dict[str, Tensor]) -> dict[str, float]:
     """Train one more step and look at it: GiB of each part, and the ``peak``.
 
     - ``weights``: what the model takes, this process's shard of it;
@@ -26,8 +28,7 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
       where they are never all there at once.
 
     Args:
-        trainer: Has ``model``, ``weights`` (bytes), ``forward``, ``backward``, ``update``,
-            ``optimizer_tensors`` and ``gradient_buffers``.
+        trainer: Of :func:`prepare.start`.
     """
     watch = _PeakWatch()
     handles = watch.watch(_output_layer(trainer.model))
@@ -41,7 +42,7 @@ def memory_parts(trainer, batch: dict[str, Tensor]) -> dict[str, float]:
     watch.restart()
     for handle in handles:
         handle.remove()
-    parts = {"weights": trainer.weights, "optimizer": _on_gpu(trainer.optimizer_tensors())}
+    parts = {"weights": _held(trainer.model), "optimizer": _on_gpu(trainer.optimizer_tensors())}
     parts["gradients"] = max(after_backward - before, 0) + _on_gpu(trainer.gradient_buffers())
     parts["activations"] = max(after_forward - before, 0)
     parts["logits"] = watch.of_module
@@ -84,6 +85,12 @@ class _PeakWatch:
         return [module.register_forward_pre_hook(begin), module.register_forward_hook(forward_ends)]
 
 
+def _held(model: nn.Module) -> int:
+    """Bytes of weights and buffers between steps: under ZeRO-3 of this process's shard."""
+    weights = [shard_of(weight) for weight in model.parameters()]
+    return _on_gpu([*weights, *model.buffers()])
+
+
 def _output_layer(model: nn.Module) -> nn.Module:
     (layer,) = (part for name, part in model.named_modules() if name.endswith("output_layer"))
     return layer
@@ -91,6 +98,4 @@ def _output_layer(model: nn.Module) -> nn.Module:
 
 def _gathered(model: nn.Module) -> int:
     """Bytes of weights that ZeRO-3 holds gathered at the moment."""
-    return sum(
-        parameter.data.nbytes for parameter in model.parameters() if hasattr(parameter, "ds_tensor")
-    )
+    return sum(weight.data.nbytes for weight in model.parameters() if is_sharded(weight))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -10,8 +9,9 @@ import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ..engine.deepspeed.config import path_of_processes
-from ..engine.options import OPTIMIZERS, POLICIES, TRAINED, require_packages
+from ..engine.activation_policies import POLICIES
+from ..engine.environment import training_environment
+from ..engine.options import OPTIMIZERS, TRAINED, require_packages
 from .ablation import ablation
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
@@ -212,7 +212,7 @@ def measure_in_processes(
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=timeout,
-                env=_environment(gpus, on_cpu),
+                env=training_environment(gpus, on_cpu),
             )
             output = ended.stdout
         except subprocess.TimeoutExpired as stop:
@@ -230,15 +230,6 @@ def _device() -> str | None:
     except subprocess.SubprocessError:
         return None
     return asked.stdout.strip()
-
-
-def _environment(processes: int, on_cpu: bool) -> dict[str, str]:
-    threads = max((os.cpu_count() or 1) // processes, 1)  # an offloaded optimizer needs them
-    # Gathered weights come and go in many sizes; this keeps the allocator from falling to pieces.
-    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    defaults = {"OMP_NUM_THREADS": str(threads)} | memory
-    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    return defaults | os.environ | cpu | {"PATH": path_of_processes()}
 
 
 def _text(output: bytes | str | None) -> str:

@@ -61,16 +61,16 @@ def _require_config(file: Path) -> None:
 
 def _too_large(settings: Settings, processes: int, gpu_memory: int) -> str | None:
     # Late, for they import torch: the checks before are answered at once.
-    from ..engine.memory_plan import Kept, count_parameters, estimate, states
-    from .sizes import config_of, training_of
+    from ..engine.memory_plan import count_parameters, decide, estimate, states
+    from .sizes import batch_of, config_of, options_of
 
     config = config_of(settings)
-    training = training_of(settings, config, processes)
+    batch, options = batch_of(settings, config, processes), options_of(settings)
     told = f"{settings.workload}, micro-batch {settings.micro_batch}, on {processes} processes"
     if gpu_memory:
         limit = settings.memory_limit
         room = gpu_memory if limit is None else min(gpu_memory, limit * 2**30)
-        needed = states(config, training)
+        needed = states(config, options, batch)
         if needed > room:
             return (
                 f"{told}: weights, gradients and optimizer take {needed / GB:.1f} GB of each GPU, "
@@ -82,10 +82,7 @@ def _too_large(settings: Settings, processes: int, gpu_memory: int) -> str | Non
         needed = OFFLOADED * trained if settings.offload else 0
         cure = "expected no --offload, or another --workload"
     else:
-        policies = [
-            "full" if policy == "auto" else policy for policy in (settings.tower, settings.language)
-        ]
-        needed = processes * estimate(config, training, Kept(*policies))
+        needed = processes * estimate(config, decide(config, options, batch, free=0), batch)
         cure = "expected a smaller --config, --micro-batch or --text-tokens"
     room = free_ram()
     if needed <= room:

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from ..engine.options import check_optimizer, check_policy, check_trained, trains_tower
+from ..engine.activation_policies import check_policy
+from ..engine.options import check_optimizer, check_trained, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 

@@ -1,9 +1,10 @@
-"""The sizes of a measurement: the model's, and what decides its memory."""
+"""What settings mean to the engine: the model's size, a step's batch, the options."""
 
 import json
 from pathlib import Path
 
-from ..engine.memory_plan import Training
+from ..engine.memory_plan import Batch
+from ..engine.options import EngineOptions
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import Settings
 
@@ -15,18 +16,33 @@ def config_of(settings: Settings) -> ChatGLMConfig:
     )
 
 
-def training_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Training:
-    """What decides the memory of one of so many processes."""
+def batch_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Batch:
+    """Of one of so many processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
-    return Training(
-        trained=settings.workload,
-        micro_batch=1 if settings.packed else settings.micro_batch,
+    return Batch(
+        rows=1 if settings.packed else settings.micro_batch,
         row_length=sum(lengths) if settings.packed else lengths[0],
         images_per_row=settings.micro_batch if settings.packed else 1,
-        zero_stage=settings.zero_stage,
         processes=processes,
+    )
+
+
+def options_of(settings: Settings) -> EngineOptions:
+    """The recipe's defaults, but for what is asked; of the original's code, nothing of ours."""
+    ours = settings.against is None
+    return EngineOptions(
+        trained=settings.workload,
+        zero_stage=settings.zero_stage,
+        attn_implementation=settings.attention,
+        tower=settings.tower if ours else "full",
+        language=settings.language if ours else "full",
+        compile=settings.compile and ours,
         optimizer=settings.optimizer,
         offload=settings.offload,
-        loss_chunk=settings.loss_chunk,
-        compiled=settings.compile,
+        stage3_max_live_parameters=settings.kept_gathered,
+        skip_logits=not settings.all_logits,
+        loss_chunk_size=settings.loss_chunk,
+        gather_in_place=settings.gather_in_place,
+        norms_in_place=ours,
+        layers_ahead=settings.layers_ahead if ours else 0,
     )

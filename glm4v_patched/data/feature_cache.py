@@ -27,6 +27,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ..engine.deepspeed.internals import is_sharded
 from ..remote.modeling_chatglm import ChatGLMModel
 from ..remote.sharding import must_run_on_every_process
 
@@ -343,7 +344,7 @@ def digest_weights(module: nn.Module) -> str:
 
 
 def _gathered(weight: Tensor):
-    if not hasattr(weight, "ds_status"):
+    if not is_sharded(weight):
         return nullcontext()
     import deepspeed
 

@@ -1,8 +1,8 @@
-"""Which activations layers keep for their backward pass, and which they compute again."""
+"""Has layers keep for their backward pass what their policy says, and compute the rest again."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 
 from ..remote.checkpointing import CheckpointedLayer
 from ..remote.modeling_chatglm import GLMBlock
-from .options import check_policy
+from .activation_policies import Policy, check_policy, policies_of_layers
 
 _LINEARS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
@@ -22,30 +22,22 @@ _LINEARS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "full") -> None:
     """Set the policy of the vision tower's layers and of the language model's.
 
-    A policy is one of
+    Policies are those of :mod:`activation_policies`, or "every N". All give the same gradients.
+    They act in training only, and through the layers' own checkpointing, so they are safe under
+    ZeRO-3 and may be compiled.
 
-    - ``none``: all activations are kept, that is what autograd or the compiler asks for;
-    - ``linear``: kept are a layer's input and what attention and every linear layer give: norms,
-      rotations and activation functions are computed again;
-    - ``selective``: kept are a layer's input, the attention's output, and what linear layers give
-      that is no wider than a layer (query, key and value of the language model, both towers'
-      ``dense``, the tower's ``fc2``): the inside of the MLPs is computed again;
-    - ``attention``: kept are a layer's input and the attention's output;
-    - ``full``: kept is a layer's input;
-    - ``every N``: every Nth layer, from the first, is ``full``, the others ``none``.
-
-    All give the same gradients. They act in training only, and through the layers' own
-    checkpointing, so they are safe under ZeRO-3 and may be compiled.
+    Raises:
+        ValueError: there is no such policy.
     """
     for name, policy in (("tower", tower), ("language", language)):
         check_policy(name, policy)
-    layers = {GLMBlock: [], CheckpointedLayer: []}
+    layers: dict[bool, list[CheckpointedLayer]] = {True: [], False: []}
     for layer in checkpointed_layers(model):
-        layers[GLMBlock if isinstance(layer, GLMBlock) else CheckpointedLayer].append(layer)
-    for of_tower, policy in ((layers[CheckpointedLayer], tower), (layers[GLMBlock], language)):
-        every = int(policy.split()[1]) if policy.startswith("every ") else 1
-        for index, layer in enumerate(of_tower):
-            _set_policy(layer, policy if index % every == 0 else "none")
+        layers[isinstance(layer, GLMBlock)].append(layer)
+    for is_language, name in ((False, tower), (True, language)):
+        policies = policies_of_layers(name, len(layers[is_language]))
+        for layer, policy in zip(layers[is_language], policies, strict=True):
+            _set_policy(layer, policy)
 
 
 def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
@@ -53,14 +45,13 @@ def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
     return (module for module in model.modules() if isinstance(module, CheckpointedLayer))
 
 
-def _set_policy(layer: CheckpointedLayer, policy: str) -> None:
-    layer.gradient_checkpointing = policy != "none"
+def _set_policy(layer: CheckpointedLayer, policy: Policy) -> None:
+    layer.gradient_checkpointing = policy.name != "none"
     # The layers draw no random numbers, so none have to be put back.
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    if policy in ("linear", "selective", "attention"):
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if policy.widest_linear is not None:
         width = _width(layer)
-        widest = {"linear": inf, "selective": 1.25 * width, "attention": 0}[policy]
-        keep = _keep(widest, narrowest_input=width // 4)
+        keep = _keep(policy.widest_linear * width, narrowest_input=width // 4)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
     layer._gradient_checkpointing_func = partial(checkpoint, **options)
 

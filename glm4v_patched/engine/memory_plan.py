@@ -1,8 +1,8 @@
 """What training takes of a GPU's memory, estimated from the model's sizes, and what to keep there.
 
-The estimates are arithmetic on a config: nothing is built. They rest on what layers keep
-when they are compiled (:mod:`activation_checkpointing` says what each policy keeps) and were
-compared with measured peaks at the real size (``tests/engine/test_memory_plan.py``).
+The estimates are arithmetic on a config: nothing is built. They rest on what layers keep when they
+are compiled (:mod:`activation_policies` says what each policy keeps) and were compared with
+measured peaks at the real size (``tests/engine/test_memory_plan.py``).
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,8 @@ from itertools import product
 import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from .options import ALL_WEIGHTS, trains_tower
+from .activation_policies import POLICIES, LayerSizes, policies_of_layers
+from .options import ALL_WEIGHTS, EngineOptions, trains_tower
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -29,32 +30,21 @@ NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.3
 # Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
 # against 4 TB/s, which is what both reach in training on an H200.
 WORK_OF_A_CHANNEL = 175
+# Compiling takes about a minute (docs/benchmarks/loss_curve.json: the first step) and saves from
+# 0.2 s of a step on (docs/performance.md: 1.35 s instead of 1.82 s).
+STEPS_THAT_PAY_FOR_COMPILING = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """What decides the memory of one process. ``row_length`` is in positions, images included."""
+class Batch:
+    """What a step of one process is given; lengths in positions, images included."""
 
-    trained: str
-    micro_batch: int
+    rows: int
     row_length: int
+    """Of the longest row."""
     images_per_row: float = 1.0
-    zero_stage: int = 3
     processes: int = 1
-    optimizer: str = "adamw"
-    offload: bool = False
-    loss_chunk: int = 1024
-    compiled: bool = True
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What stays between forward and backward: policies of :mod:`activation_checkpointing`, and
-    how many weights of ZeRO-3 (:func:`deepspeed.config.zero_config`)."""
-
-    tower: str
-    language: str
-    gathered: float = 1e9
+    """That take part in the step, each with such a batch."""
 
 
 def free_memory(limit: float | None = None) -> float:
@@ -68,7 +58,7 @@ def free_memory(limit: float | None = None) -> float:
     """
     if not torch.cuda.is_available():
         return 0.0
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    free: float = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     if limit is not None:
         free = min(free, limit + OUTSIDE_TORCH)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -78,50 +68,80 @@ def free_memory(limit: float | None = None) -> float:
     return float(free)
 
 
-def choose_kept(config: ChatGLMConfig, training: Training, free: float, asked: Kept) -> Kept:
-    """What to keep so that it fits into ``free`` bytes and least is computed again, then gathered.
+def decide(
+    config: ChatGLMConfig,
+    options: EngineOptions,
+    batch: Batch,
+    free: float,
+    steps: int | None = None,
+) -> EngineOptions:
+    """The options with a decision for all that is "auto": what fits into ``free`` bytes and is
+    fastest, so that least is computed again, then gathered.
 
     Args:
-        asked: What is not "auto" (None for ``gathered``) stays as it is.
+        free: Of each GPU (:func:`free_memory`), 0 for none.
+        steps: How many will be trained; None for so many that compiling pays.
 
     Returns:
         Where nothing fits, what is smallest: the estimate may err, and an out-of-memory error is no
         worse than a refusal.
     """
-    room = _room(free)
-    towers = CANDIDATES if trains_tower(training.trained) else ("full",)
-    gathered = (1e9,)
-    if training.compiled:
-        gathered = (_all_that_return(config, training), *SOME_GATHERED)
-    choices = [
-        Kept(*choice)
-        for choice in product(
-            towers if asked.tower == "auto" else (asked.tower,),
-            CANDIDATES if asked.language == "auto" else (asked.language,),
-            gathered if asked.gathered is None else (asked.gathered,),
-        )
-    ]
-    sizes = {choice: estimate(config, training, choice) for choice in choices}
-    fitting = [choice for choice in choices if sizes[choice] <= room]
+    if options.compile == "auto":
+        pays = steps is None or steps >= STEPS_THAT_PAY_FOR_COMPILING
+        # Layers of 4 bits are bitsandbytes's, which are not compiled.
+        options = replace(options, compile=free > 0 and pays and options.trained != "qlora")
+    if options.offload == "auto":
+        may = free > 0 and options.zero_stage > 0 and options.optimizer != "adamw_8bit"
+        options = replace(options, offload=may and _needs_offload(config, options, batch, free))
+    choices = list(_choices(config, options))
+    sizes = {choice: estimate(config, choice, batch) for choice in choices}
+    fitting = [choice for choice in choices if sizes[choice] <= _room(free)]
     if not fitting:
-        return min(choices, key=sizes.get)
-    return min(fitting, key=lambda kept: (recomputed_flop(config, training, kept), -kept.gathered))
+        return min(choices, key=sizes.__getitem__)
+    return min(fitting, key=lambda choice: _cost(config, choice, batch))
 
 
-def choose_offload(config: ChatGLMConfig, training: Training, free: float) -> bool:
+def _choices(config: ChatGLMConfig, options: EngineOptions):
+    towers = CANDIDATES if trains_tower(options.trained) else ("full",)
+    gathered: tuple[float, ...] = (1e9,)
+    if options.compile:
+        gathered = (_all_that_return(config, options), *SOME_GATHERED)
+    asked = options.stage3_max_live_parameters
+    for tower, language, live in product(
+        towers if options.tower == "auto" else (options.tower,),
+        CANDIDATES if options.language == "auto" else (options.language,),
+        gathered if asked is None else (asked,),
+    ):
+        yield replace(options, tower=tower, language=language, stage3_max_live_parameters=live)
+
+
+def _cost(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> tuple[float, float]:
+    return recomputed_flop(config, options, batch), -_live(options)
+
+
+def _needs_offload(
+    config: ChatGLMConfig, options: EngineOptions, batch: Batch, free: float
+) -> bool:
     """Whether training fits into ``free`` bytes only with the optimizer's states on the CPU."""
-    smallest = Kept("full", "full", min(SOME_GATHERED))
-    size = estimate(config, replace(training, offload=False), smallest)
-    helped = estimate(config, replace(training, offload=True), smallest) < size
+    smallest = replace(
+        options, tower="full", language="full", stage3_max_live_parameters=min(SOME_GATHERED)
+    )
+    size = estimate(config, replace(smallest, offload=False), batch)
+    helped = estimate(config, replace(smallest, offload=True), batch) < size
     return helped and size > _room(free)
 
 
-def estimate(config: ChatGLMConfig, training: Training, kept: Kept) -> float:
-    """Peak bytes that torch allocates in a step."""
+def _live(options: EngineOptions) -> float:
+    assert options.stage3_max_live_parameters is not None, "decide() comes first"
+    return options.stage3_max_live_parameters
+
+
+def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Peak bytes that torch allocates in a step, of options that are decided."""
     return (
-        states(config, training)
-        + activations(config, training, kept)
-        + transient(config, training, kept)
+        states(config, options, batch)
+        + activations(config, options, batch)
+        + transient(config, options, batch)
     )
 
 
@@ -141,81 +161,132 @@ def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
     return tower, config.num_layers * of_block + (2 * config.padded_vocab_size + 1) * width
 
 
-def states(config: ChatGLMConfig, training: Training) -> float:
+def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Weights, gradients and optimizer between two steps; adapters are too small to count."""
     of_tower, of_language = count_parameters(config)
-    shards = training.processes
-    weights = BF16 * (of_tower + of_language) / (shards if training.zero_stage == 3 else 1)
-    if training.trained == "qlora":
+    shards, stage = batch.processes, options.zero_stage
+    weights = BF16 * (of_tower + of_language) / (shards if stage == 3 else 1)
+    if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
         weights = BF16 * embeddings + (of_tower + of_language - embeddings) * 0.55
-    trained = {"full": of_tower + of_language, "lm": of_language}.get(training.trained, 0)
-    if training.offload:
+    trained = {"full": of_tower + of_language, "lm": of_language}.get(options.trained, 0)
+    moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
+    if stage == 0:  # trained weights are held in fp32, as are their gradients
+        return weights + (FP32 - BF16 + FP32 + moments) * trained
+    if options.offload is True:
         return weights
-    gradients = BF16 * trained / (shards if training.zero_stage >= 2 else 1)
-    moments = 2 * (1 if training.optimizer == "adamw_8bit" else FP32)
-    optimizer = (FP32 + moments) * trained / shards
-    if training.zero_stage == 0:
-        optimizer = moments / 2 * trained  # moments in the weights' bf16, no fp32 copy
-    return weights + gradients + optimizer
+    gradients = BF16 * trained / (shards if stage >= 2 else 1)
+    return weights + gradients + (FP32 + moments) * trained / shards
 
 
-def activations(config: ChatGLMConfig, training: Training, kept: Kept) -> float:
+def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What the layers keep from their forward pass to their backward."""
-    tower_tokens, language_tokens = _tokens(config, training)
-    of_tower, of_language = _channels(config, training)
-    channels = config.num_layers * language_tokens * _of_layers(kept.language, of_language)
-    if trains_tower(training.trained):
-        of_layers = _of_layers(kept.tower, of_tower)
-        channels += config.vision.num_hidden_layers * tower_tokens * of_layers
+    tower_tokens, language_tokens = _tokens(config, batch)
+    of_tower, of_language = _sizes(config, options, batch)
+    channels = language_tokens * _channels(
+        options, options.language, config.num_layers, of_language, NOT_COMPILED_LANGUAGE
+    )
+    if trains_tower(options.trained):
+        layers = config.vision.num_hidden_layers
+        channels += tower_tokens * _channels(
+            options, options.tower, layers, of_tower, NOT_COMPILED_TOWER
+        )
     return BF16 * channels
 
 
-def transient(config: ChatGLMConfig, training: Training, kept: Kept) -> float:
+def _channels(
+    options: EngineOptions, policy: str, layers: int, sizes: LayerSizes, not_compiled: float
+) -> float:
+    """That all layers of a tower keep of a token."""
+    factors = {"none": 1.0 if options.compile else not_compiled}
+    policies = policies_of_layers(policy, layers)
+    return sum(found.channels(sizes) * factors.get(found.name, 1.0) for found in policies)
+
+
+def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What comes and goes within a step: gathered weights, one layer's insides, logits."""
     gathered = 0.0
-    if training.zero_stage == 3:
+    if options.zero_stage == 3:
         output_layer = config.padded_vocab_size * config.hidden_size
-        gathered = min(kept.gathered + 2 * GATHERED_AHEAD, sum(count_parameters(config)))
+        gathered = min(_live(options) + 2 * GATHERED_AHEAD, sum(count_parameters(config)))
         gathered = max(gathered, output_layer)
-    tower_tokens, language_tokens = _tokens(config, training)
-    of_tower, of_language = _channels(config, training)
-    inside = max(tower_tokens * of_tower["none"], language_tokens * of_language["none"])
-    logits = min(training.loss_chunk, language_tokens) * config.padded_vocab_size
+    tower_tokens, language_tokens = _tokens(config, batch)
+    of_tower, of_language = _sizes(config, options, batch)
+    inside = max(
+        tower_tokens * _channels(options, "none", 1, of_tower, NOT_COMPILED_TOWER),
+        language_tokens * _channels(options, "none", 1, of_language, NOT_COMPILED_LANGUAGE),
+    )
+    logits = (
+        min(options.loss_chunk_size or config.loss_chunk_size, language_tokens)
+        * config.padded_vocab_size
+    )
     return BF16 * (gathered + inside) + (BF16 + 2 * FP32) * logits
 
 
-def recomputed_flop(config: ChatGLMConfig, training: Training, kept: Kept) -> float:
+def recomputed_flop(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Work of one step that is done a second time."""
-    vision, width = config.vision, config.hidden_size
-    side, inner = vision.hidden_size, vision.intermediate_size
-    projected, fused = _projected(config)
-    # Multiply-adds of a token in a layer; "linear": norms, rotations and activation functions.
-    tower = {"none": 0, "linear": WORK_OF_A_CHANNEL * (4 * side + 2 * inner)}
-    tower["selective"] = tower["linear"] + 3 * side**2 + side * inner
-    tower["attention"] = tower["selective"] + side**2
-    tower["full"] = tower["attention"] + 2 * vision.num_positions * side
-    up = 2 * config.ffn_hidden_size
-    language = {"none": 0, "linear": WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up)}
-    language["selective"] = language["linear"] + width * up
-    language["attention"] = language["selective"] + width * (projected + fused)
-    language["full"] = language["attention"] + training.row_length * projected
-    if training.trained == "qlora":
-        language["linear"] = language["selective"] = language["attention"]
-    tower_tokens, language_tokens = _tokens(config, training)
-    work = config.num_layers * language_tokens * _of_layers(kept.language, language)
-    if trains_tower(training.trained):
-        work += vision.num_hidden_layers * tower_tokens * _of_layers(kept.tower, tower)
+    tower_tokens, language_tokens = _tokens(config, batch)
+    of_tower, of_language = _sizes(config, options, batch)
+    policies = policies_of_layers(options.language, config.num_layers)
+    work = language_tokens * sum(policy.work(of_language) for policy in policies)
+    if trains_tower(options.trained):
+        policies = policies_of_layers(options.tower, config.vision.num_hidden_layers)
+        work += tower_tokens * sum(policy.work(of_tower) for policy in policies)
     return 2 * work
 
 
-def _all_that_return(config: ChatGLMConfig, training: Training) -> float:
+def _sizes(
+    config: ChatGLMConfig, options: EngineOptions, batch: Batch
+) -> tuple[LayerSizes, LayerSizes]:
+    """Of a layer of the tower, and of the language model."""
+    side, inner = config.vision.hidden_size, config.vision.intermediate_size
+    trains_linears = options.trained in ("full", "lm")
+    tower = LayerSizes(
+        width=side,
+        attention_output=side,
+        narrow_outputs=2 * side,  # dense and fc2
+        wide_outputs=3 * side + inner,
+        elementwise_outputs=0,
+        linear_inputs=inner if trains_linears else 0,
+        elementwise_work=WORK_OF_A_CHANNEL * (4 * side + 2 * inner),
+        wide_work=3 * side**2 + side * inner,
+        narrow_work=side**2,
+        attention_work=2 * config.vision.num_positions * side,
+    )
+    width, up = config.hidden_size, 2 * config.ffn_hidden_size
+    projected, fused = _projected(config)
+    language = LayerSizes(
+        width=width,
+        attention_output=projected,
+        narrow_outputs=width + fused,
+        wide_outputs=up,
+        elementwise_outputs=2 * width,
+        linear_inputs=up // 2 if trains_linears else 0,
+        elementwise_work=WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up),
+        wide_work=width * up,
+        narrow_work=width * (projected + fused),
+        attention_work=batch.row_length * projected,
+    )
+    if options.trained == "qlora":  # policies do not know linear layers of 4 bits
+        language = replace(
+            language,
+            narrow_outputs=0,
+            wide_outputs=0,
+            elementwise_outputs=language.elementwise_outputs + width + fused + up,
+            elementwise_work=POLICIES["attention"].work(language),
+            wide_work=0,
+            narrow_work=0,
+        )
+    return tower, language
+
+
+def _all_that_return(config: ChatGLMConfig, options: EngineOptions) -> float:
     """How many weights have to stay gathered so that all do which are needed again in a step.
 
     DeepSpeed counts them forwards from the first layer of the language model if only that has a
     backward pass; a larger number keeps a frozen tower, too, until the step ends.
     """
-    return ALL_WEIGHTS if trains_tower(training.trained) else float(count_parameters(config)[1])
+    return ALL_WEIGHTS if trains_tower(options.trained) else float(count_parameters(config)[1])
 
 
 def _room(free: float) -> float:
@@ -223,48 +294,12 @@ def _room(free: float) -> float:
     return (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
 
 
-def _tokens(config: ChatGLMConfig, training: Training) -> tuple[float, int]:
-    rows = training.micro_batch
-    images = rows * training.images_per_row
-    return images * config.vision.num_positions, rows * training.row_length
-
-
-def _channels(config: ChatGLMConfig, training: Training) -> tuple[dict, dict]:
-    """Channels that a layer of each tower keeps of a token, by policy."""
-    side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    tower = {"full": side, "attention": 2 * side, "selective": 4 * side}
-    # The input; query, key, value; what attention, dense and fc2 gave; what fc1 gave.
-    tower["linear"] = tower["none"] = 7 * side + inner
-    width, up, (projected, fused) = (
-        config.hidden_size,
-        2 * config.ffn_hidden_size,
-        _projected(config),
-    )
-    language = {"full": width, "attention": width + projected}
-    language["selective"] = 2 * width + projected + fused
-    language["linear"] = language["selective"] + up
-    language["none"] = language["linear"] + 2 * width
-    if training.trained in ("full", "lm"):
-        # Gradients of weights take the inputs of linear layers.
-        tower["none"] += inner
-        language["none"] += up // 2
-    if training.trained == "qlora":  # policies do not know linear layers of 4 bits
-        language["linear"] = language["selective"] = language["attention"]
-    if not training.compiled:
-        tower["none"] *= NOT_COMPILED_TOWER
-        language["none"] *= NOT_COMPILED_LANGUAGE
-    return tower, language
+def _tokens(config: ChatGLMConfig, batch: Batch) -> tuple[float, int]:
+    images = batch.rows * batch.images_per_row
+    return images * config.vision.num_positions, batch.rows * batch.row_length
 
 
 def _projected(config: ChatGLMConfig) -> tuple[int, int]:
     """Channels of the language model's queries, and of queries, keys and values."""
     queries = config.num_attention_heads * config.kv_channels
     return queries, queries + 2 * config.multi_query_group_num * config.kv_channels
-
-
-def _of_layers(policy: str, values: dict) -> float:
-    """The mean over layers; ``every N`` treats one in N as ``full`` and others as ``none``."""
-    if not policy.startswith("every "):
-        return values[policy]
-    every = int(policy.split()[1])
-    return values["full"] / every + values["none"] * (1 - 1 / every)

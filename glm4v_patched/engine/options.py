@@ -1,21 +1,27 @@
-"""What a user may choose, by name; needs no torch, so that mistakes are answered at once."""
+"""What may be asked of the engine, by name; needs no torch, so that mistakes are answered at
+once."""
 
 import importlib.util
+from dataclasses import dataclass
+from typing import Any
 
-# full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
-# model; lora_all: on both towers; qlora: as lora_lm, on weights of 4 bits.
+from .activation_policies import any_is_selective
+
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
+"""full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
+model; lora_all: on both towers; qlora: as lora_lm, on weights of 4 bits."""
 
-# Of activations, from all kept to all computed again; "every N" lies between none and full.
-POLICIES = ("none", "linear", "selective", "attention", "full")
-# These count what runs inside of a layer, where ZeRO-3 must then gather nothing.
-SELECTIVE_POLICIES = ("linear", "selective", "attention")
-
-# A number of weights that is more than any model has.
-ALL_WEIGHTS = 1e12
-
-# adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight.
 OPTIMIZERS = ("adamw", "adamw_8bit")
+"""adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
+
+MAX_GRAD_NORM = 1.0
+"""Gradients are clipped to this norm."""
+
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+"""Of AdamW, as TrainingArguments has them by default."""
+
+ALL_WEIGHTS = 1e12
+"""A number of weights that is more than any model has."""
 
 # What choices import, beside what all training needs.
 PACKAGES = {
@@ -25,6 +31,68 @@ PACKAGES = {
     "adamw_8bit": ["bitsandbytes"],
     "liger": ["liger_kernel"],
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a model is trained. "auto" (None for a number) is decided by
+    :func:`memory_plan.decide`, before :mod:`prepare` acts by it."""
+
+    trained: str = "full"
+    """One of :data:`TRAINED`."""
+    lora_rank: int = 8
+    precision: str = "bf16"
+    """Or fp32: of the computation and of what is saved."""
+    zero_stage: int = 3
+    """Of DeepSpeed; 0 is a single process without it."""
+    attn_implementation: str | None = None
+    """Of transformers; None is its choice."""
+    tower: str = "auto"
+    """Policy of kept activations (:mod:`activation_policies`) of the vision tower's layers."""
+    language: str = "auto"
+    """The same of the language model's layers."""
+    compile: bool | str = "auto"
+    """Compile the layers of both towers; "auto": on a GPU, where the steps make up for the time
+    that it takes."""
+    optimizer: str = "adamw"
+    """One of :data:`OPTIMIZERS`."""
+    offload: bool | str = "auto"
+    """Keep the optimizer's states and the fp32 weights on the CPU."""
+    stage3_max_live_parameters: float | None = None
+    """DeepSpeed's: weights that may stay gathered between a layer's forward and its backward,
+    2 bytes each."""
+    skip_logits: bool = True
+    """The loss comes from supervised positions alone, in chunks, and no logits are returned."""
+    loss_chunk_size: int | None = None
+    """Positions of a chunk; None is what the model's config says."""
+    gather_in_place: bool = True
+    """ZeRO-3 gathers each weight straight to where it is used (:mod:`deepspeed.gather`)."""
+    norms_in_place: bool = True
+    """ZeRO-3 takes norms of gradients without copies (:mod:`deepspeed.gradient_norm`)."""
+    layers_ahead: int = 3
+    """Layers that the CPU may be ahead of the GPU under ZeRO-3 (:mod:`deepspeed.throttle`); 0 for
+    any number."""
+
+    @property
+    def is_decided(self) -> bool:
+        asked = (self.tower, self.language, self.offload, self.compile)
+        return "auto" not in asked and self.stage3_max_live_parameters is not None
+
+    @property
+    def gathers_whole_layers(self) -> bool:
+        """:func:`gathers_whole_layers` for these options."""
+        return gathers_whole_layers(
+            self.zero_stage, self.compile is True, self.tower, self.language
+        )
+
+
+def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:
+    """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it.
+
+    Not only for compiled layers: torch's selective checkpoints fail where the recomputation runs a
+    collective that the forward did not run.
+    """
+    return zero_stage == 3 and (compiled or any_is_selective(policies))
 
 
 def check_trained(trained: str) -> None:
@@ -51,22 +119,3 @@ def require_packages(choice: str) -> None:
         raise RuntimeError(
             f"{choice} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
-
-
-def check_policy(name: str, policy: str, or_auto: bool = False) -> None:
-    """Raises ``ValueError`` if there is no such policy; ``name`` says whose."""
-    kind, _, number = str(policy).partition(" ")  # a recipe may hold anything
-    is_every = kind == "every" and number.isdecimal() and int(number) > 0
-    if is_every or policy in POLICIES or (or_auto and policy == "auto"):
-        return
-    expected = ", ".join((("auto",) if or_auto else ()) + POLICIES)
-    raise ValueError(f"the {name}'s policy is {policy!r}; expected {expected} or 'every N', N > 0")
-
-
-def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:
-    """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it.
-
-    Not only for compiled layers: torch's selective checkpoints fail where the recomputation runs a
-    collective that the forward did not run.
-    """
-    return zero_stage == 3 and (compiled or not {*policies}.isdisjoint(SELECTIVE_POLICIES))

@@ -67,7 +67,7 @@ def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
     return model
 
 
-def hold_in_fp32(model: nn.Module) -> None:
+def upcast_trained(model: nn.Module) -> None:
     """Hold what is trained in fp32, in place, for training in bf16 under autocast.
 
     Where ZeRO keeps no fp32 masters, most updates would be lost to bf16's rounding.
@@ -77,7 +77,7 @@ def hold_in_fp32(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def loaded_in_4_bits(dtype: torch.dtype, device: torch.device | str) -> dict:
+def quantization_options(dtype: torch.dtype, device: torch.device | str) -> dict:
     """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does."""
     require_packages("qlora")
     config = BitsAndBytesConfig(
@@ -94,7 +94,7 @@ def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
     """Hold the linear layers of both towers in 4 bits (NF4, doubly quantised), in place.
 
     Layers are moved to ``device`` one at a time, so that it never holds the model in full. For a
-    model that was not loaded; :func:`loaded_in_4_bits` is for one that is.
+    model that was not loaded; :func:`quantization_options` is for one that is.
     """
     require_packages("qlora")
     import bitsandbytes

@@ -9,12 +9,13 @@ import logging
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
+
+from ..engine.deepspeed.internals import is_sharded, own_shard
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +176,4 @@ def _are_not_finite(parts: list[Tensor]) -> Tensor:
 
 def _own_part(parameter: nn.Parameter) -> Tensor:
     """What this process holds of a weight; under ZeRO-3 without the padding of the last shard."""
-    if not hasattr(parameter, "ds_tensor"):
-        return parameter.data
-    sharded: Any = parameter  # with the attributes that DeepSpeed adds
-    shard = sharded.ds_tensor.data
-    begin = dist.get_rank(sharded.ds_process_group) * shard.numel()
-    return shard[: max(sharded.ds_numel - begin, 0)]
+    return own_shard(parameter) if is_sharded(parameter) else parameter.data

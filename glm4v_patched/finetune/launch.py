@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..engine.deepspeed.config import path_of_processes, require_deepspeed
+from ..engine.deepspeed.config import require_deepspeed
+from ..engine.environment import training_environment
 from ..engine.options import require_packages
 from ..printed import own_command
 from .config import Recipe
@@ -157,14 +158,8 @@ def _train(
     settings = folder / "recipe.json"
     recipe.write(settings)
     checked.write(folder / CHECKED_DATA)
-    environment = os.environ | {"PATH": path_of_processes(), "TOKENIZERS_PARALLELISM": "false"}
-    # DeepSpeed calls collectives by names that torch 2.13 deprecates: a warning each would bury the
-    # progress bar.
-    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-    environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    if on_cpu:
-        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    elif not recipe.engine.zero_stage:
+    environment = training_environment(processes, on_cpu)
+    if not on_cpu and not recipe.engine.zero_stage:
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment |= {"CUDA_VISIBLE_DEVICES": first}

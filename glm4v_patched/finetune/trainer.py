@@ -24,15 +24,10 @@ from ..data.check import CheckedData, check_file
 from ..data.collate import ConversationCollator, Size
 from ..data.feature_cache import TowerFeatures
 from ..data.packing import PackingCollator, share_out
-from ..engine.activation_checkpointing import checkpoint_layers
-from ..engine.compilation import compile_layers
-from ..engine.deepspeed.config import zero_config
-from ..engine.deepspeed.gather import gather_whole_layers
-from ..engine.deepspeed.gradient_norm import take_norms_in_place
-from ..engine.deepspeed.throttle import limit_run_ahead
-from ..engine.memory_plan import Kept, Training, choose_kept, choose_offload, free_memory
-from ..engine.options import gathers_whole_layers
-from ..engine.trainable import continue_adapters, hold_in_fp32, loaded_in_4_bits, select_weights
+from ..engine.deepspeed.config import deepspeed_config
+from ..engine.memory_plan import Batch, decide, free_memory
+from ..engine.options import MAX_GRAD_NORM, EngineOptions
+from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -49,7 +44,6 @@ from .identity import Base, Origin, Rows, base_of, identify, pin
 from .run_folder import REPORT, give_usual_modes, remove_weights
 from .unpickling import loading_safely
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What a continued run may change: where things are kept, how often they are saved, and what is
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
 # What is behind model and data.train is compared by its contents.
@@ -61,7 +55,7 @@ CHECKED_DATA = "data.json"
 """In ``out``: what the check found of the data."""
 
 # The Trainer's names.
-OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 
 
 def starting_point(
@@ -89,55 +83,11 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     return decisive | {"processes": processes}
 
 
-def choose_by_memory(
-    recipe: Recipe, config: ChatGLMConfig, row_length: int, images: int, processes: int, free: float
-) -> tuple[Recipe, float]:
-    """The recipe with a choice for what is "auto", and how many weights may stay gathered
-    (:func:`zero_config`).
-
-    Args:
-        row_length: Positions of the longest row, images included.
-        images: The most images in a row.
-        free: Bytes on each GPU, 0 for none.
-    """
-    engine = recipe.engine
-    training = Training(
-        trained=recipe.trained,
-        micro_batch=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
-        zero_stage=engine.zero_stage,
-        processes=processes,
-        optimizer=engine.optimizer,
-        compiled=engine.compile,
+def options_of(recipe: Recipe) -> EngineOptions:
+    """What the recipe asks of the engine, "auto" where it leaves that open."""
+    return EngineOptions(
+        trained=recipe.trained, lora_rank=recipe.lora.rank, **recipe.engine.model_dump()
     )
-    offload = engine.offload
-    if offload == "auto":
-        may = free > 0 and engine.zero_stage > 0 and engine.optimizer != "adamw_8bit"
-        offload = may and choose_offload(config, training, free)
-    training = replace(training, offload=offload)
-    kept = choose_kept(config, training, free, Kept(engine.tower, engine.language, None))
-    chosen = {"tower": kept.tower, "language": kept.language, "offload": offload}
-    return recipe.override({f"engine.{k}": v for k, v in chosen.items()}), kept.gathered
-
-
-def deepspeed_config(recipe: Recipe, kept_gathered: float = 1e9) -> dict | None:
-    """What DeepSpeed is given; None where it takes no part."""
-    engine = recipe.engine
-    if engine.zero_stage == 0:
-        return None
-    return zero_config(
-        engine.zero_stage,
-        engine.precision == "bf16",
-        whole_layers=_whole_layers(recipe),
-        kept_gathered=kept_gathered,
-        offload_optimizer=engine.offload is True,
-    )
-
-
-def _whole_layers(recipe: Recipe) -> bool:
-    engine = recipe.engine
-    return gathers_whole_layers(engine.zero_stage, engine.compile, engine.tower, engine.language)
 
 
 def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
@@ -330,7 +280,7 @@ def train(
         conversations = [[conversations[number] for number in share] for share in shares]
         sizes = [[checked.row_sizes[number] for number in share] for share in shares]
         collator = PackingCollator(processor, checked.stamps)
-    chosen, kept_gathered = _for_this_machine(recipe, base, sizes)
+    options = _decide(recipe, base, sizes)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = TrainingArguments(
         output_dir=recipe.out,
@@ -339,11 +289,11 @@ def train(
         learning_rate=recipe.trainer.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(recipe.trainer.max_steps // 20, 1),
-        max_grad_norm=1.0,
+        max_grad_norm=MAX_GRAD_NORM,
         optim=OPTIMIZERS[recipe.engine.optimizer],
         bf16=recipe.engine.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
-        deepspeed=deepspeed_config(chosen, kept_gathered),
+        deepspeed=deepspeed_config(options),
         remove_unused_columns=False,
         save_strategy="no" if recipe.trainer.save_steps is None else "steps",
         save_steps=recipe.trainer.save_steps or 0,
@@ -359,7 +309,7 @@ def train(
     if checkpoint is not None:
         changes_of_data(checkpoint, rows, accept_changed_data)
     set_seed(recipe.trainer.seed)  # adapters are random
-    model = build_model(chosen, base)
+    model = build_model(recipe, options, base)
     trainer = RecipeTrainer(
         model,
         features=features_of(recipe, model),
@@ -414,26 +364,25 @@ def _write_report(trainer: Trainer, error: str | None, base: dict[str, str]) -> 
     Path(trainer.args.output_dir, REPORT).write_text(text)
 
 
-def _for_this_machine(recipe: Recipe, base: Base, rows: list[list[Size]]) -> tuple[Recipe, float]:
-    """:meth:`choose_by_memory` for rows of such sizes; all processes come to the same."""
-    if "auto" not in (recipe.engine.tower, recipe.engine.language, recipe.engine.offload):
-        return recipe, 1e9
+def _decide(recipe: Recipe, base: Base, rows: list[list[Size]]) -> EngineOptions:
+    """The options for rows of such sizes and this machine; all processes come to the same."""
+    asked = options_of(recipe)
+    if torch.cuda.is_available():
+        join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    if not torch.cuda.is_available():
-        return choose_by_memory(recipe, config, 1, 1, 1, free_memory())
-    if recipe.engine.zero_stage:
-        import deepspeed
-
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        deepspeed.init_distributed()
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    longest = longest_row(rows)
-    chosen, gathered = choose_by_memory(recipe, config, *longest, processes, free_memory())
-    if int(os.environ.get("RANK", 0)) == 0:
-        made = chosen.engine
-        choice = f"tower {made.tower}, language {made.language}, offload {made.offload}"
-        print(f"by memory, for rows of {longest[0]} positions: {choice}", flush=True)
-    return chosen, gathered
+    row_length, images = longest_row(rows)
+    batch = Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=row_length,
+        images_per_row=images,
+        processes=int(os.environ.get("WORLD_SIZE", 1)),
+    )
+    options = decide(config, asked, batch, free_memory(), recipe.trainer.max_steps)
+    if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
+        choice = f"tower {options.tower}, language {options.language}"
+        choice += f", offload {options.offload}, compile {options.compile}"
+        print(f"for rows of {row_length} positions: {choice}", flush=True)
+    return options
 
 
 def longest_row(rows: list[list[Size]]) -> tuple[int, int]:
@@ -446,38 +395,17 @@ def longest_row(rows: list[list[Size]]) -> tuple[int, int]:
     return positions, max(sum(size.images for size in row) for row in rows)
 
 
-def build_model(recipe: Recipe, base: Base | None = None) -> nn.Module:
-    """The model, ready for the Trainer: loaded, what is not trained frozen, policies set, compiled.
-
-    "auto" must have been decided (:meth:`choose_by_memory`).
-    Under ZeRO-3 the weights are loaded straight into shards if ``TrainingArguments`` with the
-    recipe's :func:`deepspeed_config` were made before.
+def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None) -> nn.Module:
+    """The recipe's model, loaded and prepared (:func:`prepare_model`).
 
     Args:
         base: Of :func:`base_of`, which is asked by default.
     """
     base = base or base_of(recipe)
-    dtype = DTYPES[recipe.engine.precision]
-    options = {"dtype": dtype, "revision": base.revision or "main"}
-    if recipe.trained == "qlora":
-        options |= loaded_in_4_bits(dtype, "cuda:0" if torch.cuda.is_available() else "cpu")
-    model = GLM4VForCausalLM.from_pretrained(base.model, **options)
-    if base.adapters is not None:
-        model = continue_adapters(model, base.adapters)
-    else:
-        model = select_weights(model, recipe.trained, recipe.lora.rank)
+    load = partial(GLM4VForCausalLM.from_pretrained, base.model, revision=base.revision or "main")
+    model = prepare_model(options, load, base.adapters)
     if base.revision is not None and hasattr(model, "peft_config"):
         model.peft_config["default"].revision = base.revision
-    if recipe.engine.zero_stage == 0:
-        hold_in_fp32(model)
-    checkpoint_layers(model, recipe.engine.tower, recipe.engine.language)
-    if recipe.engine.compile:
-        compile_layers(model)
-    if _whole_layers(recipe):
-        gather_whole_layers(model)
-    if recipe.engine.zero_stage == 3:
-        limit_run_ahead(model)
-        take_norms_in_place(model)
     return model
 
 

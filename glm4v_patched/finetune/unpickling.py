@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..engine.deepspeed.internals import CHECKPOINT_ENGINE, IN_CHECKPOINTS, resolve
 from ..patch.swap import PatchSet, Swap
-
-ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 
 
 @contextmanager
@@ -18,9 +17,11 @@ def loading_safely() -> Iterator[None]:
     Beside tensors and plain values its own three classes of numbers are let in.
 
     Raises:
-        AttributeError: DeepSpeed has moved what is replaced here.
+        RuntimeError: DeepSpeed has moved what is replaced or let in here.
     """
-    patches = PatchSet([Swap(ENGINE, "load", lambda original: _load)])
+    for name in (CHECKPOINT_ENGINE, *IN_CHECKPOINTS):
+        resolve(name)
+    patches = PatchSet([Swap(CHECKPOINT_ENGINE, "load", lambda original: _load)])
     patches.apply()
     try:
         yield
@@ -29,12 +30,8 @@ def loading_safely() -> Iterator[None]:
 
 
 def _load(engine, path: str, map_location=None):
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
     try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals([resolve(name) for name in IN_CHECKPOINTS]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..engine.deepspeed.internals import whole_shape
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import OutputLayer
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -254,12 +255,7 @@ def _behind_peft(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     tensors = {**module._parameters, **module._buffers}
-    # ZeRO-3 leaves an empty tensor and keeps the shape beside it.
-    return {
-        name: tuple(getattr(tensor, "ds_shape", tensor.shape))
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
+    return {name: whole_shape(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
 def _join(path: str, name: str) -> str:

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -19,9 +18,10 @@ from glm4v_patched.bench.command import describe
 from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.sizes import batch_of, options_of
 from glm4v_patched.cli import main
 from glm4v_patched.engine.gpus import Gpu, Gpus
-from glm4v_patched.engine.memory_plan import GIB, Kept
+from glm4v_patched.engine.memory_plan import GIB, Batch
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
@@ -122,23 +122,20 @@ def test_packed_samples_are_those_of_padded_rows(shortest):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_memory_is_that_of_the_rows(monkeypatch):
-    asked = []
-    monkeypatch.setattr(worker, "choose_kept", lambda config, training, *_: asked.append(training))
+def test_memory_is_that_of_the_rows():
     config = tiny_model().config
     settings = Settings(workload="lm", micro_batch=3, text_tokens=20, shortest_text=10)
-    worker._kept(settings, config)
-    worker._kept(replace(settings, packed=True), config)
-    sizes = [(rows.micro_batch, rows.row_length, rows.images_per_row) for rows in asked]
     # 6 positions for an image with its begin and end; 20, 15 and 10 ids of text.
-    assert sizes == [(3, 26, 1), (1, 63, 3)]
+    assert batch_of(settings, config, 2) == Batch(rows=3, row_length=26, processes=2)
+    packed = batch_of(replace(settings, packed=True), config, 1)
+    assert packed == Batch(rows=1, row_length=63, images_per_row=3)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_attention_is_the_one_that_is_asked_for(attention):
-    settings = Settings(workload="lm", compile=False, attention=attention)
-    model = worker._build(settings, "cpu", tiny_model().config, Kept("full", "full"))
-    assert model.config._attn_implementation == attention
+def test_the_original_is_left_as_it_is():
+    options = options_of(Settings(workload="lora_lm", against="folder", language="none"))
+    assert (options.tower, options.language, options.compile) == ("full", "full", False)
+    assert not options.gathers_whole_layers
+    assert (options.norms_in_place, options.layers_ahead) == (False, 0)
 
 
 def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
@@ -146,8 +143,7 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(worker, "apply", lambda **options: asked.append(options))
     settings = Settings(workload="lm", compile=False)
     for liger in (False, True):
-        kept = Kept("full", "full")
-        worker._build(replace(settings, liger=liger), "cpu", tiny_model().config, kept)
+        worker._build(replace(settings, liger=liger), tiny_model().config, dtype=torch.bfloat16)
     assert asked == [{"rms_norm": True, "swiglu": True}]
 
 
@@ -368,8 +364,6 @@ def test_what_was_not_asked_for_is_no_step():
 class Step:
     """A trainer whose model keeps one buffer for gradients, and makes 3 GiB more of them."""
 
-    weights = 2 * GIB
-
     def __init__(self, now: dict):
         self.now = now
         self.model = nn.ModuleDict({"output_layer": nn.Linear(2, 2)})
@@ -399,19 +393,8 @@ def test_gradients_count_whether_they_are_made_in_a_step_or_stay(monkeypatch):
     monkeypatch.setattr(accounting, "allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
+    monkeypatch.setattr(accounting, "_held", lambda model: 2 * GIB)
     parts = accounting.memory_parts(Step(now), {})
     assert parts["gradients"] == 3 + 5
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
     assert parts["peak"] == 24 and parts["rest"] == 24 - 2 - 4 - 8 - 5
-
-
-@pytest.mark.parametrize(("zero_stage", "in_place"), [(3, True), (2, False)])
-def test_norms_are_taken_in_place_under_zero_3(zero_stage, in_place, monkeypatch):
-    model, asked = tiny_model(), []
-    monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
-    monkeypatch.setattr(deepspeed, "initialize", lambda **options: ("engine",))
-    monkeypatch.setattr(worker, "_build", lambda *asked: model)
-    monkeypatch.setattr(worker, "take_norms_in_place", asked.append)
-    policies = {"tower": "full", "language": "full", "compile": False}
-    worker._Zero(Settings(workload="full", zero_stage=zero_stage, **policies), "cpu")
-    assert asked == ([model] if in_place else [])

@@ -8,6 +8,7 @@ of the gradients, which are taken in place where the gathers are, and who took t
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,8 +18,10 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed import gather as gathering
-from glm4v_patched.engine.deepspeed.config import zero_config
+from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
+from glm4v_patched.engine.deepspeed.internals import Replacements
+from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.steps import select_weights, trainable
@@ -49,15 +52,18 @@ def counted(kind: type):
 
 def train(trained: str, in_place: bool) -> dict:
     # A layer is released while a gather that holds it and others is still being waited for.
-    options = zero_config(3, bf16=False, whole_layers=True, kept_gathered=20_000)
+    asked = EngineOptions(
+        precision="fp32", tower="attention", language="full", stage3_max_live_parameters=20_000
+    )
+    options = deepspeed_config(replace(asked, offload=False, compile=False), 1, 1, 0.0)
     options["zero_optimization"]["stage3_prefetch_bucket_size"] = 100_000
-    options |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
-    del options["gradient_accumulation_steps"]
     model = select_weights(model_with_odd_weights(), trained)
     checkpoint_layers(model, "attention", "full")
-    gathering.gather_whole_layers(model, in_place)
+    gathering.gather_whole_layers(model)
+    replacements = Replacements()
     if in_place:
-        take_norms_in_place(model)
+        gathering.gather_in_place(model, replacements)
+        take_norms_in_place(model, replacements)
     optimizer = torch.optim.SGD(trainable(model), lr=0.001)
     engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
     kinds = gathering._Gather, *HANDLES_OF_DEEPSPEED
@@ -71,6 +77,8 @@ def train(trained: str, in_place: bool) -> dict:
             losses.append(loss.item())
             norms.append(float(engine.get_global_grad_norm()))
             gathers_of.append([p.all_gather_coalesced for p in engine.module.parameters()])
+    norms_by = engine.optimizer.get_grad_norm_direct.__module__
+    replacements.revert()
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
@@ -81,7 +89,7 @@ def train(trained: str, in_place: bool) -> dict:
     return {
         "losses": everyone,
         "norms": norms,
-        "norms by": engine.optimizer.get_grad_norm_direct.__module__,
+        "norms by": norms_by,
         "weights": weights,
         "in place": ours.call_count,
         "by DeepSpeed": sum(count.call_count for count in theirs),

@@ -27,6 +27,7 @@ import tempfile
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,12 +44,8 @@ from glm4v_patched.demo.tiny_model import (
     build_processor,
     tiny_config,
 )
-from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
-from glm4v_patched.engine.compilation import compile_layers
-from glm4v_patched.engine.deepspeed.config import zero_config
-from glm4v_patched.engine.deepspeed.gather import gather_whole_layers
-from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
-from glm4v_patched.engine.options import gathers_whole_layers
+from glm4v_patched.engine.options import MAX_GRAD_NORM, EngineOptions
+from glm4v_patched.engine.prepare import Engine, start
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
@@ -58,7 +55,6 @@ from tests.helpers.start_deepspeed import start_deepspeed
 
 SEEDS = (0, 1)
 WARM_UP = 20
-CLIPPING = 1.0
 WINDOW = 10
 VERSIONS = ("torch", "transformers", "deepspeed")
 # The answer's wording does not follow from the picture. So the loss ends above zero, and curves can
@@ -219,36 +215,22 @@ def learning_rate_at(step: int, steps: int, highest: float) -> float:
     return highest * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))) / 2
 
 
-def start_engine(path: Training, size: Size, weights: Path):
-    """The model on this process, under DeepSpeed, with torch's AdamW and fp32 master weights."""
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
+def start_engine(path: Training, size: Size, weights: Path) -> Engine:
+    """The model on this process, prepared as the recipe's, with fp32 master weights."""
     start_deepspeed()
-    whole = gathers_whole_layers(path.zero_stage, path.compiled, path.checkpoints)
-    options = zero_config(path.zero_stage, whole_layers=whole, kept_gathered=size.kept_gathered)
-    options |= {
-        "train_micro_batch_size_per_gpu": size.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIPPING,
-    }
-    # Alive while the model is loaded: under stage 3 straight into the shards.
-    hf_config = HfDeepSpeedConfig(options)  # noqa: F841
-    model = GLM4VForCausalLM.from_pretrained(
-        weights, dtype=torch.bfloat16, attn_implementation=path.attention
-    ).train()
-    model.config.skip_logits = path.skip_logits
-    model.config.loss_chunk_size = 32  # several chunks a batch
-    checkpoint_layers(model, path.checkpoints, path.checkpoints)
-    if path.compiled:
-        compile_layers(model)
-    if whole:
-        gather_whole_layers(model)
-    if path.zero_stage == 3:
-        take_norms_in_place(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
-    return engine
+    options = EngineOptions(
+        zero_stage=path.zero_stage,
+        attn_implementation=path.attention,
+        tower=path.checkpoints,
+        language=path.checkpoints,
+        compile=path.compiled,
+        offload=False,
+        stage3_max_live_parameters=size.kept_gathered,
+        skip_logits=path.skip_logits,
+        loss_chunk_size=32,  # several chunks a batch
+    )
+    load = partial(GLM4VForCausalLM.from_pretrained, weights)
+    return start(options, load, size.micro_batch, size.learning_rate)
 
 
 def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> dict:
@@ -264,13 +246,9 @@ def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> di
     order = order_of_samples(len(data["input_ids"]), steps * in_step, seed)
     losses, ended = [], [time.perf_counter()]
     for step in range(steps):
-        for group in engine.optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, steps, size.learning_rate)
+        engine.set_learning_rate(learning_rate_at(step, steps, size.learning_rate))
         chosen = order[step * in_step : (step + 1) * in_step][rank::processes]
-        loss = engine(**make_batch(data, chosen, path, device)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().float())
+        losses.append(engine.step(make_batch(data, chosen, path, device)).float())
         if device == "cuda":
             torch.cuda.synchronize()
         ended.append(time.perf_counter())
@@ -505,7 +483,9 @@ def train_all(options: argparse.Namespace) -> dict:
         "paths": {name: asdict(paths[name]) for name in dict(wanted)},
         "seed": "initial weights and order of samples",
         "precision": "bf16 weights and gradients, fp32 master weights",
-        "optimizer": {"AdamW": {"clipping": CLIPPING, "warm_up": WARM_UP, "schedule": "cosine"}},
+        "optimizer": {
+            "AdamW": {"clipping": MAX_GRAD_NORM, "warm_up": WARM_UP, "schedule": "cosine"}
+        },
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
         "runs": earlier_runs(options.out, options.steps, asdict(size)) if options.resume else [],

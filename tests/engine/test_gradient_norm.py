@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
+from glm4v_patched.engine.deepspeed.internals import Replacements
 
 PARAMETERS = ["a", "b", "c"]
 
@@ -29,7 +30,7 @@ def zero() -> Zero:
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         parameter._z3_optimizer = optimizer
-    take_norms_in_place(model)
+    take_norms_in_place(model, Replacements())
     model(torch.ones(2))
     model(torch.ones(2))
     return optimizer
@@ -64,7 +65,20 @@ def test_the_largest_value_is_deepspeeds(zero):
     assert passed is given and parameters is PARAMETERS and norm_type == math.inf
 
 
-def test_a_model_without_zero_is_left_alone():
+def test_the_norm_is_deepspeeds_again():
+    optimizer, replacements = Zero(), Replacements()
     model = nn.Linear(2, 2)
-    take_norms_in_place(model)
-    assert torch.equal(model(torch.ones(2)), model(torch.ones(2)))
+    model.weight._z3_optimizer = optimizer
+    take_norms_in_place(model, replacements)
+    model(torch.ones(2))
+    assert "get_grad_norm_direct" in vars(optimizer)
+    replacements.revert()
+    assert "get_grad_norm_direct" not in vars(optimizer)
+    replacements.revert()
+
+
+def test_a_model_that_knows_no_optimizer_of_zero_is_told_of():
+    model = nn.Linear(2, 2)
+    take_norms_in_place(model, Replacements())
+    with pytest.raises(RuntimeError, match="has no _z3_optimizer .*; install a tested one: pip"):
+        model(torch.ones(2))

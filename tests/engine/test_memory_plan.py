@@ -8,27 +8,44 @@ import torch
 
 from glm4v_patched.bench.rows import read_rows
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.engine.activation_policies import POLICIES
 from glm4v_patched.engine.memory_plan import (
     CANDIDATES,
     GIB,
     OUTSIDE_TORCH,
-    Kept,
-    Training,
-    choose_kept,
+    STEPS_THAT_PAY_FOR_COMPILING,
+    Batch,
     count_parameters,
+    decide,
     estimate,
     free_memory,
     recomputed_flop,
     states,
 )
-from glm4v_patched.engine.options import ALL_WEIGHTS
+from glm4v_patched.engine.options import ALL_WEIGHTS, EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import tiny_config, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REAL = ChatGLMConfig()
-ANYTHING = Kept("auto", "auto", None)
+TWO_ROWS = Batch(rows=2, row_length=2114, processes=2)
+
+
+def asked(trained="full", tower="auto", language="auto", live=None, **options) -> EngineOptions:
+    """Nothing offloaded and all compiled, where a test does not say otherwise."""
+    options = {"compile": True, "offload": False} | options
+    return EngineOptions(
+        trained=trained,
+        tower=tower,
+        language=language,
+        stage3_max_live_parameters=live,
+        **options,
+    )
+
+
+def decided(trained="full", tower="full", language="full", live=1e9, **options) -> EngineOptions:
+    return asked(trained, tower, language, live, **options)
 
 
 def measured_rows():
@@ -50,20 +67,25 @@ def measured_rows():
                 "language": settings["language"],
                 "gathered": settings["kept_gathered"],
             }
-            training = Training(
-                trained=row["workload"],
-                micro_batch=len(lengths),
+            batch = Batch(
+                rows=len(lengths),
                 row_length=lengths[0],
                 images_per_row=row["micro_batch"] / len(lengths),
-                zero_stage=row["zero_stage"],
                 processes=row["gpus"],
+            )
+            options = decided(
+                row["workload"],
+                chosen["tower"],
+                chosen["language"],
+                chosen["gathered"],
+                zero_stage=row["zero_stage"],
                 optimizer=settings.get("optimizer", "adamw"),
                 offload=row["offload"],
-                loss_chunk=settings["loss_chunk"],
-                compiled=settings["compile"],
+                loss_chunk_size=settings["loss_chunk"],
+                compile=settings["compile"],
             )
             peak = row["peak_allocated_gib"]
-            yield pytest.param(training, Kept(**chosen), peak, id=f"{path.stem}-{number}")
+            yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "padded_vocab_size": 999}])
@@ -80,9 +102,9 @@ def test_the_real_models_parameters():
     assert sum(count_parameters(REAL)) == 13_906_320_896
 
 
-@pytest.mark.parametrize(("training", "kept", "peak"), list(measured_rows()))
-def test_the_estimate_is_near_the_measured_peak(training, kept, peak):
-    assert estimate(REAL, training, kept) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
+@pytest.mark.parametrize(("options", "batch", "peak"), list(measured_rows()))
+def test_the_estimate_is_near_the_measured_peak(options, batch, peak):
+    assert estimate(REAL, options, batch) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +114,8 @@ def test_the_estimate_is_near_the_measured_peak(training, kept, peak):
 def test_what_ran_out_of_memory_is_estimated_to_need_more(trained, micro_batch, tower, allocated):
     """Two H200s, 8-bit AdamW; GiB that torch had allocated when it could not go on, the second
     under a limit of 90."""
-    asked = training(trained, micro_batch=micro_batch, optimizer="adamw_8bit")
-    assert estimate(REAL, asked, Kept(tower, "none")) / GIB > allocated
+    options = decided(trained, tower, "none", optimizer="adamw_8bit")
+    assert estimate(REAL, options, replace(TWO_ROWS, rows=micro_batch)) / GIB > allocated
 
 
 def test_states_by_stage_optimizer_and_offload():
@@ -101,8 +123,8 @@ def test_states_by_stage_optimizer_and_offload():
     weights = tower + language
 
     def bytes_a_weight(**options):
-        options = {"trained": "full", "micro_batch": 1, "row_length": 9, "processes": 2} | options
-        return states(REAL, Training(**options)) / weights
+        batch = Batch(rows=1, row_length=9, processes=options.pop("processes", 2))
+        return states(REAL, decided(**options), batch) / weights
 
     # bf16 weights and gradients, fp32 weights and two moments: 2 + 2 + 4 + 8.
     assert bytes_a_weight(zero_stage=3) == 16 / 2
@@ -111,24 +133,16 @@ def test_states_by_stage_optimizer_and_offload():
     assert bytes_a_weight(zero_stage=3, optimizer="adamw_8bit") == 10 / 2
     assert bytes_a_weight(zero_stage=3, offload=True) == 2 / 2
     assert bytes_a_weight(zero_stage=3, trained="lora_all") == 2 / 2
-    assert bytes_a_weight(zero_stage=0, processes=1) == 2 + 2 + 4  # moments in bf16
+    # Without ZeRO all in fp32.
+    assert bytes_a_weight(zero_stage=0, processes=1) == 4 + 4 + 8
     trained = bytes_a_weight(zero_stage=3, trained="lm") - 2 / 2
     assert trained == pytest.approx(14 / 2 * language / weights)
-
-
-def training(trained="full", **options):
-    options = {"micro_batch": 2, "row_length": 2114, "processes": 2} | options
-    return Training(trained=trained, **options)
 
 
 def test_more_memory_never_means_more_work():
     for trained in ("full", "lm", "lora_lm", "lora_all"):
         work = [
-            recomputed_flop(
-                REAL,
-                training(trained),
-                choose_kept(REAL, training(trained), free * GIB, ANYTHING),
-            )
+            recomputed_flop(REAL, decide(REAL, asked(trained), TWO_ROWS, free * GIB), TWO_ROWS)
             for free in (16, 24, 32, 48, 80, 96, 120, 141, 180, 288)
         ]
         assert work == sorted(work, reverse=True), trained
@@ -138,49 +152,68 @@ def test_more_memory_never_means_more_work():
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all"])
 @pytest.mark.parametrize("free", [24.5, 80, 141])
 def test_what_is_chosen_fits_or_is_the_smallest_there_is(trained, free):
-    chosen = choose_kept(REAL, training(trained), free * GIB, ANYTHING)
-    size = estimate(REAL, training(trained), chosen)
-    smallest = estimate(REAL, training(trained), Kept("full", "full", 5e8))
+    chosen = decide(REAL, asked(trained), TWO_ROWS, free * GIB)
+    size = estimate(REAL, chosen, TWO_ROWS)
+    smallest = estimate(REAL, decided(trained, live=5e8), TWO_ROWS)
     assert size < (free - 2) * GIB or size == smallest
 
 
 def test_a_policy_that_is_asked_for_stays():
     for free in (0, 60 * GIB, 1000 * GIB):
-        chosen = choose_kept(REAL, training(), free, Kept("selective", "auto", 7e8))
-        assert (chosen.tower, chosen.gathered) == ("selective", 7e8)
-        chosen = choose_kept(REAL, training(), free, Kept("auto", "every 3", None))
-        assert chosen.language == "every 3"
+        chosen = decide(REAL, asked(tower="selective", live=7e8), TWO_ROWS, free)
+        assert (chosen.tower, chosen.stage3_max_live_parameters) == ("selective", 7e8)
+        assert decide(REAL, asked(language="every 3"), TWO_ROWS, free).language == "every 3"
 
 
 def test_all_weights_stay_gathered_where_they_fit():
-    chosen = choose_kept(REAL, training("lora_all"), 141 * GIB, ANYTHING)
-    assert chosen == Kept("none", "none", ALL_WEIGHTS)
+    chosen = decide(REAL, asked("lora_all"), TWO_ROWS, 141 * GIB)
+    assert chosen == decided("lora_all", "none", "none", ALL_WEIGHTS)
     # Those of a frozen tower are not needed again.
-    chosen = choose_kept(REAL, training("lora_lm"), 141 * GIB, ANYTHING)
-    assert chosen == Kept("full", "none", 9_399_951_360)
+    chosen = decide(REAL, asked("lora_lm"), TWO_ROWS, 141 * GIB)
+    assert chosen == decided("lora_lm", "full", "none", 9_399_951_360)
+
+
+@pytest.mark.parametrize(
+    ("steps", "free", "trained", "compiled"),
+    [
+        (STEPS_THAT_PAY_FOR_COMPILING, 141, "lora_lm", True),
+        (None, 141, "full", True),
+        (STEPS_THAT_PAY_FOR_COMPILING - 1, 141, "lora_lm", False),
+        (10_000, 0, "lora_lm", False),  # no GPU
+        (10_000, 141, "qlora", False),
+    ],
+)
+def test_layers_are_compiled_where_that_pays(steps, free, trained, compiled):
+    stage = 0 if trained == "qlora" else 3
+    options = asked(trained, compile="auto", zero_stage=stage)
+    assert decide(REAL, options, TWO_ROWS, free * GIB, steps).compile == compiled
+    for said in (True, False):
+        options = replace(options, compile=said)
+        assert decide(REAL, options, TWO_ROWS, free * GIB, steps).compile == said
 
 
 def test_every_policy_computes_more_and_keeps_less_than_the_one_before():
-    order = [name for name in CANDIDATES if not name.startswith("every")]
-    policies = [Kept(name, name) for name in order]
-    work = [recomputed_flop(REAL, training(), kept) for kept in policies]
-    sizes = [estimate(REAL, training(), kept) for kept in policies]
+    assert [name for name in CANDIDATES if not name.startswith("every")] == list(POLICIES)
+    policies = [decided(tower=name, language=name) for name in POLICIES]
+    work = [recomputed_flop(REAL, options, TWO_ROWS) for options in policies]
+    sizes = [estimate(REAL, options, TWO_ROWS) for options in policies]
     assert work == sorted(set(work)) and sizes == sorted(set(sizes), reverse=True)
 
 
 def test_every_nth_lies_between_none_and_full():
     work = [
-        recomputed_flop(REAL, training(), Kept("none", name))
+        recomputed_flop(REAL, decided(tower="none", language=name), TWO_ROWS)
         for name in ("none", "every 4", "every 2", "full")
     ]
     assert work == sorted(work) and work[2] == pytest.approx(work[3] / 2)
 
 
 def test_a_row_of_four_samples_keeps_what_four_rows_do():
-    four = Training(trained="lora_all", micro_batch=4, row_length=2114)
-    packed = replace(four, micro_batch=1, row_length=4 * 2114, images_per_row=4)
-    for kept in (Kept("none", "none"), Kept("full", "none"), Kept("attention", "full")):
-        assert estimate(REAL, packed, kept) == estimate(REAL, four, kept)
+    four = Batch(rows=4, row_length=2114)
+    packed = Batch(rows=1, row_length=4 * 2114, images_per_row=4)
+    for policies in (("none", "none"), ("full", "none"), ("attention", "full")):
+        options = decided("lora_all", *policies)
+        assert estimate(REAL, options, packed) == estimate(REAL, options, four)
 
 
 @pytest.mark.skipif(
@@ -188,7 +221,7 @@ def test_a_row_of_four_samples_keeps_what_four_rows_do():
 )
 def test_without_a_gpu_nothing_is_known_to_be_free_and_most_is_computed_again():
     assert free_memory() == 0
-    chosen = choose_kept(tiny_model().config, training(), free_memory(), ANYTHING)
+    chosen = decide(tiny_model().config, asked(), TWO_ROWS, free_memory())
     assert (chosen.tower, chosen.language) == ("full", "full")
 
 

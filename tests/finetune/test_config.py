@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -10,6 +11,7 @@ from deepspeed.utils import z3_leaf_module
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
+from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe, RecipeError
@@ -19,15 +21,12 @@ from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.trainer import (
     FREE_WHEN_RESUMING,
     RecipeTrainer,
-    build_model,
-    choose_by_memory,
-    deepspeed_config,
+    options_of,
     settings_of,
     starting_point,
 )
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.local_hub import LocalHub
-from tests.helpers.recipes import recipe
+from tests.helpers.recipes import built, decided, recipe
 from tests.helpers.tiny import golden_weights, tiny_model
 
 NAME = "our-org/glm-4v-tiny"
@@ -51,7 +50,7 @@ def folder(tmp_path_factory):
         ({"engine.optimizer": "sgd"}, 'engine.optimizer is "sgd"; expected adamw or adamw_8bit'),
         ({"engine.offload": "most"}, 'engine.offload is "most"; expected true, false or auto$'),
         ({"engine.precision": "fp16"}, 'engine.precision is "fp16"; expected bf16 or fp32'),
-        ({"engine.compile": 1}, "engine.compile is 1; expected true or false"),
+        ({"engine.compile": 1}, "engine.compile is 1; expected true, false or auto"),
         ({"engine.compile": "true"}, r'engine.compile is "true"; .* \(without quotes\)'),
         ({"engine.zero_stage": 4}, "engine.zero_stage is 4; expected 0, 1, 2 or 3"),
         ({"engine.zero_stage": True}, "engine.zero_stage is true; expected 0, 1, 2 or 3"),
@@ -150,7 +149,7 @@ def test_a_run_with_other_settings_is_not_continued(tmp_path):
     assert starting_point(recipe(same), 2, resume=True) == checkpoint
     for change, told in [
         ({"trained": "lm"}, "trained: full there, lm now"),
-        ({"engine.compile": True}, "engine.compile: False there, True now"),
+        ({"engine.compile": True}, "engine.compile: auto there, True now"),
         ({"lora.rank": 4}, "lora.rank: 8 there, 4 now"),
         ({"trainer.seed": 1}, "trainer.seed: 0 there, 1 now"),
     ]:
@@ -192,20 +191,20 @@ def test_a_recipe_reads_back(tmp_path):
     ("free_gib", "trained", "chosen"),
     [
         # Two GPUs of 141 GB, 80 GB and 24 GB; what is kept is under test in test_memory.py.
-        (139, "full", {"engine.offload": False}),
-        (79, "full", {"engine.offload": True}),
-        (79, "lm", {"engine.offload": True}),
-        (79, "lora_all", {"engine.offload": False, "engine.language": "none"}),
-        (23.5, "lora_lm", {"engine.offload": False, "engine.tower": "full"}),
+        (139, "full", {"offload": False}),
+        (79, "full", {"offload": True}),
+        (79, "lm", {"offload": True}),
+        (79, "lora_all", {"offload": False, "language": "none"}),
+        (23.5, "lora_lm", {"offload": False, "tower": "full"}),
         (
             8,
             "lora_lm",
-            {"engine.offload": False, "engine.language": "full"},
+            {"offload": False, "language": "full"},
         ),  # too little; nothing to offload
         (
             0,
             "full",
-            {"engine.offload": False, "engine.tower": "full", "engine.language": "full"},
+            {"offload": False, "tower": "full", "language": "full"},
         ),  # a CPU
     ],
 )
@@ -218,22 +217,21 @@ def test_what_is_auto_is_chosen_by_memory(free_gib, trained, chosen):
             "engine.compile": True,
         }
     )
-    found, gathered = choose_by_memory(asked, ChatGLMConfig(), 2114, 1, 2, free_gib * 2**30)
-    assert {name: found.flat()[name] for name in chosen} == chosen
-    zero = deepspeed_config(found, gathered)["zero_optimization"]
-    assert ("offload_optimizer" in zero) == chosen["engine.offload"]
-    assert zero["stage3_max_live_parameters"] == gathered
-    assert "auto" not in (found.engine.tower, found.engine.language)
+    found = decided(asked, free_gib * 2**30)
+    assert {name: getattr(found, name) for name in chosen} == chosen
+    zero = deepspeed_config(found)["zero_optimization"]
+    assert ("offload_optimizer" in zero) == chosen["offload"]
+    assert zero["stage3_max_live_parameters"] == found.stage3_max_live_parameters
+    assert "auto" not in (found.tower, found.language)
 
 
 def test_what_is_asked_for_is_not_chosen():
-    asked = recipe(
-        {"engine.tower": "every 2", "engine.language": "selective", "engine.offload": False}
-    )
+    changes = {"tower": "every 2", "language": "selective", "offload": False, "compile": False}
+    asked = recipe({f"engine.{name}": value for name, value in changes.items()})
     for free in (0, 80 * 2**30, 1000 * 2**30):
-        assert choose_by_memory(asked, ChatGLMConfig(), 2114, 1, 2, free)[0] == asked
-    eight_bits = recipe({"engine.optimizer": "adamw_8bit"})
-    assert not choose_by_memory(eight_bits, ChatGLMConfig(), 2114, 1, 2, 2**30)[0].engine.offload
+        found = decided(asked, free)
+        assert replace(found, stage3_max_live_parameters=None) == options_of(asked)
+    assert not decided(recipe({"engine.optimizer": "adamw_8bit"}), 2**30).offload
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -258,24 +256,25 @@ def test_layers_without_hooks_inside_are_gathered_whole_under_zero_3(
             "engine.zero_stage": stage,
         }
     )
-    layers = [*checkpointed_layers(build_model(asked))]
+    layers = [*checkpointed_layers(built(asked))]
     assert len(layers) == 4
     for layer in layers:
         assert hasattr(layer.forward, "_torchdynamo_orig_callable") == compiled
         assert z3_leaf_module(layer) == (whole and stage == 3)
-    zero = deepspeed_config(asked)["zero_optimization"]
+    zero = deepspeed_config(decided(asked))["zero_optimization"]
     assert ("memory_efficient_linear" in zero) == (whole and stage == 3)
 
 
 def test_without_zero_deepspeed_takes_no_part():
-    assert deepspeed_config(recipe({"engine.zero_stage": 0})) is None
-    assert deepspeed_config(recipe({"engine.zero_stage": 1}))["zero_optimization"]["stage"] == 1
+    assert deepspeed_config(decided(recipe({"engine.zero_stage": 0}))) is None
+    assert (
+        deepspeed_config(decided(recipe({"engine.zero_stage": 1})))["zero_optimization"]["stage"]
+        == 1
+    )
 
 
 def test_policies_are_set_behind_adapters(folder):
-    model = build_model(
-        recipe({"model": str(folder), "trained": "lora_all", "engine.tower": "none"})
-    )
+    model = built(recipe({"model": str(folder), "trained": "lora_all", "engine.tower": "none"}))
     names = {type(layer).__name__: layer for layer in checkpointed_layers(model)}
     assert not names["TransformerLayer"].gradient_checkpointing
     assert names["GLMBlock"].gradient_checkpointing
@@ -286,9 +285,7 @@ def test_policies_are_set_behind_adapters(folder):
 def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(
     trained, stage, held, folder
 ):
-    model = build_model(
-        recipe({"model": str(folder), "trained": trained, "engine.zero_stage": stage})
-    )
+    model = built(recipe({"model": str(folder), "trained": trained, "engine.zero_stage": stage}))
     dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
     assert dtypes == {(True, held), (False, torch.bfloat16)}
 
@@ -296,9 +293,7 @@ def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(
 def test_no_group_of_the_optimizer_is_empty(folder, tmp_path):
     from transformers import TrainingArguments
 
-    model = build_model(
-        recipe({"model": str(folder), "trained": "lora_lm", "engine.zero_stage": 0})
-    )
+    model = built(recipe({"model": str(folder), "trained": "lora_lm", "engine.zero_stage": 0}))
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = RecipeTrainer(model, args=arguments, data_collator=list)
     groups = trainer.create_optimizer().param_groups
@@ -308,9 +303,7 @@ def test_no_group_of_the_optimizer_is_empty(folder, tmp_path):
 def test_the_config_of_the_model_behind_adapters_is_switched(folder, tmp_path):
     from transformers import TrainingArguments
 
-    model = build_model(
-        recipe({"model": str(folder), "trained": "lora_lm", "engine.zero_stage": 0})
-    )
+    model = built(recipe({"model": str(folder), "trained": "lora_lm", "engine.zero_stage": 0}))
     inner = model.get_base_model()
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = RecipeTrainer(model, args=arguments, data_collator=list)
@@ -333,12 +326,10 @@ def test_a_model_comes_from_the_hub_at_its_revision(folder, tmp_path, monkeypatc
         asked = recipe(
             {"model": NAME, "revision": "v1", "trained": "lora_lm", "engine.precision": "fp32"}
         )
-        model = build_model(asked)
+        model = built(asked)
         inner = model.get_base_model().state_dict()
         assert model.config.rope_ratio == 1
-        assert (
-            build_model(recipe({"model": NAME, "engine.precision": "fp32"})).config.rope_ratio == 7
-        )
+        assert built(recipe({"model": NAME, "engine.precision": "fp32"})).config.rope_ratio == 7
     for name, weight in golden_weights().items():
         if "query_key_value" not in name and "inv_freq" not in name:
             assert torch.equal(inner[name], weight), name
@@ -352,7 +343,7 @@ def test_norms_are_taken_in_place_under_zero_3(folder, zero_stage, in_place):
         def get_grad_norm_direct(self, gradients, parameters, norm_type=2):
             return torch.tensor(len(gradients))
 
-    model = build_model(recipe({"model": str(folder), "engine.zero_stage": zero_stage}))
+    model = built(recipe({"model": str(folder), "engine.zero_stage": zero_stage}))
     zero = model.get_input_embeddings().weight._z3_optimizer = Zero()
     model(torch.tensor([[1, 2, 3]]))
     gradients = [torch.ones(3), torch.ones(1)]

@@ -15,9 +15,9 @@ from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.identity import Rows
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.preflight import Placement
-from glm4v_patched.finetune.trainer import build_model, check_data, starting_point
+from glm4v_patched.finetune.trainer import check_data, starting_point
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import drawn_recipe, train_here
+from tests.helpers.recipes import built, drawn_recipe, train_here
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def stopped(trained, tmp_path) -> Recipe:
 
 def loss_of_all_rows(recipe: Recipe) -> float:
     """Of the recipe's model or adapters as they are, on all rows at once."""
-    model = build_model(recipe.override({"engine.tower": "none", "engine.language": "none"})).eval()
+    model = built(recipe.override({"engine.tower": "none", "engine.language": "none"})).eval()
     processor = ChatGLMProcessor.from_pretrained(recipe.model)
     batch = ConversationCollator(processor)(read_conversations(recipe.data.train))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_adapters_that_lack_tensors_are_refused(trained, tmp_path):
     save_file(weights, tmp_path / "lora" / "adapter_model.safetensors")
     recipe = trained.override({"model": str(tmp_path / "lora")})
     with pytest.raises(ValueError, match="holds 3 tensors, of which 1 do not fit"):
-        build_model(recipe)
+        built(recipe)
 
 
 def test_another_base_under_a_checkpoint_of_adapters_is_refused(stopped):

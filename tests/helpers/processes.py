@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from glm4v_patched.engine.deepspeed.config import path_of_processes
+from glm4v_patched.engine.environment import path_of_processes
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ROOT / "tests" / "distributed"

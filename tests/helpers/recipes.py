@@ -4,10 +4,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
+
 from glm4v_patched.data.formats import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
+from glm4v_patched.engine.memory_plan import Batch, decide
+from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 
 LEAST = {
     "model": "m",
@@ -49,3 +54,24 @@ def train_here(recipe: Recipe, *arguments, **options) -> dict:
     check_data(recipe).write(out / CHECKED_DATA)
     train(recipe, *arguments, **options)
     return json.loads((out / "training.json").read_text())
+
+
+def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:
+    """What the engine would decide for rows of the real size and two processes."""
+    batch = Batch(
+        rows=asked.trainer.per_device_train_batch_size,
+        row_length=2114,
+        images_per_row=1,
+        processes=2,
+    )
+    from glm4v_patched.finetune.trainer import options_of
+
+    steps = asked.trainer.max_steps
+    return decide(config or ChatGLMConfig(), options_of(asked), batch, free, steps)
+
+
+def built(asked: Recipe) -> nn.Module:
+    """The recipe's model, ready to be trained on a CPU."""
+    from glm4v_patched.finetune.trainer import build_model
+
+    return build_model(asked, decided(asked))

@@ -1,79 +1,83 @@
-"""DeepSpeed configurations, and what DeepSpeed needs of the machine."""
+"""DeepSpeed's configuration, and what DeepSpeed needs of the machine."""
 
 import importlib.util
-import os
 import shutil
-import sys
-from pathlib import Path
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+from ..environment import path_of_processes
+from ..options import EngineOptions
+
+OLDEST_DEEPSPEED, FIRST_UNTESTED_DEEPSPEED = "0.16.9", "0.20"
 
 
-def zero_config(
-    stage: int,
-    bf16: bool = True,
-    whole_layers: bool = False,
-    kept_gathered: float = 1e9,
-    offload_optimizer: bool = False,
-) -> dict:
-    """ZeRO at ``stage`` in bf16 or fp32; batch sizes and clipping are the trainer's.
+def deepspeed_config(
+    options: EngineOptions,
+    micro_batch: int | str = "auto",
+    accumulation: int | str = "auto",
+    clipping: float | str = "auto",
+) -> dict[str, Any] | None:
+    """What DeepSpeed is given for options that are decided; None where it takes no part.
 
     Args:
-        whole_layers: For :func:`gather.gather_whole_layers`, under stage 3: no weight stays
-            gathered by itself, as that costs a gather each after every step, and compiled layers
-            get torch's own ``F.linear``.
-        kept_gathered: Weights that may stay gathered between a layer's forward and its backward,
-            2 bytes each; 1e12 saves the second gather where all fit.
-        offload_optimizer: Keep the optimizer's states and the fp32 weights on the CPU.
+        micro_batch, accumulation, clipping: "auto" is filled in by transformers' Trainer.
     """
-    zero = {
-        "stage": stage,
+    if options.zero_stage == 0:
+        return None
+    assert options.is_decided, "memory_plan.decide() comes first"
+    zero: dict[str, Any] = {
+        "stage": options.zero_stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
-    if whole_layers:
+    if options.gathers_whole_layers:
         zero |= {
             "contiguous_gradients": False,  # a copy of each gradient less, and the buffer for it
+            # No weight stays gathered by itself: each would cost a gather after every step.
             "stage3_param_persistence_threshold": 0,
+            # torch's own F.linear: DeepSpeed's asks every weight for its number, and each layer
+            # would be compiled anew.
             "memory_efficient_linear": False,
-            "stage3_max_live_parameters": kept_gathered,
-            "stage3_max_reuse_distance": kept_gathered,
+            "stage3_max_live_parameters": options.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": options.stage3_max_live_parameters,
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
             "sub_group_size": 5e8,  # weights whose gradients are held in fp32 during an update
         }
     config = {
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": options.precision == "bf16"},
         "zero_optimization": zero,
         # The optimizer is torch's own AdamW: DeepSpeed's would be compiled first.
         "zero_allow_untested_optimizer": True,
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
     }
-    if offload_optimizer:
+    if options.offload:
         # Not pinned: torch rounds pinned blocks up to powers of two, which may take a third more.
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
-def path_of_processes() -> str:
-    """``PATH`` for training processes, with the programs of this Python environment first.
-
-    torch starts ``ninja`` by name; pip puts it beside the interpreter, which is on ``PATH`` only
-    where the environment is activated.
-    """
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
 def require_deepspeed(on_cpu: bool) -> None:
-    """Raise ``RuntimeError`` naming what is missing and how to install it."""
+    """Raise ``RuntimeError`` naming what is missing or not supported, and how to install it."""
     missing = []
+    supported = f"deepspeed>={OLDEST_DEEPSPEED},<{FIRST_UNTESTED_DEEPSPEED}"
     if importlib.util.find_spec("deepspeed") is None:
         missing.append("DeepSpeed and what training needs: pip install 'glm4v-patched[train]'")
+    elif not _is_supported(found := version("deepspeed")):
+        missing.append(f"a tested DeepSpeed, {found} is not: pip install '{supported}'")
     if on_cpu and shutil.which("g++") is None and shutil.which("c++") is None:
         missing.append("a C++ compiler, for DeepSpeed's CPU collectives: apt-get install g++")
     if on_cpu and shutil.which("ninja", path=path_of_processes()) is None:
         missing.append("ninja, for DeepSpeed's CPU collectives: pip install ninja")
     if missing:
         raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))
+
+
+def _is_supported(found: str) -> bool:
+    return Version(OLDEST_DEEPSPEED) <= Version(found) < Version(FIRST_UNTESTED_DEEPSPEED)

@@ -6,33 +6,34 @@ weight into a tensor of its own, all weights of a gather in one launch.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..activation_checkpointing import checkpointed_layers
+from .internals import ZERO_PARAM_STATUS, Replacements, resolve, sharded_weights
 
 
-def gather_whole_layers(model: nn.Module, in_place: bool = True) -> None:
-    """Have ZeRO-3 gather each layer of both towers at once, before ``deepspeed.initialize``.
-
-    Args:
-        in_place: Each weight straight to where it is used, not into a buffer that is copied from.
-    """
+def gather_whole_layers(model: nn.Module) -> None:
+    """Have ZeRO-3 gather each layer of both towers at once, before ``deepspeed.initialize``."""
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))
 
-    if not in_place:
-        return
 
-    def once(*_) -> None:
+def gather_in_place(model: nn.Module, replacements: Replacements) -> None:
+    """Have ZeRO-3 gather every weight straight to where it is used, from the first forward pass on.
+
+    Raises:
+        RuntimeError: out of that forward pass, if DeepSpeed has renamed what is replaced.
+    """
+
+    def once(*_: Any) -> None:
         # By now every parameter is sharded, adapters too.
         hook.remove()
-        for parameter in model.parameters():
-            if hasattr(parameter, "all_gather_coalesced"):
-                parameter.all_gather_coalesced = _in_place(parameter.all_gather_coalesced)
+        replacements.apply(sharded_weights(model), "all_gather_coalesced", _in_place)
 
     hook = model.register_forward_pre_hook(once)
 
@@ -40,26 +41,25 @@ def gather_whole_layers(model: nn.Module, in_place: bool = True) -> None:
 class _Gather:
     """Weights on their way, as DeepSpeed's coordinator expects them to be represented."""
 
-    def __init__(self, work, parameters: list[nn.Parameter]):
+    def __init__(self, work: Any, parameters: list[Any]):
         self.work, self.parameters = work, parameters
 
-    def wait(self, **_) -> None:
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
+    def wait(self, **_: Any) -> None:
         # Once: it is waited for by each parameter, and some may have been released again by then.
         if self.work is None:
             return
         self.work.wait()
+        available = resolve(ZERO_PARAM_STATUS).AVAILABLE
         for parameter in self.parameters:
-            parameter.ds_status = ZeroParamStatus.AVAILABLE
-        self.work = self.parameters = None  # which hold memory
+            parameter.ds_status = available
+        self.work, self.parameters = None, []  # which hold memory
 
 
 def _in_place(gather: Callable) -> Callable:
     """``gather``, a parameter's ``all_gather_coalesced``, without copies where that is possible."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    status = resolve(ZERO_PARAM_STATUS)
 
-    def gather_in_place(parameters: Iterable[nn.Parameter], quantize: bool = False, **options):
+    def gather_in_place(parameters: Iterable[Any], quantize: bool = False, **options: Any) -> Any:
         # Every process in the same order; the coordinator passes a set.
         parameters = sorted(parameters, key=lambda parameter: parameter.ds_id)
         if quantize or options or not _are_plain(parameters):
@@ -74,25 +74,24 @@ def _in_place(gather: Callable) -> Callable:
                 torch.distributed.all_gather_into_tensor(whole, shard, group=group, async_op=True)
         for whole, parameter in zip(wholes, parameters, strict=True):
             parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
-            parameter.ds_status = ZeroParamStatus.INFLIGHT
+            parameter.ds_status = status.INFLIGHT
         return _Gather(work, parameters)
 
     return gather_in_place
 
 
-def _are_plain(parameters: list[nn.Parameter]) -> bool:
+def _are_plain(parameters: list[Any]) -> bool:
     """Whether all are sharded over one group of processes, on their device and in their type.
 
     Others are DeepSpeed's: offloaded or quantised weights, second shards (hpZ), shards within a
     part of the processes (MiCS, ``comm``), gathers in another type (autocast, ``comm_dtype``).
     """
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     if not parameters:
         return False
     group = parameters[0].ds_process_group
+    absent = resolve(ZERO_PARAM_STATUS).NOT_AVAILABLE
     return torch.distributed.get_world_size(group) > 1 and all(
-        parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        parameter.ds_status is absent
         and parameter.ds_secondary_tensor is None
         and parameter.ds_process_group is group
         and parameter.ds_tensor.device == parameter.device

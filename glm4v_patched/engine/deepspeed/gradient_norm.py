@@ -6,24 +6,28 @@ each gradient once, where it is.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .internals import Replacements, zero3_optimizers
 
-def take_norms_in_place(model: nn.Module) -> None:
-    """Have ZeRO-3 take norms of gradients without copies. Call it before the first forward pass.
+
+def take_norms_in_place(model: nn.Module, replacements: Replacements) -> None:
+    """Have ZeRO-3 take norms of gradients without copies, from the first forward pass on.
 
     A GPU sums in fp32, in blocks; the norm is infinite from 1.8e19 on. A CPU, which adds one number
     after the other, sums in fp64. Gradients that are offloaded to the CPU are DeepSpeed's, as is
     every norm but the Euclidean.
+
+    Raises:
+        RuntimeError: out of that forward pass, if DeepSpeed has renamed what is replaced.
     """
 
-    def once(*_) -> None:
+    def once(*_: Any) -> None:
         hook.remove()
-        optimizers = {getattr(weight, "_z3_optimizer", None) for weight in model.parameters()}
-        for optimizer in optimizers - {None}:
-            optimizer.get_grad_norm_direct = _in_place(optimizer.get_grad_norm_direct)
+        replacements.apply(zero3_optimizers(model), "get_grad_norm_direct", _in_place)
 
     hook = model.register_forward_pre_hook(once)
 
@@ -37,7 +41,9 @@ def _in_place(norm: Callable) -> Callable:
     parallelism.
     """
 
-    def norm_in_place(gradients: list[Tensor], parameters: list[nn.Parameter], norm_type=2):
+    def norm_in_place(
+        gradients: list[Tensor], parameters: list[nn.Parameter], norm_type: float = 2
+    ) -> Tensor:
         if norm_type == 2:
             dtype = torch.float32 if gradients[0].is_cuda else torch.float64
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)

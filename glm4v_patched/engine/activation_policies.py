@@ -1,0 +1,130 @@
+"""Policies of kept activations: what each keeps of a layer and computes again. Needs no torch.
+
+A policy is one record of :data:`POLICIES`. :mod:`activation_checkpointing` acts by it,
+:mod:`memory_plan` estimates by it, the recipe and the bench offer it by its name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Of one token in one layer: channels, and multiply-adds (``..._work``)."""
+
+    width: float
+    """The layer's input."""
+    attention_output: float
+    narrow_outputs: float
+    """Of linear layers no wider than 1.25 times the layer: of the language model query, key and
+    value (one projection) and ``dense``; of the tower ``dense`` and ``fc2``."""
+    wide_outputs: float
+    """Of the other linear layers."""
+    elementwise_outputs: float
+    """What norms, rotations and activation functions leave for their backward pass."""
+    linear_inputs: float
+    """What the gradients of trained weights take beside all that."""
+    elementwise_work: float
+    wide_work: float
+    narrow_work: float
+    attention_work: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a layer keeps from forward to backward, and what it computes a second time.
+
+    ``keeps`` (beside the layer's input) and ``recomputes`` are fields of :class:`LayerSizes`.
+    Where ``widest_linear`` is a number, the layer is checkpointed selectively: kept are outputs of
+    linear layers up to so many times its width.
+    """
+
+    name: str
+    told: str
+    keeps: tuple[str, ...]
+    recomputes: tuple[str, ...]
+    widest_linear: float | None = None
+
+    @property
+    def is_selective(self) -> bool:
+        return self.widest_linear is not None
+
+    def channels(self, sizes: LayerSizes) -> float:
+        """Kept of a token."""
+        return sizes.width + sum(getattr(sizes, name) for name in self.keeps)
+
+    def work(self, sizes: LayerSizes) -> float:
+        """Multiply-adds done again for a token."""
+        return sum(getattr(sizes, name) for name in self.recomputes)
+
+
+_OUTPUTS = ("attention_output", "narrow_outputs", "wide_outputs")
+_ALL = [
+    Policy(
+        "none",
+        "all activations are kept, that is what autograd or the compiler asks for",
+        keeps=(*_OUTPUTS, "elementwise_outputs", "linear_inputs"),
+        recomputes=(),
+    ),
+    Policy(
+        "linear",
+        "kept is what attention and every linear layer give; norms, rotations and activation "
+        "functions are computed again",
+        keeps=_OUTPUTS,
+        recomputes=("elementwise_work",),
+        widest_linear=inf,
+    ),
+    Policy(
+        "selective",
+        "kept is what attention gives, and linear layers no wider than the layer; the inside of "
+        "the MLP is computed again",
+        keeps=("attention_output", "narrow_outputs"),
+        recomputes=("elementwise_work", "wide_work"),
+        widest_linear=1.25,
+    ),
+    Policy(
+        "attention",
+        "kept is what attention gives",
+        keeps=("attention_output",),
+        recomputes=("elementwise_work", "wide_work", "narrow_work"),
+        widest_linear=0,
+    ),
+    Policy(
+        "full",
+        "kept is a layer's input alone",
+        keeps=(),
+        recomputes=("elementwise_work", "wide_work", "narrow_work", "attention_work"),
+    ),
+]
+POLICIES = {policy.name: policy for policy in _ALL}
+"""From all kept to all computed again. "every N" lies between none and full: every Nth layer, from
+the first, is full, the others none."""
+EVERY = "every N"
+
+
+def policies_of_layers(name: str, layers: int) -> list[Policy]:
+    """The policy of each of so many layers.
+
+    Raises:
+        ValueError: there is no policy of that name.
+    """
+    check_policy("layer", name)
+    if name in POLICIES:
+        return [POLICIES[name]] * layers
+    every = int(name.split()[1])
+    return [POLICIES["none" if index % every else "full"] for index in range(layers)]
+
+
+def check_policy(whose: str, name: object, or_auto: bool = False) -> None:
+    """Raises ``ValueError`` if there is no such policy."""
+    kind, _, number = str(name).partition(" ")  # a recipe may hold anything
+    is_every = kind == "every" and number.isdecimal() and int(number) > 0
+    if is_every or name in POLICIES or (or_auto and name == "auto"):
+        return
+    expected = ", ".join((("auto",) if or_auto else ()) + tuple(POLICIES))
+    raise ValueError(f"the {whose}'s policy is {name!r}; expected {expected} or 'every N', N > 0")
+
+
+def any_is_selective(names: Sequence[str]) -> bool:
+    return any(name in POLICIES and POLICIES[name].is_selective for name in names)

@@ -1,0 +1,39 @@
+"""The environment of training processes: one for the recipe, the bench and the loss curves."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
+    """This process's environment, with what training processes need beside it.
+
+    What the reader has set stays, but for the devices where there are to be none.
+
+    Args:
+        processes: That share this machine.
+        on_cpu: Whether they are to use no GPU.
+    """
+    threads = max((os.cpu_count() or 1) // processes, 1)  # an offloaded optimizer needs them
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # DeepSpeed calls collectives by names that torch 2.13 deprecates: a warning each would
+        # bury the progress bar.
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        # Gathered weights come and go in many sizes; this keeps the allocator from falling to
+        # pieces.
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    return defaults | os.environ | cpu | {"PATH": path_of_processes()}
+
+
+def path_of_processes() -> str:
+    """``PATH`` for training processes, with the programs of this Python environment first.
+
+    torch starts ``ninja`` by name; pip puts it beside the interpreter, which is on ``PATH`` only
+    where the environment is activated.
+    """
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

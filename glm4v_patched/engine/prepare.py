@@ -1,0 +1,241 @@
+"""The assembly, the only one: from what is asked to a model ready to train and its optimizer.
+
+The recipe, the bench and the loss curves train what comes out of here, and nothing else builds a
+model for training.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..remote.modeling_chatglm import GLM4VForCausalLM
+from .activation_checkpointing import checkpoint_layers
+from .compilation import compile_layers
+from .deepspeed import internals
+from .deepspeed.config import deepspeed_config
+from .deepspeed.gather import gather_in_place, gather_whole_layers
+from .deepspeed.gradient_norm import take_norms_in_place
+from .deepspeed.internals import Replacements
+from .deepspeed.throttle import limit_run_ahead
+from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages
+from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def local_device() -> torch.device:
+    """This process's GPU, made the current one; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def prepare_model(
+    options: EngineOptions,
+    build: Callable[..., GLM4VForCausalLM],
+    adapters: Path | None = None,
+    replacements: Replacements | None = None,
+) -> nn.Module:
+    """The model with what is not trained frozen, policies set, compiled, ready for ZeRO.
+
+    Under ZeRO-3, DeepSpeed's configuration must be known to transformers before
+    (``TrainingArguments``, or :func:`start`), so that weights come straight into shards.
+
+    Args:
+        options: Decided (:func:`memory_plan.decide`).
+        build: Given ``dtype`` and what else ``from_pretrained`` takes, returns the model.
+        adapters: peft's adapters to go on with, instead of new ones.
+        replacements: Takes what is replaced inside of DeepSpeed, to be put back.
+    """
+    assert options.is_decided, "memory_plan.decide() comes first"
+    dtype = DTYPES[options.precision]
+    given: dict[str, Any] = {"dtype": dtype}
+    if options.attn_implementation is not None:
+        given["attn_implementation"] = options.attn_implementation
+    if options.trained == "qlora":
+        given |= quantization_options(dtype, local_device())
+    model: nn.Module = build(**given)
+    model.config.skip_logits = options.skip_logits
+    if options.loss_chunk_size is not None:
+        model.config.loss_chunk_size = options.loss_chunk_size
+    if adapters is not None:
+        model = continue_adapters(model, adapters)
+    else:
+        model = select_weights(model, options.trained, options.lora_rank)
+    if options.zero_stage == 0:
+        upcast_trained(model)
+    checkpoint_layers(model.train(), options.tower, options.language)
+    if options.compile:
+        compile_layers(model)
+    replacements = Replacements() if replacements is None else replacements
+    if options.gathers_whole_layers:
+        gather_whole_layers(model)
+        if options.gather_in_place:
+            gather_in_place(model, replacements)
+    if options.zero_stage == 3:
+        if options.layers_ahead:
+            limit_run_ahead(model, options.layers_ahead)
+        if options.norms_in_place:
+            take_norms_in_place(model, replacements)
+    return model
+
+
+def join_processes(options: EngineOptions) -> None:
+    """Make this process one of DeepSpeed's group, on its own GPU; nothing without ZeRO."""
+    local_device()
+    if options.zero_stage:
+        import deepspeed
+
+        deepspeed.init_distributed(verbose=False)
+
+
+def start(
+    options: EngineOptions,
+    build: Callable[..., GLM4VForCausalLM],
+    micro_batch: int,
+    learning_rate: float,
+    zero_changes: Mapping[str, Any] | None = None,
+) -> "Engine":
+    """A prepared model with its optimizer, for whoever trains without transformers' Trainer.
+
+    Args:
+        options, build: As :func:`prepare_model` takes them. The processes have been joined.
+        micro_batch: Rows of a step of one process.
+        zero_changes: Laid over DeepSpeed's ``zero_optimization``.
+    """
+    device = local_device()
+    config = deepspeed_config(options, micro_batch, 1, MAX_GRAD_NORM)
+    if config is None:
+        with device:
+            model = prepare_model(options, build)
+        return _Unsharded(model, options, make_optimizer(model, options, learning_rate))
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config["zero_optimization"] |= zero_changes or {}
+    # Alive while the model is built: under stage 3 new parameters come straight into shards.
+    hf_config = HfDeepSpeedConfig(config)
+    replacements = Replacements()
+    with nullcontext() if options.zero_stage == 3 else device:
+        model = prepare_model(options, build, replacements=replacements)
+    del hf_config
+    optimizer = make_optimizer(model, options, learning_rate)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    return _Zero(engine, options, replacements)
+
+
+def make_optimizer(
+    model: nn.Module, options: EngineOptions, learning_rate: float
+) -> torch.optim.Optimizer:
+    """AdamW over what is trained; the same that the recipe asks the Trainer for."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(trained, lr=learning_rate, fused=True, **ADAMW)
+    require_packages(options.optimizer)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(trained, lr=learning_rate, **ADAMW)
+
+
+class Engine(ABC):
+    """A training step in three parts, of a model with its optimizer."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(self, options: EngineOptions):
+        self.options = options
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Train one step; returns its loss, detached."""
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+    @abstractmethod
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor: ...
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None: ...
+
+    @abstractmethod
+    def update(self) -> None: ...
+
+    @abstractmethod
+    def optimizer_tensors(self) -> list[Tensor]:
+        """States of the optimizer, and the fp32 weights that they belong to."""
+
+    @abstractmethod
+    def gradient_buffers(self) -> list[Tensor]:
+        """What holds gradients from one step to the next."""
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+class _Zero(Engine):
+    """DeepSpeed at stage 1 to 3."""
+
+    def __init__(self, engine: Any, options: EngineOptions, replacements: Replacements):
+        super().__init__(options)
+        self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer
+        self.replacements = replacements
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.engine(**batch).loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        masters = internals.masters(self.optimizer, self.options.zero_stage)
+        return [*masters, *_state_tensors(self.optimizer.optimizer)]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        return internals.gradient_buffers(self.optimizer, self.options.zero_stage)
+
+
+class _Unsharded(Engine):
+    """One process. What is trained is held in fp32 and computed with under autocast."""
+
+    def __init__(self, model: nn.Module, options: EngineOptions, optimizer: torch.optim.Optimizer):
+        super().__init__(options)
+        self.model, self.optimizer = model, optimizer
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        enabled = self.options.precision == "bf16"
+        with torch.autocast(local_device().type, torch.bfloat16, enabled=enabled):
+            return self.model(**batch).loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        return _state_tensors(self.optimizer)
+
+    def gradient_buffers(self) -> list[Tensor]:
+        return []
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor)]
