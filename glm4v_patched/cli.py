@@ -1,12 +1,16 @@
 """Command line: ``glm4v-patched demo``, ``train`` and ``bench``."""
 
 import argparse
+import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
 
 DEVICES = ("cuda", "cpu")
+NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="glm4v-patched", description="Fine-tuning glm-4v-9b.")
+    versions = "print the versions of this package and of what it runs on"
+    parser.add_argument("--version", action=_Version, help=versions)
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
@@ -130,6 +136,22 @@ def _bench(options: argparse.Namespace) -> None:
     from .bench.command import run
 
     run(options)
+
+
+class _Version(argparse.Action):
+    """Prints versions, read from what pip wrote: nothing is imported."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
+        print(f"glm4v-patched {__version__}\nPython {platform.python_version()}")
+        for name in NAMED_WITH_VERSION:
+            try:
+                print(name, version(name))
+            except PackageNotFoundError:
+                print(name, "is not installed")
+        parser.exit()
 
 
 class _HelpWithFields(argparse.Action):

@@ -19,6 +19,7 @@ import io
 import json
 import os
 import runpy
+import shlex
 import shutil
 import sys
 from importlib.machinery import SourceFileLoader
@@ -78,7 +79,7 @@ def find_script(name: str) -> str:
     if not (head.startswith(b"#!") and b"python" in head):
         raise ValueError(
             f"{path} is not a Python script; to patch what it starts: "
-            f"export {VARIABLE}=1 PYTHONPATH={STARTUP}"
+            f"export {VARIABLE}=1 PYTHONPATH={shlex.quote(str(STARTUP))}"
         )
     return path
 

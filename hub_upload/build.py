@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +20,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import jinja2
-import tomllib
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash

@@ -7,9 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+import glm4v_patched
+from glm4v_patched import cli
 from glm4v_patched.cli import main
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
 from glm4v_patched.engine.environment import path_of_processes
@@ -18,6 +21,7 @@ from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
 from glm4v_patched.finetune.trainer import check_data, settings_of
+from tests.helpers.processes import in_plain_shell
 from tests.helpers.recipes import drawn_recipe
 
 
@@ -42,6 +46,24 @@ def test_less_than_one_is_refused(option, capsys):
     with pytest.raises(SystemExit):
         main(["demo", option, "0"])
     assert "0 is less than 1" in capsys.readouterr().err
+
+
+def test_versions_are_told_without_loading_torch():
+    code = "import runpy, sys; sys.modules['torch'] = None; "
+    code += "runpy.run_module('glm4v_patched', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--version"]
+    lines = subprocess.check_output(command, text=True).splitlines()
+    assert lines[0] == f"glm4v-patched {glm4v_patched.__version__}"
+    for name in ("torch", "transformers", "deepspeed"):
+        assert f"{name} {version(name)}" in lines
+
+
+def test_what_is_not_installed_has_no_version(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "NAMED_WITH_VERSION", ("torch", "not-there-at-all"))
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert "not-there-at-all is not installed" in capsys.readouterr().out
 
 
 def test_a_data_file_that_is_not_there_ends_with_its_name(tmp_path, capsys):
@@ -183,7 +205,16 @@ def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, monkeypat
     assert run_train(tmp_path, "--resume") == 1
     message = capsys.readouterr().err
     assert "failed with exit status 1" in message
-    assert f"to continue from {tmp_path / 'out' / 'checkpoint-4'}:\n  glm4v-patched" in message
+    told, _, command = message.rstrip("\n").rpartition(":\n  ")
+    assert told.endswith(f"to continue from {tmp_path / 'out' / 'checkpoint-4'}")
+
+    # As printed, in a shell whose environment is not activated; it ends before any process starts.
+    monkeypatch.undo()
+    (tmp_path / "out" / "checkpoint-4" / "latest").unlink()
+    (tmp_path / "out" / "recipe.json").write_text(json.dumps(recipe | {"model": "gone"}))
+    continued = in_plain_shell(command)
+    assert continued.returncode == 1
+    assert f'{tmp_path / "out" / "recipe.json"}:1: model is "gone"' in continued.stderr
 
 
 def test_ctrl_c_ends_with_the_status_of_a_signal(tmp_path, recipe, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import PIL
 from tqdm import tqdm
 
+from ..printed import own_command
 from .collate import ConversationCollator, Size
 from .decoding import Facts, look_at_all
 from .formats import Fault, Row, describe_faults, read_rows, shorten
@@ -116,7 +117,7 @@ class CheckedData:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} does not say which rows were checked ({error}): start the training with "
-                "glm4v-patched train, which checks them first"
+                f"{own_command('train')}, which checks them first"
             ) from error
 
     def conversations(self) -> list[list[dict]]:
@@ -132,8 +133,9 @@ class CheckedData:
             if Picture(picture.path, *_size_and_time(picture.path)[:2]) != picture:
                 raise ValueError(f"{picture.path} has changed since it was checked: {cure}")
         lines = set(self.row_lines)
-        rows = [row for row in read_rows(self.path) if row.line in lines]
-        assert [row.line for row in rows if isinstance(row, Row)] == [*self.row_lines]
+        of_lines = [row for row in read_rows(self.path) if row.line in lines]
+        rows = [row for row in of_lines if isinstance(row, Row)]
+        assert [row.line for row in rows] == [*self.row_lines]
         return [row.messages for row in rows]
 
 
@@ -164,8 +166,11 @@ def check_file(
     digest = _sha256(path)
     rows: list[Row] = []
     faults: list[Fault] = []
-    for row in read_rows(path):
-        (rows if isinstance(row, Row) else faults).append(row)
+    for found in read_rows(path):
+        if isinstance(found, Row):
+            rows.append(found)
+        else:
+            faults.append(found)
     remembered = Memory(memory or default_path())
     with closing(remembered):
         pictures = _check_pictures(rows, remembered)
@@ -176,6 +181,7 @@ def check_file(
         if fault is None:
             fault = _fault_of_size(row, size, max_positions, pack_to)
         if fault is None:
+            assert isinstance(size, Size)
             kept.append((row, size))
         else:
             faults.append(Fault(row.line, fault))
@@ -307,7 +313,9 @@ def _check_rows(
     """The size of each row, or why it cannot be rendered."""
     renderer = _digest_renderer(collator.processor)
     keys = [f"row {renderer} {_digest_messages([''] * len(row.pictures), row)}" for row in rows]
-    known = {key: Size(*size) for key, size in memory.get(dict.fromkeys(keys)).items()}
+    known: dict[str, Size | str] = {
+        key: Size(*size) for key, size in memory.get(dict.fromkeys(keys)).items()
+    }
     new = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
     processes = min(len(new) // ROWS_A_PROCESS, os.cpu_count() or 1)
     sizes = measure_all([row.messages for row in new.values()], collator, processes)

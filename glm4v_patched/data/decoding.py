@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -90,7 +90,7 @@ def _file_of_16_bits(image: Image.Image) -> str | None:
     return None
 
 
-def look_at_all(paths: Sequence[str], processes: int) -> Iterator[Facts]:
+def look_at_all(paths: Sequence[str], processes: int) -> Generator[Facts, None, None]:
     """:func:`look_at` for each path, in order.
 
     Args:

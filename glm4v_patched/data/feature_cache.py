@@ -47,7 +47,7 @@ def digest_pictures(pixel_values: Tensor) -> Tensor:
 
 def _sha256(values: Tensor):
     digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)} ".encode())
-    digest.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest
 
 
@@ -99,10 +99,11 @@ class TowerFeatures:
         self._computation: dict | None = None
         self._awaited: dict[int, str] = {}
         self._has_begun = False
+        # Not a folder's until it is known how the tower computes.
+        self._store: _Memory | _Folder | None = None
         if self.folder is None:
             self._store = _Memory(limit_bytes)
         else:
-            self._store = None  # until it is known how the tower computes
             self._hook = self.tower.register_forward_pre_hook(self._note_computation)
 
     def collator(self, collator: Callable) -> DigestingCollator:
@@ -128,14 +129,16 @@ class TowerFeatures:
         device = batch["input_ids"].device
         if self._on_every_process(not self._awaited, device):
             batch.pop("pixel_values", None)
-            batch["image_features"] = self._stacked(found, device)
+            known = [features for features in found if features is not None]
+            batch["image_features"] = self._stacked(known, device)
         return batch
 
     def keep(self, outputs) -> None:
         """Keep the new pictures' features of a forward: its ``image_hidden_states``."""
-        if self._store is None and self._computation is not None:
+        if self._store is None and self.folder is not None and self._computation is not None:
             self._store = _Folder(self.folder / self.fingerprint(), self._feature_shape)
         for row, name in self._awaited.items():
+            assert self._store is not None, "the tower has not run"
             self._store.put(name, outputs.image_hidden_states[row].detach())
         self._awaited = {}
 
@@ -145,6 +148,7 @@ class TowerFeatures:
         Depends on all parameters and buffers, the vision config, the dtype of the computation, the
         attention implementation, the device and torch's version. Known once the tower has run.
         """
+        assert self._computation is not None, "the tower has not run"
         config = self.model.config
         facts = self._computation | {
             "weights": self._weights,
@@ -331,9 +335,9 @@ def digest_weights(module: nn.Module) -> str:
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if number % _processes() == rank:
                 mine[name] = _sha256(whole).hexdigest()
-    shares = [mine]
+    shares: list[dict[str, str]] = [mine]
     if _processes() > 1:
-        shares = [None] * _processes()
+        shares = [{} for _ in range(_processes())]
         torch.distributed.all_gather_object(shares, mine)
     digests = {name: digest for share in shares for name, digest in share.items()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

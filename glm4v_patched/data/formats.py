@@ -98,13 +98,17 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
     """
-    rows, faults = [], []
+    rows: list[Row] = []
+    faults: list[Fault] = []
     for row in read_rows(path):
         if isinstance(row, Row):
             lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
             if lost is not None:
                 row = Fault(row.line, f"the image {shorten(lost)} does not exist")
-        (rows if isinstance(row, Row) else faults).append(row)
+        if isinstance(row, Row):
+            rows.append(row)
+        else:
+            faults.append(row)
     if faults:
         raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
     return [row.messages for row in rows]
@@ -262,17 +266,7 @@ def _checked_message(message: Any, folder: Path) -> dict:
             f"holds {ascii(half)}, half of a surrogate pair and no character: write the other half "
             "too, or take it out"
         ) from None
-    for key in ("role", "content"):
-        if key not in message:
-            raise ValueError(f'the key "{key}" is missing')
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise ValueError(f"the role {_value(role)} is not one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        cure = ""
-        if isinstance(content, list):
-            cure = ': write its words as "content" and its picture as "image"'
-        raise ValueError(f"content is {_value(content)}; expected text{cure}")
+    role, content = _checked_role_and_content(message)
     message = dict(message)
     if "tools" in message:
         if role != "system":
@@ -288,6 +282,21 @@ def _checked_message(message: Any, folder: Path) -> dict:
         cure = "write the answer" if role == "assistant" else "write what is said"
         raise ValueError(f"the content of {role} {empty}: {cure}, or leave the row out")
     return message
+
+
+def _checked_role_and_content(message: dict) -> tuple[str, str]:
+    for key in ("role", "content"):
+        if key not in message:
+            raise ValueError(f'the key "{key}" is missing')
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise ValueError(f"the role {_value(role)} is not one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        cure = ""
+        if isinstance(content, list):
+            cure = ': write its words as "content" and its picture as "image"'
+        raise ValueError(f"content is {_value(content)}; expected text{cure}")
+    return role, content
 
 
 def _check_tools(tools: Any) -> None:

@@ -49,11 +49,11 @@ class Memory:
             return
         try:
             try:
-                self._open()
+                self._open(path)
             except sqlite3.DatabaseError as error:
                 if not self._set_aside(error):
                     raise
-                self._open()
+                self._open(path)
         except (OSError, sqlite3.Error) as error:
             self._give_up(error)
 
@@ -92,9 +92,9 @@ class Memory:
             self.connection.close()
         self.connection = None
 
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.connection = sqlite3.connect(self.path, timeout=SECONDS_TO_WAIT)
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.connection = sqlite3.connect(path, timeout=SECONDS_TO_WAIT)
         # Reads all of it: a page that is damaged would show only when it is met.
         if self.connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("the file is damaged")
@@ -110,7 +110,7 @@ class Memory:
 
     def _set_aside(self, error: Exception) -> bool:
         """Delete a file that is damaged, and nothing for errors of other kinds (subclasses)."""
-        if type(error) is not sqlite3.DatabaseError:
+        if self.path is None or type(error) is not sqlite3.DatabaseError:
             return False
         self.close()
         logger.warning("%s is damaged and begun anew: %s", self.path, error)

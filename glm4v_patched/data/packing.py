@@ -6,7 +6,7 @@ large as any other.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -58,12 +58,14 @@ class PackingCollator(ConversationCollator):
     One, whatever the number of rows, because it needs no padding and is what flash attention takes.
     """
 
-    def __call__(self, rows: list[list[list[dict]]]) -> dict[str, Tensor]:
+    def __call__(  # type: ignore[override]  # it is given rows of conversations
+        self, rows: list[list[list[dict]]]
+    ) -> dict[str, Tensor]:
         """Returns ``input_ids``, ``position_ids``, ``labels`` ``(1, L)``, and ``pixel_values`` if
         there is an image. Positions restart with each conversation; that, and no mask, tells the
         model where one ends."""
         samples, images = self.encode([conversation for row in rows for conversation in row])
-        batch = {
+        batch: Mapping[str, Sequence[Sequence[int]]] = {
             "input_ids": samples,
             "position_ids": [range(len(ids)) for ids in samples],
             "labels": [self.labels(ids) for ids in samples],

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from tempfile import TemporaryDirectory
 
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 64
 
 def measure_all(
     conversations: list[list[dict]], collator: ConversationCollator, processes: int
-) -> Iterator[Size | str]:
+) -> Generator[Size | str, None, None]:
     """The size of each conversation, or why it cannot be rendered.
 
     Args:
@@ -37,7 +37,9 @@ def measure_all(
                 yield size if isinstance(size, str) else Size(*size)
 
 
-def _measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[Size | str]:
+def _measure(
+    conversations: list[list[dict]], collator: ConversationCollator
+) -> Sequence[Size | str]:
     try:
         return collator.measure(conversations)
     except Exception as error:  # a template and its filters raise what they like

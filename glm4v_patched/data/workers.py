@@ -35,7 +35,7 @@ def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) ->
     Raises:
         RuntimeError: the process does not start.
     """
-    workers = [_Worker(command) for _ in range(processes)]
+    workers: list[_Worker] = []
     free: SimpleQueue[_Worker] = SimpleQueue()
     pool = ThreadPoolExecutor(processes)
 
@@ -47,9 +47,9 @@ def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) ->
             free.put(worker)
 
     try:
-        for worker in workers:
-            worker.start()
-            free.put(worker)
+        for _ in range(processes):
+            workers.append(_Worker(command))
+            free.put(workers[-1])
         questions = iter(questions)
         while some := list(islice(questions, QUESTIONS_AT_ONCE)):
             yield from pool.map(ask, some)
@@ -68,11 +68,10 @@ def answer_until_input_ends(answer: Callable[[Any], Any]) -> None:
 class _Worker:
     def __init__(self, command: Sequence[str]):
         self.command = command
-        self.process: subprocess.Popen | None = None
-        self.is_ready = False
         self.has_ended = False
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -83,6 +82,8 @@ class _Worker:
             env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # Ctrl-C is ours to answer
         )
+        assert self.process.stdin is not None and self.process.stdout is not None  # pipes
+        self.questions, self.answers = self.process.stdin, self.process.stdout
         self.is_ready = False
 
     def ask(self, question: Any) -> Any:
@@ -90,19 +91,19 @@ class _Worker:
             self._wait_until_ready()
         answer = ""
         with suppress(OSError):  # it has ended
-            print(json.dumps(question), file=self.process.stdin, flush=True)
-            answer = self.process.stdout.readline()
+            print(json.dumps(question), file=self.questions, flush=True)
+            answer = self.answers.readline()
         if answer:
             return json.loads(answer)
         status = self.process.wait()
         if not self.has_ended:
             self._close()
-            self.start()
+            self._start()
         return Ended(status)
 
     def _wait_until_ready(self) -> None:
         # Else one that cannot even start would be blamed on questions.
-        if self.process.stdout.readline().strip() != READY:
+        if self.answers.readline().strip() != READY:
             raise RuntimeError(
                 f"{' '.join(self.command[:3])} ended as it started, with exit status "
                 f"{self.process.wait()}; the error above says why"
@@ -111,12 +112,11 @@ class _Worker:
 
     def end(self) -> None:
         self.has_ended = True
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self._close()
+        self.process.kill()
+        self.process.wait()
+        self._close()
 
     def _close(self) -> None:
-        self.process.stdout.close()
+        self.answers.close()
         with suppress(OSError):  # what was not written yet has nobody to read it
-            self.process.stdin.close()
+            self.questions.close()

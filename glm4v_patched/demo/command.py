@@ -15,6 +15,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from .. import __version__
 from ..data.check import require_pictures
@@ -30,7 +31,8 @@ from .plots import draw_contact_sheet, plot_loss
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
-MICRO_BATCH, LEARNING_RATE, ZERO_STAGE, SEED = 16, 2e-3, 3, 0
+MICRO_BATCH, LEARNING_RATE, SEED = 16, 2e-3, 0
+ZERO_STAGE: Final = 3
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate")
 # What it writes to its folder beside the data, and what says that it did.
 WRITTEN = ["initial", "trained", "requests.json", "replies.json"]
@@ -68,7 +70,7 @@ def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> 
             replaced; RuntimeError: training cannot run or failed.
     """
     require_deepspeed(placement.on_cpu)
-    conversations = None if data is None else _read_data(data)
+    conversations = [] if data is None else _read_data(data)
     with locked(out):
         out = out.resolve()
         _require_replaceable(out, data, conversations)
@@ -76,9 +78,7 @@ def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> 
         return _run(out, placement, steps, data, conversations)
 
 
-def _require_replaceable(
-    out: Path, data: Path | None, conversations: list[list[dict]] | None
-) -> None:
+def _require_replaceable(out: Path, data: Path | None, conversations: list[list[dict]]) -> None:
     """Raises ``ValueError`` if the demo would write over the reader's data or another's files."""
     written = [*WRITTEN, "data" if data is None else "train.jsonl"]
     present = [name for name in written if os.path.lexists(out / name)]
@@ -109,7 +109,7 @@ def _run(
     placement: Placement,
     steps: int,
     data: Path | None,
-    conversations: list[list[dict]] | None,
+    conversations: list[list[dict]],
 ) -> dict:
     started = time.time()
     train_file, held_out = _prepare_data(out, data, conversations)
@@ -189,7 +189,7 @@ def _read_data(data: Path) -> list[list[dict]]:
 
 
 def _prepare_data(
-    out: Path, data: Path | None, conversations: list[list[dict]] | None
+    out: Path, data: Path | None, conversations: list[list[dict]]
 ) -> tuple[Path, list[list[dict]]]:
     """The file to train on, and the conversations held out from it."""
     if data is None:

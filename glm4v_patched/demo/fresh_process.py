@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.modules["glm4v_patched"] = None
+sys.modules["glm4v_patched"] = None  # type: ignore[assignment]  # makes its import fail
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoProcessor  # noqa: E402

@@ -22,7 +22,7 @@ def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int)
     """Save a tiny model with random weights, and its processor, for ``from_pretrained``."""
     processor = build_processor([m["content"] for messages in conversations for m in messages])
     torch.manual_seed(seed)
-    model = GLM4VForCausalLM(tiny_config(processor.tokenizer)).to(torch.bfloat16)
+    model = GLM4VForCausalLM(tiny_config(processor.tokenizer)).bfloat16()
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=model.config.eos_token_id,
@@ -59,7 +59,8 @@ def build_processor(
 
 def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
     def ids(*tokens: str) -> list[int]:
-        return tokenizer.convert_tokens_to_ids(list(tokens))
+        vocabulary = tokenizer.get_vocab()
+        return [vocabulary[token] for token in tokens]
 
     begin, end = ids("<|begin_of_image|>", "<|end_of_image|>")
     return ChatGLMConfig(

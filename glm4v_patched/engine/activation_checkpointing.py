@@ -29,8 +29,8 @@ def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "fu
     Raises:
         ValueError: there is no such policy.
     """
-    for name, policy in (("tower", tower), ("language", language)):
-        check_policy(name, policy)
+    for part, asked in (("tower", tower), ("language", language)):
+        check_policy(part, asked)
     layers: dict[bool, list[CheckpointedLayer]] = {True: [], False: []}
     for layer in checkpointed_layers(model):
         layers[isinstance(layer, GLMBlock)].append(layer)
@@ -57,7 +57,7 @@ def _set_policy(layer: CheckpointedLayer, policy: Policy) -> None:
 
 
 def _width(layer: CheckpointedLayer) -> int:
-    attention = layer.self_attention if isinstance(layer, GLMBlock) else layer.attention
+    attention: Any = layer.self_attention if isinstance(layer, GLMBlock) else layer.attention
     return attention.dense.out_features  # not from a weight, which may be sharded
 
 

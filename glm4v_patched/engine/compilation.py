@@ -21,4 +21,4 @@ def compile_layers(model: nn.Module) -> None:
     """
     for layer in checkpointed_layers(model):
         # Not layer.compile(), which would take the layer's hooks in.
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]

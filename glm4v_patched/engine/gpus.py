@@ -4,6 +4,7 @@ once."""
 import ctypes
 import importlib.util
 import os
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +67,7 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
 def torch_without_cuda() -> bool:
     """Whether the installed torch can use no GPU of NVIDIA; read without importing it."""
     package = importlib.util.find_spec("torch")
-    if package is None:
+    if package is None or package.origin is None:
         return True
-    file = Path(package.submodule_search_locations[0], "version.py")
-    spec = importlib.util.spec_from_file_location("version_of_torch", file)
-    version = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(version)
-    return version.cuda is None
+    version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    return version["cuda"] is None

@@ -62,14 +62,14 @@ def prepare_model(
         given["attn_implementation"] = options.attn_implementation
     if options.trained == "qlora":
         given |= quantization_options(dtype, local_device())
-    model: nn.Module = build(**given)
-    model.config.skip_logits = options.skip_logits
+    built = build(**given)
+    built.config.skip_logits = options.skip_logits
     if options.loss_chunk_size is not None:
-        model.config.loss_chunk_size = options.loss_chunk_size
+        built.config.loss_chunk_size = options.loss_chunk_size
     if adapters is not None:
-        model = continue_adapters(model, adapters)
+        model = continue_adapters(built, adapters)
     else:
-        model = select_weights(model, options.trained, options.lora_rank)
+        model = select_weights(built, options.trained, options.lora_rank)
     if options.zero_stage == 0:
         upcast_trained(model)
     checkpoint_layers(model.train(), options.tower, options.language)

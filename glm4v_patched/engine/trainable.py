@@ -53,18 +53,20 @@ def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
     require_packages("lora_lm")
     from peft import PeftModel, get_peft_model_state_dict
 
-    model = PeftModel.from_pretrained(
+    continued = PeftModel.from_pretrained(
         model, folder, is_trainable=True, autocast_adapter_dtype=False, low_cpu_mem_usage=False
     )
     # peft would only warn of adapters that it does not find, and leave them as new ones begin.
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         there = {*file.keys()}
-    if wrong := sorted(there ^ {*get_peft_model_state_dict(model, save_embedding_layers=False)}):
+    if wrong := sorted(
+        there ^ {*get_peft_model_state_dict(continued, save_embedding_layers=False)}
+    ):
         raise ValueError(
             f"{folder} holds {len(there)} tensors, of which {len(wrong)} do not fit its "
             f"adapter_config.json on this model, or lack there: {', '.join(wrong[:3])}"
         )
-    return model
+    return continued
 
 
 def upcast_trained(model: nn.Module) -> None:
@@ -118,4 +120,5 @@ def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
                 )
                 quantised.bias = linear.bias
                 setattr(parent, name, quantised.to(device))
-    model.requires_grad_(False).to(device)
+    model.requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it, and its types are lost

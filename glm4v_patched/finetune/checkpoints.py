@@ -171,7 +171,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    return int(NAME.fullmatch(checkpoint.name)[1])
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from ..engine.activation_policies import POLICIES, check_policy
 from ..engine.options import trains_tower
+from ..printed import pip_install
 from .recipe_file import (
     Document,
     Fault,
@@ -41,7 +42,7 @@ try:
     from pydantic.fields import FieldInfo
 except ImportError as error:
     raise RuntimeError(
-        "recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'"
+        f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
     ) from error
 
 
@@ -187,7 +188,7 @@ class Recipe(_Section):
     def of(cls, values: Any) -> "Recipe":
         """Raises :class:`RecipeError` with all faults."""
         checked = check_values(values)
-        if checked.faults:
+        if checked.recipe is None:
             raise RecipeError.of([fault.text for fault in checked.faults])
         return checked.recipe
 
@@ -204,7 +205,7 @@ class Recipe(_Section):
 
     def flat(self) -> dict[str, Any]:
         """Values by dotted names."""
-        values = {}
+        values: dict[str, Any] = {}
         for name, value in self.model_dump().items():
             if isinstance(value, dict):
                 values |= {f"{name}.{field}": part for field, part in value.items()}
@@ -231,7 +232,7 @@ class Recipe(_Section):
         """
         document = read_document(path).override(overrides)
         checked = check_values(document.values)
-        if checked.faults or document.faults:
+        if checked.recipe is None or document.faults:
             raise located(document, checked.faults)
         return checked.recipe
 
@@ -288,7 +289,7 @@ def describe_fields() -> str:
     for name, field in fields():
         default = "required" if field.is_required() else f"default {_word(field.default)}"
         lines.append(f"{name}: {expected(field)} ({default})")
-        told = " ".join(field.description.split())
+        told = " ".join((field.description or "").split())
         lines += textwrap.wrap(told, 96, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -323,7 +324,7 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: Any) -> TypeGuard[type[_Section]]:
     return isinstance(annotation, type) and issubclass(annotation, _Section)
 
 
@@ -345,21 +346,21 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
         if kind in ("extra_forbidden", "invalid_key"):
             yield Fault(".".join(path), _unknown(path))
             continue
-        name, field, section = _find(path)
+        name, found = _find(path)
         if name in told:
             continue  # each choice of a union is an error
         told.add(name)
         if kind == "missing":
-            for inner, missing in [(name, field)] if field else _under(name, section):
+            for inner, missing in _fields_under(name, found):
                 if missing.is_required():
                     yield Fault(inner, f"{inner} is missing; expected {expected(missing)}")
-        elif field is None:
-            text = f"expected a section with {', '.join(section.model_fields)}"
-            yield Fault(name, f"{name} is {shown(value)}; {text}")
-        else:
+        elif isinstance(found, FieldInfo):
             yield Fault(
-                name, f"{name} is {shown(value)}; expected {expected(field)}{_hint(value, field)}"
+                name, f"{name} is {shown(value)}; expected {expected(found)}{_hint(value, found)}"
             )
+        else:
+            text = f"expected a section with {', '.join(found.model_fields)}"
+            yield Fault(name, f"{name} is {shown(value)}; {text}")
 
 
 def _hint(value: Any, field: FieldInfo) -> str:
@@ -378,21 +379,24 @@ def _hint(value: Any, field: FieldInfo) -> str:
     return hint
 
 
-def _find(path: Sequence[str]) -> tuple[str, FieldInfo | None, type[_Section] | None]:
+def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[_Section]]:
     """The name of the field that a path leads to or into, and the field or, if it is one, the
     section."""
-    section, names = Recipe, []
+    section: type[_Section] = Recipe
+    names = []
     for part in path:
         names.append(part)
         field = section.model_fields[part]
         if not _is_section(field.annotation):
-            return ".".join(names), field, None
+            return ".".join(names), field
         section = field.annotation
-    return ".".join(names), None, section
+    return ".".join(names), section
 
 
-def _under(name: str, section: type[_Section]) -> list[tuple[str, FieldInfo]]:
-    return [(f"{name}.{inner}", field) for inner, field in fields(section)]
+def _fields_under(name: str, found: FieldInfo | type[_Section]) -> list[tuple[str, FieldInfo]]:
+    if isinstance(found, FieldInfo):
+        return [(name, found)]
+    return [(f"{name}.{inner}", field) for inner, field in fields(found)]
 
 
 # Words of other programs.
@@ -423,9 +427,11 @@ def _unknown(path: Sequence[str]) -> str:
 
 
 def _section(path: Sequence[str]) -> type[_Section]:
-    section = Recipe
+    section: type[_Section] = Recipe
     for part in path:
-        section = section.model_fields[part].annotation
+        annotation = section.model_fields[part].annotation
+        assert _is_section(annotation)
+        section = annotation
     return section
 
 
@@ -459,6 +465,7 @@ def _offload_needs_zero(offload, zero_stage) -> str | None:
             "engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
             "engine.zero_stage 1, 2 or 3, or engine.offload to be false"
         )
+    return None
 
 
 @_rule("engine.offload", "engine.optimizer")
@@ -468,6 +475,7 @@ def _offload_needs_adamw(offload, optimizer) -> str | None:
             "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be "
             "adamw, or engine.offload to be false"
         )
+    return None
 
 
 @_rule("trained", "engine.zero_stage")
@@ -477,6 +485,7 @@ def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
             f"qlora with engine.zero_stage {zero_stage}: weights of 4 bits cannot be sharded; "
             "expected engine.zero_stage 0, and one process"
         )
+    return None
 
 
 @_rule("revision", "model")
@@ -485,6 +494,7 @@ def _folders_have_no_revision(revision, model) -> str | None:
         return None  # it is of the model under the adapters
     if revision is not None and os.path.isdir(model):
         return f"revision is {shown(revision)} of {model}, a folder; expected null"
+    return None
 
 
 @_rule("data.reuse_features", "trained")
@@ -495,3 +505,4 @@ def _trained_features_change(reuse_features, trained) -> str | None:
             "features change with every step; expected trained to be lm, lora_lm or qlora, or "
             "data.reuse_features to be false"
         )
+    return None

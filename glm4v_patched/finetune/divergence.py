@@ -43,7 +43,7 @@ class DivergenceWatch(TrainerCallback):
         self.verdict: str | None = None
         self._rates: dict[int, float] = {}
 
-    def on_train_begin(self, args, state, control, model, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._step_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
         # Bad steps: in a row up to now, the most in a row, the last of the first `limit` in a row.
         self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
@@ -79,7 +79,7 @@ class DivergenceWatch(TrainerCallback):
         self._left_out.zero_()
         return total.item()
 
-    def on_step_begin(self, args, state, control, optimizer, **kwargs):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         self._rates[state.global_step + 1] = optimizer.param_groups[0]["lr"]
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -49,8 +49,8 @@ class Rows:
         gone, come = _lines_of(self, counts[0] - counts[1]), _lines_of(new, counts[1] - counts[0])
         if there == now and len(changed) == len(come):
             return [f"rows: {now} there and now, {_count(changed, 'differ')}"]
-        gone, come = _count(gone, "are gone"), _count(come, "are new")
-        return [f"rows: {there} there, {now} now; {gone}; {come}"]
+        changes = f"{_count(gone, 'are gone')}; {_count(come, 'are new')}"
+        return [f"rows: {there} there, {now} now; {changes}"]
 
 
 def _lines_of(rows: Rows, wanted: Counter) -> list[int]:

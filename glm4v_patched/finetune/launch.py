@@ -18,6 +18,7 @@ import psutil
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.environment import training_environment
 from ..engine.options import require_packages
+from ..printed import own_command
 from .config import Recipe
 from .identity import Base, Rows, base_of, identify, pin
 from .preflight import Placement
@@ -190,8 +191,8 @@ def _train(
             f"above says why (settings: {settings}){_how_to_resume(recipe, settings, placement)}"
         )
     if checked.skipped:
-        number = checked.skipped + checked.counts.rows
-        print(f"{checked.skipped:,} of {number:,} rows were left out", flush=True)
+        total = checked.skipped + checked.counts.rows
+        print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
 
 
 def require_no_abandoned_lock() -> None:
@@ -263,9 +264,10 @@ def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     place = "from the beginning, for no checkpoint is complete"
     if checkpoint is not None:
         place = f"from {checkpoint}"
-    command = ["glm4v-patched", "train", str(settings), "--processes", str(placement.processes)]
-    command += [*(["--device", "cpu"] if placement.on_cpu else []), "--resume"]
-    return f"\nto continue {place}:\n  {shlex.join(command)}"
+    options = ["--processes", str(placement.processes)]
+    options += [*(["--device", "cpu"] if placement.on_cpu else []), "--resume"]
+    command = own_command("train", str(settings), *options)
+    return f"\nto continue {place}:\n  {command}"
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
@@ -276,7 +278,7 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, start_new_session=True
         )
-        started = []
+        started: list[psutil.Process] = []
         try:
             while True:
                 try:
@@ -297,6 +299,7 @@ def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:
     if process.poll() is None:
         process.terminate()
         _wait_a_while(process)
+    assert process.stdin is not None  # a pipe
     process.stdin.close()
     _wait_a_while(process)
     process.kill()

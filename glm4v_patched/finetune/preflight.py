@@ -73,6 +73,7 @@ def check(
         faults.append(Fault("model", text))
     if faults or document.faults:
         raise located(document, faults)
+    assert checked.recipe is not None and isinstance(placement, Placement)
     return checked.recipe, placement
 
 
@@ -140,7 +141,7 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         )
     for name in ("trained", "engine.optimizer"):
         try:
-            require_packages(known.get(name))
+            require_packages(known.get(name, ""))
         except RuntimeError as error:
             yield Fault(name, str(error))
 
@@ -232,10 +233,10 @@ def _nearest(folder: str) -> str:
 
 
 def _fault_of_space(known: Mapping[str, Any]) -> str | None:
-    names = ("model", "trained", "lora.rank", "engine.zero_stage", "engine.precision")
-    names += ("engine.optimizer", "trainer.max_steps")
-    names += ("trainer.save_steps", "trainer.save_total_limit")
-    if not known.keys() >= {*names}:
+    names = {"model", "trained", "lora.rank", "engine.zero_stage", "engine.precision"}
+    names |= {"engine.optimizer", "trainer.max_steps"}
+    names |= {"trainer.save_steps", "trainer.save_total_limit"}
+    if not known.keys() >= names:
         return None
     shapes = PUBLISHED_SHAPES
     if known["model"] not in PUBLISHED:
@@ -301,7 +302,7 @@ def saved_bytes(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
     """Of the weights in safetensors, by name; what cannot be read is told when it is loaded."""
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for name in _shards(folder):
         try:
             with (folder / name).open("rb") as file:

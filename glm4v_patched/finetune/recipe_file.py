@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..printed import pip_install
+
 try:
     import yaml
 except ImportError as error:
     raise RuntimeError(
-        "recipes need PyYAML and pydantic: pip install 'glm4v-patched[train]'"
+        f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
     ) from error
 
 # A recipe is a page of text; by this a mistaken file, as of data or weights, is told at once.
@@ -71,7 +73,9 @@ class Document:
         Raises:
             RecipeError: one is no assignment, its value no YAML, or a name is there twice.
         """
-        given, faults, twice = {}, [], []
+        given: dict[str, Any] = {}
+        faults: list[str] = []
+        twice: list[Fault] = []
         for text in assignments:
             name, equals, value = text.partition("=")
             if not equals or not all(name.split(".")):
@@ -84,8 +88,7 @@ class Document:
             else:
                 given[name] = None
                 try:
-                    place = f"command line: {shown_name(name)}"
-                    given[name], _ = _read_yaml(value, lambda line, place=place: place, twice)
+                    given[name] = _read_override(name, value, twice)
                 except RecipeError as error:
                     faults.append(str(error))
         faults += [f"command line: {fault.text}" for fault in twice]
@@ -94,8 +97,17 @@ class Document:
         if not isinstance(self.values, dict):
             return self  # which is told instead
         values, misplaced = place_all(self.values, given)
-        faults = (*self.faults, *misplaced)
-        return replace(self, values=values, faults=faults, overridden=frozenset(given))
+        return replace(
+            self,
+            values=values,
+            faults=(*self.faults, *misplaced),
+            overridden=frozenset(given),
+        )
+
+
+def _read_override(name: str, value: str, twice: list[Fault]) -> Any:
+    read, _ = _read_yaml(value, lambda line: f"command line: {shown_name(name)}", twice)
+    return read
 
 
 def read_document(path: Path) -> Document:
@@ -104,7 +116,8 @@ def read_document(path: Path) -> Document:
     Raises:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
     """
-    name, twice = _printable(str(path)), []
+    name = _printable(str(path))
+    twice: list[Fault] = []
     read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     values, lines = read(
         _read_text(path, name), lambda line: name if line is None else f"{name}:{line}", twice
@@ -223,7 +236,7 @@ def _read_yaml(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[s
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         told = ", ".join(filter(None, (error.context, error.problem)))
-        raise RecipeError(f"{where(mark.line + 1)}: {_printable(told)}") from None
+        raise RecipeError(f"{where(mark.line + 1 if mark else None)}: {_printable(told)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise RecipeError(
@@ -280,7 +293,8 @@ _Loader.add_implicit_resolver(
 
 
 def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+    mark: Any = place.start_mark  # of yaml or of its C twin, which its types keep apart
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _add_lines(node: yaml.Node, path: Key, lines: dict[Key, int], twice: list[Fault]) -> None:

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -128,10 +129,11 @@ class RecipeTrainer(Trainer):
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
         self.has_adapters = hasattr(model, "get_base_model")
-        self.inner: GLM4VForCausalLM = model.get_base_model() if self.has_adapters else model
+        given: Any = model
+        self.inner: GLM4VForCausalLM = given.get_base_model() if self.has_adapters else given
         if self.has_adapters:
             # To see whether embeddings have grown, peft would ask the Hub for its newest config.
-            model.save_pretrained = partial(model.save_pretrained, save_embedding_layers=False)
+            given.save_pretrained = partial(given.save_pretrained, save_embedding_layers=False)
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
@@ -149,11 +151,11 @@ class RecipeTrainer(Trainer):
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
-    def compute_loss(self, model, inputs, return_outputs=False, **options):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.features is None:
-            return super().compute_loss(model, inputs, return_outputs, **options)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = self.features.replace_pictures(inputs)
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self.features.keep(outputs)
         return (loss, outputs) if return_outputs else loss
 
@@ -194,13 +196,14 @@ class RecipeTrainer(Trainer):
         config = self.inner.config
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
+        assert self.model is not None
         trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         check = WeightsCheck(trained)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             config.skip_logits = True
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or cast(str, self.args.output_dir))
         if names := check.names():
             raise Diverged(
                 f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
@@ -270,10 +273,8 @@ def train(
     """
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
-    conversations, collator = (
-        checked.conversations(),
-        ConversationCollator(processor, checked.stamps),
-    )
+    conversations: list[Any] = checked.conversations()
+    collator = ConversationCollator(processor, checked.stamps)
     sizes = [[size] for size in checked.row_sizes]
     if recipe.data.pack_to is not None:
         shares = share_out([size.positions for size in checked.row_sizes], recipe.data.pack_to)
@@ -358,10 +359,10 @@ def _write_report(trainer: Trainer, error: str | None, base: dict[str, str]) -> 
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    report = {"finished": error is None, "error": error, "history": history}
+    report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
     report |= {"world_size": trainer.args.world_size, "base": base}
     text = json.dumps(report, indent=2, allow_nan=False)
-    Path(trainer.args.output_dir, REPORT).write_text(text)
+    Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
 
 
 def _decide(recipe: Recipe, base: Base, rows: list[list[Size]]) -> EngineOptions:
@@ -404,8 +405,9 @@ def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None
     base = base or base_of(recipe)
     load = partial(GLM4VForCausalLM.from_pretrained, base.model, revision=base.revision or "main")
     model = prepare_model(options, load, base.adapters)
-    if base.revision is not None and hasattr(model, "peft_config"):
-        model.peft_config["default"].revision = base.revision
+    adapters: Any = getattr(model, "peft_config", None)
+    if base.revision is not None and adapters is not None:
+        adapters["default"].revision = base.revision
     return model
 
 

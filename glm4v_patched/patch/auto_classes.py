@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
 
+from ..printed import pip_install
 from ..remote.configuration_chatglm import (
     AUTO_MAP,
     FIRST_UNTESTED_TRANSFORMERS,
@@ -141,7 +142,7 @@ def require_tested_transformers(version: str) -> None:
     if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
         raise ImportError(
             f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
-            f"install a tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+            f"install a tested one: {pip_install(f'transformers{TESTED_TRANSFORMERS}')}"
         )
 
 
@@ -206,7 +207,7 @@ def applied(**options) -> Iterator[None]:
 
 
 def _swaps(options: Options) -> list[Swap]:
-    loaders = {
+    loaders: dict[str, Callable] = {
         "AutoConfig": _load_config,
         **{name: functools.partial(_load_model, options, _class(name)) for name in MODEL_CLASSES},
         "AutoTokenizer": _load_tokenizer,
@@ -266,7 +267,7 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
 
 def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
-    def from_config(cls, config, **kwargs):
+    def from_config(cls, /, config, **kwargs):
         if not (isinstance(config, PretrainedConfig) and is_glm4v(config.to_dict())):
             return original.__func__(cls, config, **kwargs)
         for name in AUTO_OPTIONS:

@@ -12,6 +12,7 @@ For a model that someone else loads, wraps, casts, moves or quantises before we 
 from collections.abc import Iterator
 from functools import partial, update_wrapper
 from types import MethodType
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -84,11 +85,12 @@ def _only_glm4v(model: nn.Module) -> PreTrainedModel:
     return found[0]
 
 
-def _is_glm4v(part: nn.Module) -> bool:
+def _is_glm4v(part: nn.Module) -> TypeGuard[PreTrainedModel]:
     # Its own attributes: a wrapper of peft also has those of the model inside.
     config, body = vars(part).get("config"), part._modules.get("transformer")
     return (
         isinstance(part, PreTrainedModel)
+        and config is not None
         and is_glm4v(config.to_dict())
         and hasattr(body, "encoder")
         and hasattr(body, "vision")
@@ -146,7 +148,7 @@ class _Conversion:
             if name in have and name in want:
                 self.match(have[name], want[name], _join(path, name))
                 continue
-            child = have.get(name, want.get(name))
+            child = have[name] if name in have else want[name]
             tensors = sum(len(_shapes(part)) for part in child.modules())
             hooks = sum(len(p._forward_hooks) + len(p._forward_pre_hooks) for p in child.modules())
             if tensors or hooks:
@@ -192,7 +194,9 @@ class _Conversion:
 
     def _our_method(self, value: object) -> MethodType | None:
         """Our method in the place of ``value``, if that is one of the published code."""
-        owner = value.__self__ if isinstance(value, MethodType) else None
+        if not isinstance(value, MethodType):
+            return None
+        owner = value.__self__
         if not isinstance(owner, nn.Module) or owner not in self.counterparts:
             return None
         members = [item for base in type(owner).__mro__ for item in vars(base).items()]

@@ -1,8 +1,10 @@
 """Liger-Kernel's fused kernels in the place of our modules' own ``forward``, on request."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..printed import pip_install
+from ..remote.modeling_chatglm import MLP, RMSNorm
 from .swap import Swap
 
 MODELING = "glm4v_patched.remote.modeling_chatglm"
@@ -27,16 +29,16 @@ def kernel_swaps(rms_norm: bool, swiglu: bool) -> list[Swap]:
     except ImportError as error:
         raise ImportError(
             f"rms_norm={rms_norm}, swiglu={swiglu} need Liger-Kernel, which cannot be imported "
-            f"({error}): pip install liger-kernel"
+            f"({error}): {pip_install('liger-kernel')}"
         ) from error
 
-    def rms_norm_forward(module: nn.Module, x: Tensor) -> Tensor:
+    def rms_norm_forward(module: RMSNorm, x: Tensor) -> Tensor:
         # "gemma": the weight is multiplied in fp32, before the cast back, as this model does.
         return liger_rms_norm(
             x, module.weight, module.eps, offset=0.0, casting_mode="gemma", in_place=False
         )
 
-    def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
+    def mlp_forward(module: MLP, x: Tensor) -> Tensor:
         gate, up = module.dense_h_to_4h(x).chunk(2, dim=-1)
         return module.dense_4h_to_h(liger_swiglu(gate, up))
 

@@ -27,7 +27,7 @@ class Repository:
         options: Its keywords; those that say where to download from are used.
     """
 
-    def __init__(self, name_or_path: str | PathLike, options: dict):
+    def __init__(self, name_or_path: object, options: dict):
         self.name_or_path = name_or_path
         self._options = {
             name: options[name]
@@ -63,8 +63,8 @@ class Repository:
         return None
 
     def _may_be_of_hub(self) -> bool:
-        is_name = isinstance(self.name_or_path, (str, PathLike))
-        return is_name and not Path(self.name_or_path).exists()
+        name = self.name_or_path
+        return isinstance(name, (str, PathLike)) and not Path(name).exists()
 
     def read(self, file_name: str, ask_hub: bool = True) -> dict | None:
         """The contents of a JSON file, ``None`` where there is none.
@@ -89,7 +89,7 @@ class Repository:
                 raise TimeoutError(f"{self.silence}, and {self.name_or_path} is not in the cache")
             return found
         must_answer = ask_hub and file_name == CONFIG
-        found = cached_file(
+        cached = cached_file(
             str(self.name_or_path),
             file_name,
             _raise_exceptions_for_gated_repo=must_answer,
@@ -97,7 +97,7 @@ class Repository:
             _raise_exceptions_for_connection_errors=must_answer,
             **self._options | ({} if ask_hub else {"local_files_only": True}),
         )
-        return None if found is None else _json_object(Path(found))
+        return None if cached is None else _json_object(Path(cached))
 
     def holds_glm4v(self) -> bool:
         """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.

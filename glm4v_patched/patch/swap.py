@@ -8,6 +8,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Swap:
 
     owner: str
     name: str
-    replace: Callable[[object], object]
+    replace: Callable[[Any], object]
 
     @property
     def full_name(self) -> str:
@@ -119,7 +120,7 @@ class PatchSet:
 
 def _origin(attribute: object) -> str:
     """Module and name of whatever stands in a class or module now."""
-    function = getattr(attribute, "__func__", attribute)
+    function: Any = getattr(attribute, "__func__", attribute)
     # functools.wraps copies the name and module of what is wrapped; the code tells the truth.
     code = getattr(function, "__code__", None)
     if code is not None:

@@ -4,7 +4,7 @@ Rows that hold several samples are attended to sample by sample (:class:`PackedS
 mask over the whole row is ever made.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +123,9 @@ def _attend_within_samples(
 
     outputs = []
     for group_NM in packed.groups:
-        parts = (gather(part, group_NM) for part in (query_BHRC, key_BGRC, value_BGRC))
-        outputs.append(attend(module, *parts, None, implementation, **kwargs).flatten(0, 1))
+        query, key, value = (gather(x, group_NM) for x in (query_BHRC, key_BGRC, value_BGRC))
+        out = attend(module, query, key, value, None, implementation, **kwargs)
+        outputs.append(out.flatten(0, 1))
     out = torch.cat(outputs).index_select(0, packed.places)
     return out.unflatten(0, (len(query_BHRC), -1))
 
@@ -139,8 +140,9 @@ def eager_attention(
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """Attention spelled out, with the softmax in fp32. Returns the output and the weights."""
-    key_BHKC = key_BGKC.repeat_interleave(module.num_key_value_groups, dim=1)
-    value_BHKC = value_BGKC.repeat_interleave(module.num_key_value_groups, dim=1)
+    groups = cast(int, module.num_key_value_groups)
+    key_BHKC = key_BGKC.repeat_interleave(groups, dim=1)
+    value_BHKC = value_BGKC.repeat_interleave(groups, dim=1)
     scores_BHQK = query_BHQC @ key_BHKC.transpose(-1, -2) * scaling
     if attention_mask is not None:
         scores_BHQK = scores_BHQK + attention_mask

@@ -18,7 +18,9 @@ Newer DeepSpeed (0.19.3) holds such parameters itself, for the module whose back
 which may be far outside of the layer; that attribution is undone here, as it is not needed.
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,6 +51,7 @@ class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
     """
 
     gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable  # set by transformers
 
     def __call__(self, hidden, *rest):
         learns = self.training and torch.is_grad_enabled()
@@ -103,9 +106,9 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[nn.Parameter, set[int]]:
+def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
     """Their frozen ZeRO-3 parameters, each with the ids of the modules that own it."""
-    owners: dict[nn.Parameter, set[int]] = {}
+    owners: dict[Any, set[int]] = {}  # parameters, with the attributes that DeepSpeed adds
     for module in modules:
         if not hasattr(module, "ds_id"):
             continue  # inside of a leaf module, which is gathered and released from outside
@@ -114,5 +117,5 @@ def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[nn.Parameter, set
             if parameter is None or parameter.requires_grad:
                 continue
             if hasattr(parameter, "ds_active_sub_modules"):
-                owners.setdefault(parameter, set()).add(module.ds_id)
+                owners.setdefault(parameter, set()).add(cast(int, module.ds_id))
     return owners

@@ -238,18 +238,16 @@ class ChatGLMConfig(PretrainedConfig):
         self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
         self._refuse_unsupported(tie_word_embeddings)
         kwargs["auto_map"] = _auto_map(kwargs.get("auto_map"))
-        super().__init__(
-            bos_token_id=bos_token_id,
-            pad_token_id=pad_token_id,
-            eos_token_id=list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+        of_format = {
+            "bos_token_id": bos_token_id,
+            "pad_token_id": pad_token_id,
+            "eos_token_id": [*eos_token_id] if isinstance(eos_token_id, tuple) else eos_token_id,
+            "tie_word_embeddings": tie_word_embeddings,
+        }
+        super().__init__(**of_format, **kwargs)
         # transformers 5 no longer keeps these on every config; ours are part of the format.
-        self.bos_token_id = bos_token_id
-        self.pad_token_id = pad_token_id
-        self.eos_token_id = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
-        self.tie_word_embeddings = tie_word_embeddings
+        for name, value in of_format.items():
+            setattr(self, name, value)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ChatGLMConfig":

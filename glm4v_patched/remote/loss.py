@@ -1,6 +1,7 @@
 """Next-token cross-entropy over supervised positions. Knows nothing of this model."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def chunked_next_token_loss(
 
     rows, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
     hidden_chunks = hidden_BLD[rows].split(chunk_size)
-    total = 0.0  # a batch without labels is one empty chunk: its loss is 0 and has a graph
+    total: Any = 0.0  # a batch without labels is one empty chunk: its loss is 0 and has a graph
     for hidden, target in zip(hidden_chunks, targets.split(chunk_size), strict=True):
         total = total + checkpoint(chunk_loss, hidden, target, use_reentrant=False)
     return _average(total, targets, num_items_in_batch)

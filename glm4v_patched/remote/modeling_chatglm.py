@@ -12,7 +12,7 @@ from it, each with a test:
 from dataclasses import dataclass
 from inspect import signature
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,8 @@ MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
 class Embedding(nn.Module):
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        # Typed as what set_input_embeddings may put here.
+        self.word_embeddings: nn.Module = nn.Embedding(config.padded_vocab_size, config.hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.word_embeddings(input_ids)
@@ -72,6 +73,8 @@ class RotaryEmbedding(nn.Module):
     ``inv_freq`` is part of the checkpoint format and written as published (without ``rope_ratio``);
     nothing is computed from it, because a checkpoint may hold it rounded.
     """
+
+    inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -205,10 +208,11 @@ class GLMTransformer(nn.Module):
 
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
+    config: ChatGLMConfig
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
-    input_modalities = ("image", "text")
+    input_modalities = ("image", "text")  # type: ignore[assignment]  # as in transformers' own
     supports_gradient_checkpointing = True
     _no_split_modules = ["GLMBlock", "TransformerLayer", "PatchEmbedding", "GLU"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -255,7 +259,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
                 'model.set_attn_implementation("eager")'
             )
             return None
-        recomputed = sum(layer.gradient_checkpointing for layer in layers)
+        recomputed = sum(bool(layer.gradient_checkpointing) for layer in layers)
         if recomputed and self.training and torch.is_grad_enabled():
             raise ValueError(
                 f"output_attentions=True in training, where {recomputed} of {len(layers)} layers "
@@ -276,12 +280,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            if (bias := getattr(module, "bias", None)) is not None:
+                nn.init.zeros_(bias)
         elif isinstance(module, (RMSNorm, nn.LayerNorm)):
             nn.init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            if (bias := getattr(module, "bias", None)) is not None:
+                nn.init.zeros_(bias)
         elif isinstance(module, PatchEmbedding):
             nn.init.normal_(module.cls_embedding, std=std)
         elif isinstance(module, EVA2CLIPModel):
@@ -325,7 +329,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.embedding = Embedding(config)
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
-        self.output_layer = OutputLayer(config.hidden_size, config.padded_vocab_size, bias=False)
+        # Typed as what it may become: wrapped by peft, or quantised.
+        self.output_layer: nn.Module = OutputLayer(
+            config.hidden_size, config.padded_vocab_size, bias=False
+        )
         self.vision = EVA2CLIPModel(config)
         self.post_init()
 
@@ -431,6 +438,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             labels = F.pad(shift_labels[:, :-1], (1, 0), value=-100)
             label_after = shift_labels[:, -1:]
         given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
+        assert given_ids is not None
         _check_rows_of_cache(past_key_values, past_length, given_ids)
         rows = grow_rows(
             given_ids,
@@ -451,21 +459,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         given_length, length = given_ids.shape[1], rows.input_ids.shape[1]
         if output_hidden_states and length != given_length:
-            grows = f"rows of {given_length} ids take {length} positions here"
-            if self.training:
-                raise ValueError(
-                    f"{grows}, and their hidden states were asked for in training: a loss that "
-                    "reads them by the rows as given (reward models and value heads do) would look "
-                    "inside images; give grown rows, as this model's processor makes them"
-                )
-            if not self._has_named_growth:
-                # Not warning_once, which would say it again for every other length.
-                self._has_named_growth = True
-                logger.warning(
-                    f"{grows}, and so do their hidden states: read by the rows as given (as reward "
-                    "models and value heads do) they are those inside images; give grown rows, as "
-                    "this model's processor makes them"
-                )
+            self._name_growth(given_length, length)
         if inputs_embeds is not None and length != given_length:
             raise ValueError(
                 f"inputs_embeds has {given_length} positions but its rows take {length} with their "
@@ -502,6 +496,24 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             attention_mask=rows.attention_mask,
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _name_growth(self, given_length: int, length: int) -> None:
+        """Warn of hidden states that are longer than the rows as given, once; refuse to train."""
+        grows = f"rows of {given_length} ids take {length} positions here"
+        if self.training:
+            raise ValueError(
+                f"{grows}, and their hidden states were asked for in training: a loss that "
+                "reads them by the rows as given (reward models and value heads do) would look "
+                "inside images; give grown rows, as this model's processor makes them"
+            )
+        if not self._has_named_growth:
+            # Not warning_once, which would say it again for every other length.
+            self._has_named_growth = True
+            logger.warning(
+                f"{grows}, and so do their hidden states: read by the rows as given (as reward "
+                "models and value heads do) they are those inside images; give grown rows, as "
+                "this model's processor makes them"
+            )
 
     def get_image_features(
         self,
@@ -709,8 +721,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         # Resizing makes a plain Linear.
         if type(value) is nn.Linear:
-            value = OutputLayer.from_linear(value)
-            value._is_hf_initialized = True  # post_init would draw its weights anew
+            layer: Any = OutputLayer.from_linear(value)
+            layer._is_hf_initialized = True  # post_init would draw its weights anew
+            value = layer
         self.transformer.output_layer = value
 
     def get_image_features(self, pixel_values: Tensor, **options):
@@ -805,7 +818,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         )
         return result if _wants_dict(return_dict, self.config) else result.to_tuple()
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # its versions differ
         self,
         input_ids: Tensor,
         past_key_values: Cache | None = None,
@@ -823,7 +836,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
         """
         past_length = _cached_length(past_key_values)
-        inputs = {"past_key_values": past_key_values}
+        inputs: dict[str, Any] = {"past_key_values": past_key_values}
         if inputs_embeds is not None:
             # Until a token is drawn there are no ids, unless they are given beside embeddings.
             is_first = past_length == 0 or input_ids.shape[1] == 0
@@ -905,7 +918,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             images = torch.cat(
                 [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
             )
-        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,
             input_ids=input_ids,
@@ -936,10 +949,11 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """``empty_init``: as in :class:`GLM4VForCausalLM`."""
         super().__init__(config)
+        assert config.num_labels is not None
         self.num_labels = config.num_labels
         self.transformer = ChatGLMModel(config)
         del self.transformer.output_layer
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -1047,7 +1061,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
 
 
 def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
-    return config.return_dict if return_dict is None else return_dict
+    return bool(config.return_dict) if return_dict is None else return_dict
 
 
 def _causal_mask(
@@ -1077,7 +1091,8 @@ def _causal_mask(
         arguments["cache_position"] = torch.arange(
             past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
         )
-    return create_causal_mask(**arguments)
+    mask: Any = create_causal_mask(**arguments)  # flex attention's is a BlockMask
+    return mask
 
 
 def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
@@ -1129,28 +1144,34 @@ class _CachedRows(NamedTuple):
         return self.num_images if self.images_end <= length <= self.length else None
 
 
+CACHED_ROWS = "glm4v_rows"  # of a cache
+
+
 def _cached_rows(cache: Cache | None) -> _CachedRows | None:
-    return getattr(cache, "glm4v_rows", None)
+    return getattr(cache, CACHED_ROWS, None)
 
 
 def _remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
     length = past_length + rows.input_ids.shape[1]
-    before, earlier_images, images_end = _cached_rows(cache), 0, 0
+    before, images_end = _cached_rows(cache), 0
+    earlier_images: int | None = 0
     if past_length:
         earlier_images = None if before is None else before.images_up_to(past_length)
         images_end = 0 if before is None else before.images_end
-    cache.glm4v_rows = _CachedRows(
+    known = _CachedRows(
         length,
         rows.position_ids.amax(dim=1, keepdim=True) + 1,
         _last_keys(cache, length),
         None if earlier_images is None else earlier_images + num_images,
         past_length + rows.images_end if num_images else images_end,
     )
+    setattr(cache, CACHED_ROWS, known)
 
 
 def _last_keys(cache: Cache, length: int) -> Tensor | None:
     # The last layer's, for they depend on the whole row; layers that were left out have none.
-    filled = [layer for layer in cache.layers if layer.is_initialized]
+    layers: list[Any] = [*cache.layers]
+    filled = [layer for layer in layers if layer.is_initialized]
     keys = filled[-1].keys if filled else None
     if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[2] < length:
         return None
@@ -1159,7 +1180,7 @@ def _last_keys(cache: Cache, length: int) -> Tensor | None:
 
 def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
-    if not past_length:
+    if cache is None or not past_length:
         return None
     known = _cached_rows(cache)
     if known is None:
@@ -1207,7 +1228,8 @@ def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
 
 
 def _check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
-    keys = cache.layers[0].keys if past_length and cache.layers else None
+    layers: list[Any] = [*cache.layers] if cache is not None and past_length else []
+    keys = layers[0].keys if layers else None
     if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != len(input_ids):
         raise ValueError(
             f"the cache holds {len(keys)} rows but {len(input_ids)} are given: select or repeat "
@@ -1264,14 +1286,14 @@ def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> T
     columns = torch.arange(is_begin.shape[1], device=is_begin.device)
     is_cut = rows.image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
     places = (is_begin | is_cut).nonzero()
-    places = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
-    if any(is_cut for _, is_cut in places):
+    columns_cut = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
+    if any(is_cut for _, is_cut in columns_cut):
         raise ValueError(
             f"the cache ends at position {past_length}, inside of an image, which is there as a "
             "whole or not at all: crop before it (assistant models and prompt lookup crop by ids: "
             "give them grown rows, as this model's processor makes them)"
         )
-    new = [number for number, (column, _) in enumerate(places) if column >= past_length]
+    new = [number for number, (column, _) in enumerate(columns_cut) if column >= past_length]
     if not new:
         return None
     return images[new] if len(images) == len(places) and len(new) < len(places) else images

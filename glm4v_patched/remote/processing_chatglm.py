@@ -151,7 +151,7 @@ class ChatGLMProcessor(ProcessorMixin):
         """
         if videos is not None or audio is not None:
             raise ValueError("this model takes images and text: videos and audio must be None")
-        options = {
+        options: dict[str, Any] = {
             "add_special_tokens": add_special_tokens,
             "padding": padding,
             "truncation": truncation,
@@ -163,11 +163,11 @@ class ChatGLMProcessor(ProcessorMixin):
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
-            return self._process_images(_flatten(images)[0], return_tensors, images_options)
+            return self._encode_images(_flatten(images)[0], return_tensors, images_options)
         rows = {"input_ids": self._encode(text, options.pop("add_special_tokens"))}
         return self._finish(rows, images, images_options, return_tensors, **options)
 
-    def apply_chat_template(
+    def apply_chat_template(  # type: ignore[override]  # the base class says that it returns text
         self,
         conversation: list[dict] | list[list[dict]],
         chat_template: str | None = None,
@@ -210,7 +210,7 @@ class ChatGLMProcessor(ProcessorMixin):
             ValueError: an image part names no image, or two; otherwise as `__call__` and the
                 tokenizer.
         """
-        options = {
+        options: dict[str, Any] = {
             "add_special_tokens": False,
             "padding": padding,
             "truncation": truncation,
@@ -238,7 +238,7 @@ class ChatGLMProcessor(ProcessorMixin):
                 conversation, tokenize=False, return_dict=False, **chat
             )
         is_batched = isinstance(conversation[0], (list, tuple)) if conversation else False
-        conversations = conversation if is_batched else [conversation]
+        conversations: list = conversation if is_batched else [conversation]
         rows = self.tokenizer.encode_chats(
             conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **chat
         )
@@ -246,7 +246,7 @@ class ChatGLMProcessor(ProcessorMixin):
         out = self._finish(rows, images, images_options, return_tensors, **options)
         return out if return_dict else out["input_ids"]
 
-    def _named_template(self, chat_template: str | None) -> str:
+    def _named_template(self, chat_template: str | None) -> str | None:
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
@@ -311,10 +311,10 @@ class ChatGLMProcessor(ProcessorMixin):
         )
         out = BatchFeature(dict(data))
         if flat:
-            out.update(self._process_images(flat, return_tensors, images_options))
+            out.update(self._encode_images(flat, return_tensors, images_options))
         return out
 
-    def _process_images(self, images: list, return_tensors, options) -> BatchFeature:
+    def _encode_images(self, images: list, return_tensors, options) -> BatchFeature:
         return self.image_processor(images, return_tensors=return_tensors, **options)
 
     def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -13,7 +13,7 @@ inner side, and there are no labels to learn it from.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,25 +103,24 @@ def grow_rows(
             (on a GPU a device-side assertion).
     """
     _check_shapes(input_ids, attention_mask, position_ids, labels, past_length)
-    if labels is not None:
-        labels = labels.to(input_ids.device, torch.long)
-    if label_after is not None:
-        label_after = label_after.to(input_ids.device, torch.long)
+    labels, label_after = [
+        None if values is None else values.to(input_ids.device, torch.long)
+        for values in (labels, label_after)
+    ]
     if next_position is not None:
         next_position = next_position.to(input_ids.device)
-    spans = _find_images(input_ids, image_format, prompt_length)
-    masks = attention_mask, position_ids, past_length, next_position
-    given = (input_ids, image_format, *masks, labels, label_after, num_cached)
-    in_graph = torch.compiler.is_compiling() and _may_be_grown(input_ids, image_format, num_images)
-    rows = _read_rows(spans, *given, (num_images, allow_unpaired) if in_graph else None)
-    fault = _fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
-    if fault is not None:
-        # With labels, what is left of an image would be learned as text.
-        can_hold_strays = labels is None
-        spans = _without_strays(spans, rows, input_ids, image_format) if can_hold_strays else None
-        rows = None if spans is None else _read_rows(spans, *given)
-        if rows is None or not _is_number(rows.facts, num_images):
-            raise ValueError(fault)
+    given = {
+        "input_ids": input_ids,
+        "image_format": image_format,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_length": past_length,
+        "next_position": next_position,
+        "labels": labels,
+        "label_after": label_after,
+        "num_cached": num_cached,
+    }
+    spans, rows = _find_and_read(given, num_images, prompt_length, allow_unpaired)
     _check_rows(rows, image_format, labels, past_length, num_items_in_batch)
 
     current_mask, positions, width = rows.current_mask, rows.positions, rows.width
@@ -142,8 +141,7 @@ def grow_rows(
 
     if length == input_ids.shape[1]:
         packed_ids = _count_within_samples(positions) if is_packed else None
-        if label_after is not None:
-            labels = torch.cat((labels, label_after), dim=1)
+        labels = _followed_by(labels, label_after)
         end = rows.facts.images_end
         return GrownRows(input_ids, positions, image_mask, attention_mask, labels, packed_ids, end)
 
@@ -170,12 +168,10 @@ def grow_rows(
             )
         current_mask = torch.ones_like(input_ids)
         padding_mask = current_mask.new_ones(len(input_ids), past_length + input_ids.shape[1])
-    if padding_mask is not None:
+    if padding_mask is not None and current_mask is not None:
         padding_mask = torch.cat((padding_mask[:, :past_length], grow(current_mask, 0)), dim=1)
     if labels is not None:
-        labels = grow(labels, -100)
-        if label_after is not None:
-            labels = torch.cat((labels, label_after), dim=1)
+        labels = _followed_by(grow(labels, -100), label_after)
     return GrownRows(
         input_ids=grow(input_ids, 0),
         position_ids=grown_positions,
@@ -185,6 +181,12 @@ def grow_rows(
         packed_position_ids=_count_within_samples(grown_positions) if is_packed else None,
         images_end=rows.facts.images_end,
     )
+
+
+def _followed_by(labels: Tensor | None, label_after: Tensor | None) -> Tensor | None:
+    if labels is None or label_after is None:
+        return labels
+    return torch.cat((labels, label_after), dim=1)
 
 
 def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: ImageFormat) -> Tensor:
@@ -200,8 +202,8 @@ def count_images(input_ids: Tensor, image_format: ImageFormat, num_images: int) 
     spans = _find_images(input_ids, image_format)
     counts = spans.is_begin.sum(dim=1).tolist()
     if sum(counts) != num_images:
-        spans = _without_strays(spans, None, input_ids, image_format)
-        others = counts if spans is None else spans.is_begin.sum(dim=1).tolist()
+        sound = _without_strays(spans, None, input_ids, image_format)
+        others = counts if sound is None else sound.is_begin.sum(dim=1).tolist()
         counts = others if sum(others) == num_images else counts
     return counts
 
@@ -343,6 +345,42 @@ class _ReadRows(NamedTuple):
     width: Tensor
 
 
+def _find_and_read(
+    given: dict[str, Any],
+    num_images: int | Collection[tuple[int, int]] | None,
+    prompt_length: int | None,
+    allow_unpaired: bool,
+) -> tuple[_ImageSpans, _ReadRows]:
+    """Where images stand in rows, and these, read.
+
+    Args:
+        given: What :func:`_read_rows` takes beside the images.
+
+    Raises:
+        ValueError: begin and end ids are not those of the images that come with the rows.
+    """
+    input_ids, image_format = given["input_ids"], given["image_format"]
+    spans = _find_images(input_ids, image_format, prompt_length)
+    in_graph = None
+    if torch.compiler.is_compiling() and (num_images is None or isinstance(num_images, int)):
+        # Whether there is room for that many grown images, as far as shapes tell.
+        places = (num_images or 0) * (image_format.num_image_tokens + 2)
+        if places <= input_ids.shape[0] * input_ids.shape[1]:
+            in_graph = num_images, allow_unpaired
+    rows = _read_rows(spans, **given, in_graph=in_graph)
+    fault = _fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
+    if fault is None:
+        return spans, rows
+    # With labels, what is left of an image would be learned as text.
+    can_hold_strays = given["labels"] is None
+    others = _without_strays(spans, rows, input_ids, image_format) if can_hold_strays else None
+    if others is not None:
+        rows = _read_rows(others, **given)
+        if _is_number(rows.facts, num_images):
+            return others, rows
+    raise ValueError(fault)
+
+
 def _read_rows(
     spans: _ImageSpans,
     input_ids: Tensor,
@@ -389,7 +427,7 @@ def _read_rows(
         facts["labels_inside"] = ((labels != -100) & spans.is_inside).sum()
     if position_ids is None and next_position is not None:
         facts["unknown_positions"] = (next_position < 0).sum()
-    if padding_mask is not None:
+    if padding_mask is not None and current_mask is not None:
         facts["wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
         facts["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
@@ -407,14 +445,6 @@ def _read_rows(
         numbers = torch.stack([facts.get(name, none).long() for name in _Facts._fields])
         known = _Facts(*numbers.tolist())
     return _ReadRows(known, padding_mask, current_mask, positions, width)
-
-
-def _may_be_grown(input_ids: Tensor, image_format: ImageFormat, num_images) -> bool:
-    """Whether there is room for that many grown images, as far as shapes tell."""
-    if not (num_images is None or isinstance(num_images, int)):
-        return False
-    places = (num_images or 0) * (image_format.num_image_tokens + 2)
-    return places <= input_ids.shape[0] * input_ids.shape[1]
 
 
 def _facts_in_graph(
@@ -499,7 +529,7 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
             f"labels holds {offender}, but the vocabulary has {image_format.vocab_size} entries: "
             "give an id of the vocabulary, or -100 where nothing is learned"
         )
-    if facts.wrong_mask_values:
+    if rows.padding_mask is not None and facts.wrong_mask_values:
         wrong = rows.padding_mask[(rows.padding_mask != 0) & (rows.padding_mask != 1)]
         raise ValueError(
             f"attention_mask holds {wrong[0].item()} and {facts.wrong_mask_values - 1} more values "

@@ -14,8 +14,7 @@ tests/remote/test_tokenization.py:
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 # First: it raises for versions of transformers that lack what is imported below.
 from .configuration_chatglm import ChatGLMConfig  # noqa: F401
@@ -281,7 +280,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             raise ValueError(
                 f"unknown tokenizer_kwargs {unknown}: use pad_to_multiple_of and padding_side"
             )
-        rendering = {
+        rendering: dict[str, Any] = {
             "tools": tools,
             "documents": documents,
             "chat_template": chat_template,
@@ -367,7 +366,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         if tools is not None:
             # Schemas are made here, so that docstrings are escaped like any other string.
             tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
-        rendered, spans = render_jinja_template(
+        made: Any = render_jinja_template(
             conversations=[[escape.message(m) for m in messages] for messages in conversations],
             tools=escape(tools),
             documents=escape(documents),
@@ -377,8 +376,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             continue_final_message=continue_final_message,
             **{**self.special_tokens_map, **escape(kwargs), "piece_break": _PIECE_BREAK},
         )
+        rendered, spans = made
         rows: dict[str, list[list[int]]] = {"input_ids": [], "assistant_masks": []}
-        for text, written in zip_longest(rendered, spans, fillvalue=()):
+        for text, written in zip(rendered, spans or [()] * len(rendered), strict=True):
             ids, mask = self._encode_rendered(text, written)
             rows["input_ids"].append(ids)
             rows["assistant_masks"].append(mask)
@@ -399,7 +399,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             return []  # there are none, or the caller keeps those of image parts elsewhere
         found = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
-            marker = self.convert_tokens_to_ids(name)
+            marker = cast(int, self.convert_tokens_to_ids(name))
             for number, (pictures, row) in enumerate(zip(found, rows, strict=True)):
                 if row.count(marker) != len(pictures):
                     raise ValueError(
@@ -416,7 +416,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     def get_prefix_tokens(self) -> list[int]:
         """The ids of ``[gMASK]<sop>``."""
-        return self.convert_tokens_to_ids(list(PROMPT_PREFIX))
+        return cast(list[int], self.convert_tokens_to_ids(list(PROMPT_PREFIX)))
 
     def build_single_message(
         self,
@@ -441,7 +441,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         head, text = (
             encode(piece, add_special_tokens=False).ids for piece in (f"{metadata}\n", message)
         )
-        return [self.convert_tokens_to_ids(f"<|{role}|>"), *head, *(message_prefix or []), *text]
+        role_id = cast(int, self.convert_tokens_to_ids(f"<|{role}|>"))
+        return [role_id, *head, *(message_prefix or []), *text]
 
     if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
         # Two names that transformers 5 has dropped.
@@ -631,7 +632,7 @@ def convert_ranks(
     # The ranks of this file are no order of learning (a token may rank below its own parts), so
     # one merge for each token would not do.
     merges = []
-    for token in sorted(ranks, key=ranks.get):
+    for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         merges += [(left, right) for left, right in cuts if left in ranks and right in ranks]
     model = BPE(
@@ -649,12 +650,12 @@ def convert_ranks(
     )
     tokenizer.decoder = decoders.ByteLevel()
     wanted = special_tokens or {len(ranks) + i: token for i, token in enumerate(SPECIAL_TOKENS)}
-    for number, token in sorted(wanted.items()):
-        tokenizer.add_special_tokens([AddedToken(str(token), special=True, normalized=False)])
-        if tokenizer.token_to_id(str(token)) != number:
+    for number, special in sorted(wanted.items()):
+        tokenizer.add_special_tokens([AddedToken(str(special), special=True, normalized=False)])
+        if tokenizer.token_to_id(str(special)) != number:
             raise ValueError(
-                f"{token} should have id {number} but follows {vocab_file} as "
-                f"{tokenizer.token_to_id(str(token))}: that file and the added_tokens_decoder of "
+                f"{special} should have id {number} but follows {vocab_file} as "
+                f"{tokenizer.token_to_id(str(special))}: that file and the added_tokens_decoder of "
                 "tokenizer_config.json are not of the same tokenizer"
             )
     return tokenizer
@@ -707,9 +708,10 @@ def find_images(messages: list[dict], may_miss: bool = False) -> list:
 
 
 def _without_prefix(text: str | list[str]) -> str | list[str]:
+    prefix = "".join(PROMPT_PREFIX)
     if isinstance(text, list):
-        return [_without_prefix(one) for one in text]
-    return text.removeprefix("".join(PROMPT_PREFIX))
+        return [one.removeprefix(prefix) for one in text]
+    return text.removeprefix(prefix)
 
 
 MESSAGE_KEYS = ("role", "content", "metadata", "tools", "image")
@@ -738,12 +740,7 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
             )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
         if own_template:
-            _refuse_other_keys(place, message, MESSAGE_KEYS)
-            metadata = message.get("metadata")
-            if metadata is not None and not isinstance(metadata, str):
-                raise ValueError(
-                    f"{place} has metadata of type {type(metadata).__name__}: give a string"
-                )
+            _check_keys(place, message)
             has_image |= message.get("image") is not None
         for at, part in enumerate(parts):
             if own_template:
@@ -762,6 +759,13 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
             "a conversation without a picture holds the words <image>, which are text here: "
             "pictures stand under 'image' of a message"
         )
+
+
+def _check_keys(place: str, message: Mapping) -> None:
+    _refuse_other_keys(place, message, MESSAGE_KEYS)
+    metadata = message.get("metadata")
+    if metadata is not None and not isinstance(metadata, str):
+        raise ValueError(f"{place} has metadata of type {type(metadata).__name__}: give a string")
 
 
 def _check_part(place: str, part: Any) -> None:

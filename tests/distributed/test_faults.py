@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from glm4v_patched.finetune.checkpoints import (
 )
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, starting_point
+from glm4v_patched.printed import own_command
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.processes import WORKERS, cpu_environment, run_with_limit, two_processes
 from tests.helpers.recipes import drawn_recipe
@@ -208,11 +208,9 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(en
     assert f"Signal 9 (SIGKILL) received by PID {worker.pid}" in run.output
     assert "rank      : 1" in run.output
     checkpoint = last_complete_checkpoint(run.folder)
-    resume = ["train", str(run.folder / "recipe.json"), "--processes", "2"]
-    resume += ["--device", "cpu", "--resume"]
-    assert run.output.endswith(
-        f"to continue from {checkpoint}:\n  glm4v-patched {shlex.join(resume)}\n"
-    )
+    settings = str(run.folder / "recipe.json")
+    resume = own_command("train", settings, *["--processes", "2", "--device", "cpu", "--resume"])
+    assert run.output.endswith(f"to continue from {checkpoint}:\n  {resume}\n")
 
     run = start(endless, "--resume")
     run.wait_for_checkpoint(after_step=step_of(checkpoint))

@@ -7,6 +7,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from glm4v_patched.engine.deepspeed import gather as gathering
+from glm4v_patched.engine.deepspeed.internals import Replacements
 
 
 def sharded(**changes) -> SimpleNamespace:
@@ -51,6 +52,12 @@ def test_weights_sharded_alike_are_gathered_in_place():
 )
 def test_others_are_left_to_deepspeed(changes):
     assert not gathering._are_plain([sharded(), sharded(**changes)])
+
+
+def test_a_torch_without_the_manager_of_one_launch_is_told(monkeypatch):
+    monkeypatch.delattr(gathering.distributed_c10d, "_coalescing_manager")
+    with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
+        gathering.gather_in_place(torch.nn.Linear(1, 1), Replacements())
 
 
 def test_one_process_and_no_weight_are_left_to_deepspeed():

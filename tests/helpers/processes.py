@@ -48,6 +48,14 @@ def cpu_environment() -> dict[str, str]:
     return gpu_environment() | cpu
 
 
+def in_plain_shell(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as it was printed, where no Python environment is activated."""
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+    return subprocess.run(
+        command, shell=True, env=environment, capture_output=True, text=True, check=False
+    )
+
+
 def run_with_limit(
     command: list[str], seconds: float, environment: dict[str, str] | None = None
 ) -> Ended:

@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 import yaml
 from PIL import Image

@@ -244,7 +244,7 @@ def test_keys_without_a_value_are_dropped(tokenizer):
 
 
 def test_enum_members_are_their_values(tokenizer):
-    class Role(str, Enum):
+    class Role(str, Enum):  # noqa: UP042  # StrEnum has another str()
         USER = "user"
 
     ids = chat_ids(tokenizer, [{"role": Role.USER, "content": "x"}])

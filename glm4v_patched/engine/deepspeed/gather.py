@@ -35,6 +35,12 @@ def gather_in_place(model: nn.Module, replacements: Replacements) -> None:
         hook.remove()
         replacements.apply(sharded_weights(model), "all_gather_coalesced", _in_place)
 
+    if not hasattr(distributed_c10d, "_coalescing_manager"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.distributed.distributed_c10d."
+            "_coalescing_manager, with which weights are gathered in one launch; install a tested "
+            "one (README, What you need)"
+        )
     hook = model.register_forward_pre_hook(once)
 
 

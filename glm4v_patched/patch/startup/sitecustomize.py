@@ -63,7 +63,7 @@ def run_hidden_sitecustomize():
     paths = [path for path in sys.path if os.path.abspath(path) != here]
     finders = [f for f in sys.meta_path if hasattr(f, "find_spec")]
     spec = next(filter(None, (f.find_spec(__name__, paths) for f in finders)), None)
-    if spec is not None:
+    if spec is not None and spec.loader is not None:
         module = type(sys)(__name__)
         module.__file__, module.__spec__, module.__loader__ = spec.origin, spec, spec.loader
         sys.modules[__name__] = module

@@ -1,0 +1,31 @@
+"""Commands to be printed: they run as printed, in an environment that is not activated too."""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def own_command(*arguments: str) -> str:
+    """``glm4v-patched ARGUMENTS`` for the Python that runs now."""
+    return shlex.join([*_program("glm4v-patched", "glm4v_patched"), *arguments])
+
+
+def pip_install(*requirements: str) -> str:
+    """``pip install REQUIREMENTS`` for the Python that runs now."""
+    return shlex.join([*_program("pip", "pip"), "install", *requirements])
+
+
+def _program(name: str, module: str) -> list[str]:
+    """A program beside this Python, by its name if a shell finds it; or the module."""
+    here = Path(sys.executable).parent
+    beside = shutil.which(name, path=str(here))
+    if beside is None:
+        return [sys.executable, "-m", module]
+    found = shutil.which(name)
+    if found is not None and os.path.samefile(found, beside):
+        return [name]
+    path = Path(beside)
+    # From the folder in which the command is printed.
+    return [str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)]

@@ -1,0 +1,58 @@
+"""What pyproject.toml claims is what CI installs."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+
+from glm4v_patched.remote.configuration_chatglm import TESTED_TRANSFORMERS
+from tests.helpers.cells import DEEPSPEED, TRANSFORMERS
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CI = (ROOT / ".ci" / "run").read_text()
+# No build for CPUs is so old; the tests of GPUs run on it.
+UNTESTED_ON_CPUS = {"torch": "2.11"}
+IN_THE_MATRIX = {"transformers": TRANSFORMERS[0], "deepspeed": DEEPSPEED[0]}
+
+
+def required(*extras: str) -> list[Requirement]:
+    optional = PROJECT["project"]["optional-dependencies"]
+    of_extras = [text for extra in extras for text in optional[extra]]
+    return [Requirement(text) for text in [*PROJECT["project"]["dependencies"], *of_extras]]
+
+
+def test_every_oldest_version_that_is_claimed_is_tested():
+    claimed = {
+        requirement.name: specifier.version
+        for requirement in required("train")
+        for specifier in requirement.specifier
+        if specifier.operator == ">="
+    }
+    [command] = re.findall(r"floors=\$\((.*)\)$", CI, re.M)
+    printed = subprocess.check_output(command, shell=True, cwd=ROOT, text=True)
+    installed = dict(line.split("==") for line in printed.splitlines())
+    assert claimed == UNTESTED_ON_CPUS | IN_THE_MATRIX | installed
+    assert f'install -q -e ".[dev]" transformers=={TRANSFORMERS[0]} $floors' in CI
+
+
+def test_the_range_of_transformers_is_that_of_the_code():
+    [transformers] = [one for one in required() if one.name == "transformers"]
+    assert transformers.specifier == Requirement(f"x{TESTED_TRANSFORMERS}").specifier
+
+
+def test_python_is_as_old_everywhere():
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+
+
+def test_ruff_has_one_version():
+    [ruff] = [str(one) for one in required("dev") if one.name == "ruff"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["additional_dependencies"] for hook in hooks] == [[ruff], [ruff]]
+    # .ci/run reads it from pyproject.toml.
+    assert not re.search(r"ruff==\d", CI)
+    assert ruff.startswith("ruff==")
