@@ -3,12 +3,12 @@
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from dataclasses import Field, asdict, fields
 from itertools import product
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import Any, get_args
 
 from ..engine.environment import training_environment
@@ -52,16 +52,12 @@ def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
     told += "" if default is None else f" (default: {each.default})"
     parser.add_argument(_flag(each), help=told, default=default, **typed)
     for old in (old for old, name in OLD_NAMES.items() if name == each.name):
-        hidden = argparse.SUPPRESS
-        parser.add_argument(_dashed(old), help=hidden, default=hidden, **typed)
+        dashed, hidden = f"--{old}".replace("_", "-"), argparse.SUPPRESS
+        parser.add_argument(dashed, help=hidden, default=hidden, **typed)
 
 
 def _flag(each: Field) -> str:
-    return each.metadata.get("flag") or _dashed(each.name)
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return each.metadata.get("flag") or f"--{each.name}".replace("_", "-")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -104,9 +100,7 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout}: expected a number above 0")
     if options.zero_stage == 0 and gpus != 1:
-        raise ValueError(
-            f"{gpus} GPUs with ZeRO stage 0, of one process: use --gpus 1 or stage 1 to 3"
-        )
+        raise ValueError(f"{gpus} GPUs with ZeRO stage 0: use --gpus 1, or a stage from 1 to 3")
     require_machine(asked, gpus, on_cpu)
     print("  ".join([*["added"] * options.ablation, *COLUMNS]))
     rows = []
@@ -166,17 +160,15 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
     return row | {"error": error, "device": "cpu" if on_cpu else find_gpus().found[0].name}
 
 
-def _run(command: list[str], printed: Path, environment: dict[str, str], timeout: float) -> str:
+def _run(command: list[str], printed: Path, environment: dict, timeout: float) -> str:
     """What went wrong, if anything did: the line that says so, or the last ones."""
     late = []
-    with printed.open("w") as file:
-        launcher = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        with launcher:
-            try:
-                launcher.wait(timeout)
-            except subprocess.TimeoutExpired:
-                late = [f"not done after {timeout:.0f} s"]
-                launcher.terminate()  # which ends its processes first
+    with printed.open("w") as file, Popen(command, stdout=file, stderr=file, env=environment) as it:
+        try:
+            it.wait(timeout)
+        except TimeoutExpired:
+            late = [f"not done after {timeout:.0f} s"]
+            it.terminate()  # torch's launcher, which ends its processes first
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]

@@ -21,29 +21,22 @@ def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bo
     there between two steps; on a CPU, where the system would end processes at random, the
     estimated peak.
     """
-    config = measurements[0].config
+    config, gpus, memory = measurements[0].config, find_gpus(), 0
     if config is not None:
         _require_config(Path(config))
     elif on_cpu:
         real = "--device cpu with the real model, of 13.9 billion weights"
         raise ValueError(f"{real}: expected --config of a small one")
-    memory = 0 if on_cpu else _memory_of_gpus(processes)
+    if not on_cpu:
+        if not gpus.found:
+            small = "on a CPU bench measures small models: --device cpu --config FILE"
+            raise ValueError(f"there is no GPU: {gpus.reason}; {small}")
+        if (found := len(gpus)) < processes:
+            cure = f"expected --gpus {found}{' or fewer' * (found > 1)}"
+            raise ValueError(f"--gpus {processes} on a machine with {found}: {cure}")
+        memory = min(gpu.memory for gpu in gpus.found[:processes])
     if told := [line for asked in measurements for line in _too_large(asked, processes, memory)]:
         raise ValueError("\n".join(dict.fromkeys(told)))
-
-
-def _memory_of_gpus(processes: int) -> int:
-    """Of the smallest GPU."""
-    gpus = find_gpus()
-    if not gpus.found:
-        small = "on a CPU bench measures small models: --device cpu --config FILE"
-        raise ValueError(f"there is no GPU: {gpus.reason}; {small}")
-    if len(gpus) < processes:
-        found = f"{len(gpus)}{' or fewer' * (len(gpus) > 1)}"
-        raise ValueError(
-            f"--gpus {processes} on a machine with {len(gpus)}: expected --gpus {found}"
-        )
-    return min(gpu.memory for gpu in gpus.found[:processes])
 
 
 def _require_config(file: Path) -> None:

@@ -7,6 +7,7 @@ gradients of activations, once more for those of weights. A multiply-add counts 
 import json
 import time
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -21,28 +22,30 @@ PASSES = {"full": (3, 3), "lm": (1, 3), "lora_lm": (1, 2), "lora_all": (2, 2), "
 
 def config_of(settings: Settings) -> ChatGLMConfig:
     """The real size, unless a file says otherwise."""
-    return ChatGLMConfig(
-        **json.loads(Path(settings.config).read_text() if settings.config else "{}")
-    )
+    sizes = Path(settings.config).read_text() if settings.config else "{}"
+    return ChatGLMConfig(**json.loads(sizes))
 
 
 def batch_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Batch:
     """Of one of so many processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
+    rows, of_row, images = len(lengths), lengths[0], 1
     if settings.packed:
-        return Batch(
-            rows=1, row_length=sum(lengths), images_per_row=len(lengths), processes=processes
-        )
-    return Batch(rows=len(lengths), row_length=lengths[0], processes=processes)
+        rows, of_row, images = 1, sum(lengths), len(lengths)
+    return Batch(rows=rows, row_length=of_row, images_per_row=images, processes=processes)
 
 
-def useful_flop(
-    config: ChatGLMConfig, trained: str, text_tokens: int, supervised: int, reuse_features: bool
-) -> float:
-    """Floating-point operations of one training step for a sample of one image and some text."""
-    tower_passes, language_passes = PASSES[trained]
-    tower = 0.0 if reuse_features else tower_passes * tower_flop(config)
-    return tower + language_passes * language_flop(config, text_tokens, supervised)
+def useful_flop(config: ChatGLMConfig, settings: Settings) -> float:
+    """Floating-point operations of one training step, a sample of one image and some text."""
+    tower_passes, language_passes = PASSES[settings.trained]
+    tower = 0.0 if settings.reuse_features else tower_passes * tower_flop(config)
+    rows = [language_flop(config, text, supervised(text)) for text in settings.text_lengths()]
+    return tower + language_passes * mean(rows)
+
+
+def supervised(text_tokens: int) -> int:
+    """Of a sample's text, how much is learned: its second half."""
+    return text_tokens - text_tokens // 2
 
 
 def tower_flop(config: ChatGLMConfig) -> float:
@@ -81,10 +84,7 @@ def measured_ceiling(side: int, products: int) -> float:
         for _ in range(number):
             left @ right
     synchronize()
-    seconds = time.perf_counter() - began
-    del left, right
-    torch.cuda.empty_cache()
-    return products * 2 * side**3 / seconds
+    return products * 2 * side**3 / (time.perf_counter() - began)
 
 
 def synchronize() -> None:

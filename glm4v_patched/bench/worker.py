@@ -28,7 +28,7 @@ from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .accounting import memory_parts
 from .profiling import profile_step
-from .roofline import batch_of, config_of, measured_ceiling, synchronize, useful_flop
+from .roofline import batch_of, config_of, measured_ceiling, supervised, synchronize, useful_flop
 from .settings import Settings
 
 LEARNING_RATE = 1e-5
@@ -48,6 +48,7 @@ def measure(settings: Settings) -> dict | None:
     on_gpu = local_device().type == "cuda"
     side, products, held = (8192, 20, 1500) if on_gpu else (512, 3, 3)
     ceiling, held_ceiling = (measured_ceiling(side, number) for number in (products, held))
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     asked, config = settings.engine_options(), config_of(settings)
     join_processes(asked)
@@ -62,33 +63,22 @@ def measure(settings: Settings) -> dict | None:
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
-    rate = settings.micro_batch / statistics.median(times)
-    lengths, reused = settings.text_lengths(), settings.reuse_features
-    work = statistics.mean(
-        useful_flop(config, settings.trained, length, _supervised(length), reused)
-        for length in lengths
-    )
-    positions = config.vision.num_image_tokens + 2 + statistics.mean(lengths)
+    median, work = statistics.median(times), useful_flop(config, settings)
+    rate = settings.micro_batch / median
+    positions = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
+    live = options.stage3_max_live_parameters
     row = {
         "samples_per_s_per_gpu": rate,
         "tokens_per_s_per_gpu": rate * positions,
         "roofline_share": rate * work / ceiling,
-        "step_s": {
-            "median": statistics.median(times),
-            "fastest": min(times),
-            "slowest": max(times),
-        },
+        "step_s": {"median": median, "fastest": min(times), "slowest": max(times)},
         "useful_tflop_per_sample": work / 1e12,
         "ceiling_tflops": ceiling / 1e12,
         "held_ceiling_tflops": held_ceiling / 1e12,  # 1,500 products, a few steps long
         "peak_allocated_gib": allocated,
         "peak_reserved_gib": reserved,
         "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
-        "policies": {
-            "tower": options.tower,
-            "language": options.language,
-            "gathered": options.stage3_max_live_parameters,
-        },
+        "policies": {"tower": options.tower, "language": options.language, "gathered": live},
         "losses": losses,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": _versions(),
@@ -154,26 +144,20 @@ def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
     ids = [torch.cat((image, text)) for text in texts]
     labels = [sample.clone() for sample in ids]
     for sample, length in zip(labels, lengths, strict=True):
-        sample[: len(sample) - _supervised(length)] = IGNORE_INDEX
+        sample[: len(sample) - supervised(length)] = IGNORE_INDEX
+    pad = partial(pad_sequence, batch_first=True)
+    batch = {"input_ids": pad(ids), "labels": pad(labels, padding_value=IGNORE_INDEX)}
     if settings.packed:
-        positions = torch.cat([torch.arange(len(sample)) for sample in ids])
-        batch = {"input_ids": torch.cat(ids), "labels": torch.cat(labels)}
-        batch = {name: row[None] for name, row in (batch | {"position_ids": positions}).items()}
-    else:
-        pad = partial(pad_sequence, batch_first=True)
-        batch = {"input_ids": pad(ids), "labels": pad(labels, padding_value=IGNORE_INDEX)}
-        if lengths[-1] < lengths[0]:
-            batch["attention_mask"] = pad([torch.ones_like(sample) for sample in ids])
+        positions = torch.cat([torch.arange(len(sample)) for sample in ids])[None]
+        batch = {"input_ids": torch.cat(ids)[None], "labels": torch.cat(labels)[None]}
+        batch["position_ids"] = positions
+    elif lengths[-1] < lengths[0]:
+        batch["attention_mask"] = pad([torch.ones_like(sample) for sample in ids])
     vision = config.vision
     shape = (settings.micro_batch, vision.in_channels, vision.image_size, vision.image_size)
     name = "pixel_values" if settings.against is None else "images"
     batch[name] = torch.randn(shape, generator=generator).bfloat16()
     return {name: values.to(local_device()) for name, values in batch.items()}
-
-
-def _supervised(text_tokens: int) -> int:
-    """Of a sample's text, how much is learned."""
-    return text_tokens - text_tokens // 2
 
 
 def _features(model: Any, pixels: Tensor) -> Tensor:
