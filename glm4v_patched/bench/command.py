@@ -102,15 +102,14 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
     if options.zero_stage == 0 and gpus != 1:
         raise ValueError(f"{gpus} GPUs with ZeRO stage 0: use --gpus 1, or a stage from 1 to 3")
     require_machine(asked, gpus, on_cpu)
-    print("  ".join([*["added"] * options.ablation, *COLUMNS]))
+    print("  ".join(COLUMNS))
     rows = []
     for settings in asked:
         steps = ablation(settings) if options.ablation else {"": settings}
         for added, step in steps.items():
             row = measure_in_processes(step, gpus, options.timeout, on_cpu)
             row |= {"added": added} if options.ablation else {}
-            print("  ".join([*[added] * options.ablation, *cells_of(row)]), flush=True)
-            print(row.get("error", ""), end="\n" * ("error" in row), flush=True)
+            print("\n".join(["  ".join(cells_of(row)), *[row.get("error")] * ("error" in row)]))
             rows.append(row)
             if options.out:
                 add_row(options.out, row)

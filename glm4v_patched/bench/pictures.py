@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .table import chosen, failure, hardware, method, sort_rows
+from .table import DESCRIPTION, cells_of, failure, sort_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,9 +30,8 @@ def check_drawable(folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise RuntimeError(
-            "pictures need matplotlib: pip install matplotlib, or leave out --pictures"
-        ) from error
+        cure = "pip install matplotlib, or leave out --pictures"
+        raise RuntimeError(f"pictures need matplotlib: {cure}") from error
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; pictures need a folder")
 
@@ -92,17 +91,21 @@ def _axes(rows: list[dict], label: str, figure_of: str) -> tuple[Figure, Axes]:
     """
     from matplotlib.figure import Figure
 
-    names = [_name(row) for row in rows]
-    shared = [word for word in names[0] if len(rows) > 1 and all(word in name for name in names)]
-    told = [
-        textwrap.fill("; ".join([str(number), *(w for w in name if w not in shared)]), 70)
-        for number, name in enumerate(names, 1)
+    cells = [cells_of(row)[: len(DESCRIPTION)] for row in rows]
+    columns = {name: {row[place] for row in cells} for place, name in enumerate(DESCRIPTION)}
+    shared = [name for name, told in columns.items() if len(rows) > 1 and len(told) == 1]
+    apart = [place for place, name in enumerate(DESCRIPTION) if name not in shared]
+    names = [
+        "; ".join([str(n), *(row[place] for place in apart)]) for n, row in enumerate(cells, 1)
     ]
-    lines = sum(text.count("\n") + 1 for text in told)
+    names = [textwrap.fill(name, 70) for name in names]
+    lines = "".join(names).count("\n") + len(names)
     figure = Figure(figsize=(12, 2.4 + 0.2 * lines + 0.1 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(textwrap.fill("; ".join(shared), 120), fontsize=9)
-    axes.set_yticks(range(len(rows)), told, fontsize=8)
+    title = [f"{name}: {columns[name].pop()}" for name in shared]
+    axes.set_title(textwrap.fill("; ".join(title), 120), fontsize=9)
+    axes.set_ylabel("; ".join(["#", *(name for name in columns if name not in shared)]), fontsize=8)
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=label, axisbelow=True)
     axes.grid(alpha=0.3, axis="x")
     axes.margins(x=0.08)
@@ -110,11 +113,3 @@ def _axes(rows: list[dict], label: str, figure_of: str) -> tuple[Figure, Axes]:
         note = failure(row) or ("not measured" if row[figure_of] is None else "")
         axes.text(0, place, f" {note}", va="center", color="#cc3311", in_layout=False)
     return figure, axes
-
-
-def _name(row: dict) -> list[str]:
-    added = [f"+ {row['added']}"] if "added" in row else []
-    shape = f"micro-batch {row['micro_batch']}, {row['text_tokens']:,} ids of text"
-    policies, live = chosen(row)
-    kept = [f"policies {policies}", f"live parameters {live}"]
-    return [*added, row["workload"], hardware(row), shape, *kept, *method(row)]

@@ -1,6 +1,6 @@
 """Measured rows in words: a Markdown table, with the command of every row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ..engine.options import TRAINED, trains_tower
@@ -64,6 +64,7 @@ def failure(row: dict) -> str:
 
 
 DESCRIPTION: dict[str, Callable[[dict], str]] = {
+    "added": lambda row: row.get("added", "-"),
     "trained": lambda row: row["workload"],
     "hardware": hardware,
     "micro-batch, ids of text": lambda row: f"{row['micro_batch']}, {row['text_tokens']:,}",
@@ -85,38 +86,28 @@ COLUMNS = (*DESCRIPTION, *FIGURES)
 
 def cells_of(row: dict) -> list[str]:
     """The row's cell in each of ``COLUMNS``; a failure stands in place of the first figure."""
-    figures = [
-        "-" if row.get(name) is None else written.format(row[name])
-        for name, written in FIGURES.values()
-    ]
+    cells = [cell(row) for cell in DESCRIPTION.values()]
+    for name, written in FIGURES.values():
+        cells.append("-" if row.get(name) is None else written.format(row[name]))
     if "error" in row:
-        figures[0] = failure(row)
-    return [cell(row) for cell in DESCRIPTION.values()] + figures
+        cells[len(DESCRIPTION)] = failure(row)
+    return [cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells]
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """The table, sorted, and below it, folded, each row's command and versions.
+    """The table, sorted, and below it, folded, each row's command and versions by its number.
 
-    Rows of an ablation follow in a table of their own, in their order. The numbers in the first
-    column are those of the commands.
+    Columns that say nothing of any row are left out.
     """
-    single = sort_rows([row for row in rows if "added" not in row])
-    steps = [row for row in rows if "added" in row]
-    parts = [_table(COLUMNS, [cells_of(row) for row in single], 1)] if single else []
-    if steps:
-        cells = [[row["added"], *cells_of(row)] for row in steps]
-        parts.append("Cumulative, each row with all measures of those above it:")
-        parts.append(_table(("added", *COLUMNS), cells, len(single) + 1))
-    commands = "\n".join(f"{n}. {_command(row)}" for n, row in enumerate([*single, *steps], 1))
-    parts.append(f"<details><summary>The command of each row</summary>\n\n{commands}\n\n</details>")
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(columns: Sequence[str], rows: list[list[str]], first: int) -> str:
-    numbered = [[str(number), *cells] for number, cells in enumerate(rows, first)]
-    lines = [["#", *columns], ["---"] * (len(columns) + 1), *numbered]
-    escaped = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells] for cells in lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
+    rows = sort_rows(rows)
+    cells = [[str(number), *cells_of(row)] for number, row in enumerate(rows, 1)]
+    columns = zip(("#", *COLUMNS), *cells, strict=True)
+    told = [[name, "---", *of] for name, *of in columns if {*of} != {"-"}]
+    lines = [" | ".join(line) for line in zip(*told, strict=True)]
+    table = "\n".join(f"| {line} |" for line in lines)
+    commands = "\n".join(f"{number}. {_command(row)}" for number, row in enumerate(rows, 1))
+    folded = f"<details><summary>The command of each row</summary>\n\n{commands}\n\n</details>"
+    return f"{table}\n\n{folded}\n"
 
 
 def _command(row: dict) -> str:
@@ -126,9 +117,15 @@ def _command(row: dict) -> str:
 
 
 def sort_rows(rows: list[dict]) -> list[dict]:
-    """By what was trained and hardware; rows that have both in common stay in their order."""
+    """By what was trained and hardware; then those of ablations, in their order."""
     rank = {trained: place for place, trained in enumerate(TRAINED)}
-    return sorted(rows, key=lambda row: (rank.get(row["workload"], len(rank)), hardware(row)))
+    places = [
+        (len(rank) + 1, "")
+        if "added" in row
+        else (rank.get(row["workload"], len(rank)), hardware(row))
+        for row in rows
+    ]
+    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]
 
 
 def insert(table: str, path: Path) -> None:
