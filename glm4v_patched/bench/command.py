@@ -14,12 +14,10 @@ from typing import Any, get_args
 from ..engine.environment import training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
-from .ablation import ablation
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
-from .rows import add_row, check_addable, read_rows
-from .settings import OLD_NAMES, Settings
-from .table import COLUMNS, cells_of, insert, markdown_table
+from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
+from .settings import OLD_NAMES, Settings, ablation
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
@@ -61,14 +59,8 @@ def _flag(each: Field) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure every combination, each in processes of its own; a failed one becomes a row, too.
-
-    With ``--rows`` nothing is measured, and those rows are shown instead.
-
-    Raises:
-        ValueError: settings that contradict each other, a machine that cannot measure them, or a
-            file of rows that is none, before anything runs.
-    """
+    """Measure every combination, or show the rows of files. Raises ``ValueError`` before anything
+    runs if settings contradict each other or this machine cannot measure them."""
     if options.pictures:
         check_drawable(options.pictures)
     if not options.rows:
@@ -86,10 +78,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _measure_all(options: argparse.Namespace) -> list[dict]:
+    """A row of each combination, measured in processes of its own, even if they fail."""
     if options.into:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     if options.out:
-        check_addable(options.out)
+        read_rows(options.out, may_be_new=True)
     if options.ablation and options.against:
         raise ValueError("--ablation with --against: the original has none of the measures")
     for choice in (*options.trained, options.optimizer, *["liger"] * options.liger):
@@ -109,7 +102,7 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
         for added, step in steps.items():
             row = measure_in_processes(step, gpus, options.timeout, on_cpu)
             row |= {"added": added} if options.ablation else {}
-            print("\n".join(["  ".join(cells_of(row)), *[row.get("error")] * ("error" in row)]))
+            print("  ".join(cells_of(row)), row.get("error", ""), sep="\n" * ("error" in row))
             rows.append(row)
             if options.out:
                 add_row(options.out, row)

@@ -6,23 +6,15 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .table import DESCRIPTION, cells_of, failure, sort_rows
+from .rows import DESCRIPTION, cells_of, failure, sort_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Parts of the peak, from the left; UNKNOWN is what no part accounts for.
+# Parts of the peak, from the left; the last is what no part accounts for.
 UNKNOWN = "allocated, not told apart"
-PARTS = {
-    "weights": "#4477aa",
-    "gradients": "#66ccee",
-    "optimizer": "#228833",
-    "activations": "#ccbb44",
-    "logits": "#ee6677",
-    "rest": "#aa3377",
-    UNKNOWN: "#bbbbbb",
-}
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest", UNKNOWN)
 
 
 def check_drawable(folder: Path) -> None:
@@ -37,36 +29,28 @@ def check_drawable(folder: Path) -> None:
 
 
 def draw_pictures(rows: list[dict], folder: Path) -> list[Path]:
-    """Draw ``memory.png`` and ``speed.png``; the folder is made.
-
-    Rows are sorted and numbered as in the table. Those of an ablation are left out unless there are
-    no others.
-
-    Raises:
-        ValueError: there are no rows.
-    """
-    rows = sort_rows([row for row in rows if "added" not in row]) or rows
+    """Draw ``memory.png`` and ``speed.png`` of rows, numbered as in the table; the folder is made.
+    Raises ``ValueError`` if there are no rows."""
     if not rows:
         raise ValueError("there are no rows to draw; measure some, or name files that have some")
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {folder / "memory.png": memory_figure(rows), folder / "speed.png": speed_figure(rows)}
-    for path, figure in figures.items():
-        figure.savefig(path, dpi=130)
-    return [*figures]
+    for name, draw in (("memory", memory_figure), ("speed", speed_figure)):
+        draw(sort_rows(rows)).savefig(folder / f"{name}.png", dpi=130)
+    return [folder / "memory.png", folder / "speed.png"]
 
 
 def memory_figure(rows: list[dict]) -> Figure:
     """Bars as long as the peak allocated, parted where rows have parts; a mark is the reserved."""
     figure, axes = _axes(rows, "peak memory, GiB a GPU", "peak_allocated_gib")
     left = [0.0] * len(rows)
-    for part, colour in PARTS.items():
+    for part in PARTS:
         found = [(row.get("memory_gib") or {}).get(part) or 0.0 for row in rows]
         if part == UNKNOWN:
             peaks = [row.get("peak_allocated_gib") or 0.0 for row in rows]
             rest = [peak - known for peak, known in zip(peaks, left, strict=True)]
             found = [size if size > 0.1 else 0.0 for size in rest]
         label = part if any(found) else "_nothing"  # matplotlib leaves such a name out
-        axes.barh(range(len(rows)), found, left=left, color=colour, label=label)
+        axes.barh(range(len(rows)), found, left=left, label=label)
         left = [sum(ends) for ends in zip(left, found, strict=True)]
     marks = [row.get("peak_reserved_gib") or float("nan") for row in rows]
     axes.plot(marks, range(len(rows)), "|", color="black", markersize=14, label="reserved")
@@ -85,24 +69,20 @@ def speed_figure(rows: list[dict]) -> Figure:
 
 
 def _axes(rows: list[dict], label: str, figure_of: str) -> tuple[Figure, Axes]:
-    """A line for each row, named by what sets it apart; what all have in common is the title.
-
-    Rows without the field ``figure_of`` say why.
-    """
+    """A line for each row, named by what sets it apart; what all have in common is the title. Rows
+    without the field ``figure_of`` say why."""
     from matplotlib.figure import Figure
 
     cells = [cells_of(row)[: len(DESCRIPTION)] for row in rows]
     columns = {name: {row[place] for row in cells} for place, name in enumerate(DESCRIPTION)}
     shared = [name for name, told in columns.items() if len(rows) > 1 and len(told) == 1]
     apart = [place for place, name in enumerate(DESCRIPTION) if name not in shared]
-    names = [
-        "; ".join([str(n), *(row[place] for place in apart)]) for n, row in enumerate(cells, 1)
-    ]
-    names = [textwrap.fill(name, 70) for name in names]
+    named = [[str(n), *(row[place] for place in apart)] for n, row in enumerate(cells, 1)]
+    names = [textwrap.fill("; ".join(words), 70) for words in named]
     lines = "".join(names).count("\n") + len(names)
     figure = Figure(figsize=(12, 2.4 + 0.2 * lines + 0.1 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    title = [f"{name}: {columns[name].pop()}" for name in shared]
+    title = [f"{name}: {columns[name].pop()}" for name in shared if columns[name] != {"-"}]
     axes.set_title(textwrap.fill("; ".join(title), 120), fontsize=9)
     axes.set_ylabel("; ".join(["#", *(name for name in columns if name not in shared)]), fontsize=8)
     axes.set_yticks(range(len(rows)), names, fontsize=8)

@@ -13,6 +13,7 @@ import torch
 
 from ..engine.memory_plan import Batch
 from ..engine.prepare import local_device
+from ..patch.recognition import is_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import Settings
 
@@ -21,9 +22,17 @@ PASSES = {"full": (3, 3), "lm": (1, 3), "lora_lm": (1, 2), "lora_all": (2, 2), "
 
 
 def config_of(settings: Settings) -> ChatGLMConfig:
-    """The real size, unless a file says otherwise."""
-    sizes = Path(settings.config).read_text() if settings.config else "{}"
-    return ChatGLMConfig(**json.loads(sizes))
+    """The real size, unless a file says otherwise, which need not say what it is of."""
+    file = settings.config
+    try:
+        sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--config {file} cannot be read: {reason}") from None
+    if file and not (isinstance(sizes, dict) and is_glm4v({"model_type": "chatglm"} | sizes)):
+        expected = "expected an object with a vision_config"
+        raise ValueError(f"--config {file} is not of a glm-4v; {expected}")
+    return ChatGLMConfig(**sizes)
 
 
 def batch_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Batch:

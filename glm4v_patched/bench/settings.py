@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from ..engine.activation_policies import EVERY, POLICIES, check_policy
@@ -11,12 +13,8 @@ from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 # What fields were called in older rows and in their commands.
-OLD_NAMES = {
-    "workload": "trained",
-    "attention": "attn_implementation",
-    "loss_chunk": "loss_chunk_size",
-    "kept_gathered": "stage3_max_live_parameters",
-}
+OLD_NAMES = {"workload": "trained", "attention": "attn_implementation"}
+OLD_NAMES |= {"loss_chunk": "loss_chunk_size", "kept_gathered": "stage3_max_live_parameters"}
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -74,11 +72,9 @@ class Settings:
                 yield f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}"
             if least is not None and value is not None and not least <= value < math.inf:
                 yield f"{name} is {value}; expected at least {least}"
-        for check in (
-            lambda: check_policy("tower", self.tower, or_auto=True),
-            lambda: check_policy("language", self.language, or_auto=True),
-            self.zero_changes,
-        ):
+        policies = ("tower", self.tower), ("language", self.language)
+        checks: list[Callable] = [partial(check_policy, *of, or_auto=True) for of in policies]
+        for check in (*checks, self.zero_changes):
             try:
                 check()
             except ValueError as error:
@@ -119,14 +115,11 @@ class Settings:
 
     def zero_changes(self) -> dict:
         """``zero_options``, read."""
-        try:
-            changes = json.loads(self.zero_options)
-        except ValueError:
-            changes = None
-        if not isinstance(changes, dict):
-            expected = """expected a JSON object as '{"overlap_comm": false}'"""
-            raise ValueError(f"zero_options is {self.zero_options!r}; {expected}")
-        return changes
+        with suppress(ValueError):
+            if isinstance(changes := json.loads(self.zero_options), dict):
+                return changes
+        expected = """expected a JSON object as '{"overlap_comm": false}'"""
+        raise ValueError(f"zero_options is {self.zero_options!r}; {expected}")
 
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
@@ -135,3 +128,38 @@ DEFAULTS = {each.name: each.default for each in fields(Settings)}
 def settings_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row's settings by their names of today; what an older row does not know is left out."""
     return {OLD_NAMES.get(name, name): value for name, value in row["settings"].items()}
+
+
+# Of each measure: its settings, as they are in plain training. There layers run as torch runs
+# them, and are gathered linear by linear and recomputed.
+MEASURES: dict[str, dict[str, Any]] = {
+    "fused attention": {"attn_implementation": "eager"},
+    "logits only where a token is learned, in chunks": {"all_logits": True},
+    "RMSNorm and SwiGLU of Liger-Kernel": {"liger": False},
+    "layers compiled and, under ZeRO-3, gathered whole": {"compile": False, "layers_ahead": 0},
+    "weights gathered without copies": {"gather_in_place": False},
+    "activations kept": {"tower": "full", "language": "full"},
+    "weights kept gathered": {"stage3_max_live_parameters": 1e9},
+    "the optimizer's moments in 8 bits": {"optimizer": "adamw"},
+    "samples packed into one row": {"packed": False},
+    "features of the frozen tower reused": {"reuse_features": False},
+}
+OF_ZERO_3 = {"stage3_max_live_parameters", "gather_in_place", "layers_ahead"}
+
+
+def ablation(asked: Settings) -> dict[str, Settings]:
+    """From plain training to what was asked for, by the name of what was added.
+
+    Measures that were not asked for, or have no part in it, are left out.
+    """
+    idle = set() if asked.zero_stage == 3 else OF_ZERO_3
+    if not asked.compile:  # nothing is gathered whole, or with some policies only
+        idle = idle | {"gather_in_place"}
+    plain = {name: value for of in MEASURES.values() for name, value in of.items()}
+    current = replace(asked, **{name: plain[name] for name in plain.keys() - idle})
+    steps = {"(nothing)": current}
+    for added, names in MEASURES.items():
+        following = replace(current, **{name: getattr(asked, name) for name in names})
+        if following != current:
+            steps[added] = current = following
+    return steps

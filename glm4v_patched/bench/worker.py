@@ -26,21 +26,12 @@ from ..patch.auto_classes import apply
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .accounting import memory_parts
-from .profiling import profile_step
+from .breakdown import memory_parts, profile_step
 from .roofline import batch_of, config_of, measured_ceiling, supervised, synchronize, useful_flop
 from .settings import Settings
 
 LEARNING_RATE = 1e-5
-VERSIONS = (
-    "torch",
-    "transformers",
-    "deepspeed",
-    "peft",
-    "bitsandbytes",
-    "liger-kernel",
-    "glm4v-patched",
-)
+VERSIONS = "torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel"
 
 
 def measure(settings: Settings) -> dict | None:
@@ -58,8 +49,12 @@ def measure(settings: Settings) -> dict | None:
     build = partial(_build, settings, config)
     trainer = start(options, build, settings.micro_batch, LEARNING_RATE, settings.zero_changes())
     batch = _batch(config, settings)
-    if settings.reuse_features:
-        batch["image_features"] = _features(trainer.model, batch.pop("pixel_values"))
+    if settings.reuse_features:  # what a first epoch would have kept of these pictures
+        model: Any = trainer.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        with torch.no_grad():
+            found = base.transformer.get_image_features(batch.pop("pixel_values"), return_dict=True)
+        batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
@@ -108,30 +103,23 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
     """Random weights, where the recipe gives ``from_pretrained`` a folder and what is ``given``."""
     is_quantised = given.pop("quantization_config", None) is not None
     given.pop("device_map", None)
-    if not is_quantised:
-        _cap_memory(settings)
-    if settings.against is not None:
-        original = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
-        theirs = {"trust_remote_code": True, "dtype": given["dtype"]}
-        model = AutoModelForCausalLM.from_config(original, **theirs)
-        model.gradient_checkpointing_enable()
-        return model
     if settings.liger:
         apply(rms_norm=True, swiglu=True)
-    model = GLM4VForCausalLM._from_config(config, **given)
+    if settings.against is not None:
+        theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
+        options = {"trust_remote_code": True, "dtype": given["dtype"]}
+        model = AutoModelForCausalLM.from_config(theirs, **options)
+        model.gradient_checkpointing_enable()
+    else:
+        model = GLM4VForCausalLM._from_config(config, **given)
     if is_quantised:
-        # The cap comes after: a model that is loaded is never whole on the GPU, this one is.
         quantise(model, local_device())
-        _cap_memory(settings)
-    return model
-
-
-def _cap_memory(settings: Settings) -> None:
-    """Let torch allocate no more than the limit; the driver's and NCCL's own are beside it."""
     if settings.memory_limit is not None and torch.cuda.is_available():
+        # Only now: a model that is quantised while it is loaded is never whole on the GPU.
         torch.cuda.empty_cache()
         share = settings.memory_limit * GIB / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(share)
+    return model
 
 
 def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
@@ -160,16 +148,9 @@ def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
     return {name: values.to(local_device()) for name, values in batch.items()}
 
 
-def _features(model: Any, pixels: Tensor) -> Tensor:
-    """What a first epoch would have kept of these pictures."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with torch.no_grad():
-        return base.transformer.get_image_features(pixels, return_dict=True).pooler_output
-
-
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
-    for name in VERSIONS:
+    for name in (*VERSIONS, "glm4v-patched"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

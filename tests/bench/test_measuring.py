@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from glm4v_patched.bench import accounting
-from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
+from glm4v_patched.bench import breakdown
+from glm4v_patched.bench.breakdown import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.engine.memory_plan import GIB
@@ -82,8 +82,8 @@ def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
-    monkeypatch.setattr(accounting, "_held", lambda model: 2 * GIB)
-    parts = accounting.memory_parts(Step(now), {})
+    monkeypatch.setattr(breakdown, "_held", lambda model: 2 * GIB)
+    parts = breakdown.memory_parts(Step(now), {})
     assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
     peak = parts.pop("peak")

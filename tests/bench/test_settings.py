@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from glm4v_patched.bench import machine, worker
-from glm4v_patched.bench.ablation import MEASURES, ablation
 from glm4v_patched.bench.roofline import batch_of
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.settings import MEASURES, Settings, ablation
 from glm4v_patched.cli import main
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.memory_plan import Batch
