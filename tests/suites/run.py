@@ -86,8 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         unpack(options.sdist.resolve(), folder, options.checkout)
-        sys.path[:0] = [str(folder), str(folder / "utils"), str(HERE), str(HERE.parent)]
-        sys.path.insert(0, str(HERE.parents[1]))
+        sys.path[:0] = [str(HERE.parents[1]), str(folder), str(folder / "utils")]
         os.chdir(folder)
         files = [str(HERE / f"suite_{name}.py") for name in options.suite]
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", HERE]

@@ -1,13 +1,10 @@
 """The page of transformers' shared suites: what is not as the reasons say ends the session."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "suites"))
-import table  # noqa: E402
+from tests.suites import table
 
 REASONS = [
     {"tests": ["model::Text::test_a_*"], "reason": "It is right so."},
