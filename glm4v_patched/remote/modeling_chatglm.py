@@ -629,11 +629,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if images is not None and not isinstance(images, Tensor):
             # The published code's rows without an image have None in their place.
             images = [image for image in images if image is not None]
-            if len(shapes := {tuple(image.shape) for image in images}) > 1:
-                raise ValueError(
-                    f"images have {len(shapes)} shapes, {', '.join(map(str, sorted(shapes)))}: "
-                    "resize all with this model's image processor"
-                )
+            _check_list(images)
         if images is None or len(images) == 0:
             return None
         images = images if isinstance(images, Tensor) else torch.stack(images)
@@ -1068,6 +1064,19 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
             )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)
+
+
+def _check_list(images: list) -> None:
+    if others := [type(image).__name__ for image in images if not isinstance(image, Tensor)]:
+        raise ValueError(
+            f"images hold {len(others)} of type {others[0]}, not tensors: give what this model's "
+            "image processor makes, (number of images, channels, side, side)"
+        )
+    if len(shapes := {tuple(image.shape) for image in images}) > 1:
+        raise ValueError(
+            f"images have {len(shapes)} shapes, {', '.join(map(str, sorted(shapes)))}: resize all "
+            "with this model's image processor"
+        )
 
 
 def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:

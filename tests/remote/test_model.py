@@ -169,8 +169,9 @@ def test_images_by_their_place_in_the_published_code(model):
             [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)],
             r"have 2 shapes, \(3, 40, 56\), \(3, 56, 56\): resize all",
         ),
+        ([[torch.zeros(3, 56, 56)]], "images hold 1 of type list, not tensors"),
     ],
-    ids=["another size", "one without its batch", "in a list", "two sizes"],
+    ids=["another size", "one without its batch", "in a list", "two sizes", "a list of lists"],
 )
 def test_pictures_of_another_size_are_named_by_place_too(model, images, message):
     row = torch.tensor([[*text(3), *three_id_image() * (1 if len(images) != 2 else 2)]])
