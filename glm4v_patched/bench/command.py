@@ -3,23 +3,21 @@
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from dataclasses import Field, asdict, fields
 from itertools import product
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import Any, get_args
 
 from ..engine.environment import training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
-from .ablation import ablation
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
-from .rows import add_row, check_addable, read_rows
-from .settings import OLD_NAMES, Settings
-from .table import COLUMNS, cells_of, insert, markdown_table
+from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
+from .settings import OLD_NAMES, Settings, ablation
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
@@ -46,94 +44,68 @@ def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
         parser.add_argument(_flag(each), dest=each.name, action=action, help=told)
         return
     typed: dict[str, Any] = {"dest": each.name, "type": (*get_args(each.type), each.type)[0]}
-    if each.name in VARIED:
-        typed |= {"nargs": "+", "default": [default]}
-    else:
-        typed["default"] = default
     typed |= {name: each.metadata.get(name) for name in ("choices", "metavar")}
-    told += "" if default is None else f" (default: {default})"
-    parser.add_argument(_flag(each), help=told, **typed)
-    typed["default"] = argparse.SUPPRESS
+    if each.name in VARIED:
+        typed["nargs"], default = "+", [default]
+    told += "" if default is None else f" (default: {each.default})"
+    parser.add_argument(_flag(each), help=told, default=default, **typed)
     for old in (old for old, name in OLD_NAMES.items() if name == each.name):
-        parser.add_argument(_dashed(old), help=argparse.SUPPRESS, **typed)
+        dashed, hidden = f"--{old}".replace("_", "-"), argparse.SUPPRESS
+        parser.add_argument(dashed, help=hidden, default=hidden, **typed)
 
 
 def _flag(each: Field) -> str:
-    return each.metadata.get("flag") or _dashed(each.name)
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return each.metadata.get("flag") or f"--{each.name}".replace("_", "-")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure every combination, each in processes of its own; a failed one becomes a row, too.
-
-    With ``--rows`` nothing is measured, and those rows are shown instead.
-
-    Raises:
-        ValueError: settings that contradict each other, a machine that cannot measure them, or a
-            file of rows that is none, before anything runs.
-    """
+    """Measure every combination, or show the rows of files. Raises ``ValueError`` before anything
+    runs if settings contradict each other or this machine cannot measure them."""
     if options.pictures:
         check_drawable(options.pictures)
-    rows = _show(options) if options.rows else _measure_all(options)
+    if not options.rows:
+        rows = _measure_all(options)
+    elif options.out:
+        raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
+    else:
+        rows = [row for path in options.rows for row in read_rows(path)]
+        if options.into:
+            insert(markdown_table(rows), options.into)
+        else:
+            print(markdown_table(rows), end="")
     if options.pictures:
         print("\n".join(map(str, draw_pictures(rows, options.pictures))))
 
 
-def _show(options: argparse.Namespace) -> list[dict]:
-    """Print the table of rows from files, or put it into a file."""
-    if options.out:
-        raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
-    rows = [row for path in options.rows for row in read_rows(path)]
-    if options.into:
-        insert(markdown_table(rows), options.into)
-    else:
-        print(markdown_table(rows), end="")
-    return rows
-
-
 def _measure_all(options: argparse.Namespace) -> list[dict]:
+    """A row of each combination, measured in processes of its own, even if they fail."""
     if options.into:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     if options.out:
-        check_addable(options.out)
+        read_rows(options.out, may_be_new=True)
     if options.ablation and options.against:
-        raise ValueError(
-            "--ablation with --against: the measures are ours, the original has none of them; "
-            "measure one after the other"
-        )
-    for choice in (*options.trained, options.optimizer, *(["liger"] if options.liger else [])):
+        raise ValueError("--ablation with --against: the original has none of the measures")
+    for choice in (*options.trained, options.optimizer, *["liger"] * options.liger):
         require_packages(choice)
-    measurements = settings_asked(options)
-    if options.gpus < 1:
-        raise ValueError(f"--gpus {options.gpus}: expected at least 1")
+    asked, gpus, on_cpu = settings_asked(options), options.gpus, options.device == "cpu"
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: expected at least 1")
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout}: expected a number above 0")
-    if options.zero_stage == 0 and options.gpus != 1:
-        raise ValueError(
-            f"{options.gpus} GPUs with ZeRO stage 0, which runs one process: use --gpus 1, or a "
-            "stage from 1 to 3"
-        )
-    on_cpu = options.device == "cpu"
-    require_machine(measurements, options.gpus, on_cpu)
-    steps = [
-        ({"added": name} if options.ablation else {}, settings)
-        for asked in measurements
-        for name, settings in (ablation(asked) if options.ablation else {"": asked}).items()
-    ]
-    print("  ".join([*["added"] * options.ablation, *COLUMNS]))
+    if options.zero_stage == 0 and gpus != 1:
+        raise ValueError(f"{gpus} GPUs with ZeRO stage 0: use --gpus 1, or a stage from 1 to 3")
+    require_machine(asked, gpus, on_cpu)
+    print("  ".join(COLUMNS))
     rows = []
-    for added, settings in steps:
-        row = measure_in_processes(settings, options.gpus, options.timeout, on_cpu) | added
-        row["command"] = command_of(settings, options.gpus, on_cpu)
-        print("  ".join([*added.values(), *cells_of(row)]), flush=True)
-        if "error" in row:
-            print(f"  {row['error']}", flush=True)
-        rows.append(row)
-        if options.out:
-            add_row(options.out, row)
+    for settings in asked:
+        steps = ablation(settings) if options.ablation else {"": settings}
+        for added, step in steps.items():
+            row = measure_in_processes(step, gpus, options.timeout, on_cpu)
+            row |= {"added": added} if options.ablation else {}
+            print("  ".join(cells_of(row)), row.get("error", ""), sep="\n" * ("error" in row))
+            rows.append(row)
+            if options.out:
+                add_row(options.out, row)
     return rows
 
 
@@ -157,47 +129,38 @@ def command_of(settings: Settings, gpus: int, on_cpu: bool) -> str:
     return "glm4v-patched bench " + shlex.join(arguments + ["--device", "cpu"] * on_cpu)
 
 
-def measure_in_processes(
-    settings: Settings, gpus: int, timeout: float, on_cpu: bool = False
-) -> dict:
-    """One row. ``error`` has the last lines of output where the processes failed or hung."""
+def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: bool) -> dict:
+    """One row; ``error`` says what went wrong where the processes failed or hung."""
+    same = ("micro_batch", "text_tokens", "zero_stage", "offload")
     row = {
         "workload": settings.trained,
         "implementation": "ours" if settings.against is None else "original",
         "gpus": gpus,
-        "micro_batch": settings.micro_batch,
-        "text_tokens": settings.text_tokens,
-        "zero_stage": settings.zero_stage,
-        "offload": settings.offload,
+        **{name: getattr(settings, name) for name in same},
         "memory_limit_gib": settings.memory_limit,
         "settings": asdict(settings),
+        "command": command_of(settings, gpus, on_cpu),
     }
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "row.json")
+        out, printed = Path(folder, "row.json"), Path(folder, "output.txt")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        command += ["-m", "glm4v_patched.bench.worker", settings.to_json(), str(out)]
-        printed = Path(folder, "output.txt")
+        command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
         error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
         if out.exists():
             return row | json.loads(out.read_text())
     return row | {"error": error, "device": "cpu" if on_cpu else find_gpus().found[0].name}
 
 
-def _run(command: list[str], printed: Path, environment: dict[str, str], timeout: float) -> str:
+def _run(command: list[str], printed: Path, environment: dict, timeout: float) -> str:
     """What went wrong, if anything did: the line that says so, or the last ones."""
     late = []
-    with (
-        printed.open("w") as file,
-        subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment
-        ) as launcher,
-    ):
+    with printed.open("w") as file, Popen(command, stdout=file, stderr=file, env=environment) as it:
         try:
-            launcher.wait(timeout)
-        except subprocess.TimeoutExpired:
+            it.wait(timeout)
+        except TimeoutExpired:
             late = [f"not done after {timeout:.0f} s"]
-            launcher.terminate()  # which ends its processes first
+            it.terminate()  # torch's launcher, which ends its processes first
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]

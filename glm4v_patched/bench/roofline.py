@@ -1,32 +1,60 @@
-"""The useful work of a sample, and what the device could do of it.
+"""The sizes of a measurement, the useful work of a sample, and what the device could do of it.
 
 Useful is what training needs without computing anything twice: a forward pass, once more for the
 gradients of activations, once more for those of weights. A multiply-add counts as 2.
 """
 
+import json
 import time
+from pathlib import Path
+from statistics import mean
 
 import torch
 
+from ..engine.memory_plan import Batch
+from ..engine.prepare import local_device
+from ..patch.recognition import is_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
+from .settings import Settings
 
 # Passes over (vision tower, language model): forward, and what flows back through it.
-PASSES = {
-    "full": (3, 3),
-    "lm": (1, 3),
-    "lora_lm": (1, 2),
-    "lora_all": (2, 2),
-    "qlora": (1, 2),
-}
+PASSES = {"full": (3, 3), "lm": (1, 3), "lora_lm": (1, 2), "lora_all": (2, 2), "qlora": (1, 2)}
 
 
-def useful_flop(
-    config: ChatGLMConfig, workload: str, text_tokens: int, supervised: int, reuse_features: bool
-) -> float:
-    """Floating-point operations of one training step for a sample of one image and some text."""
-    tower_passes, language_passes = PASSES[workload]
-    tower = 0.0 if reuse_features else tower_passes * tower_flop(config)
-    return tower + language_passes * language_flop(config, text_tokens, supervised)
+def config_of(settings: Settings) -> ChatGLMConfig:
+    """The real size, unless a file says otherwise, which need not say what it is of."""
+    file = settings.config
+    try:
+        sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--config {file} cannot be read: {reason}") from None
+    if file and not (isinstance(sizes, dict) and is_glm4v({"model_type": "chatglm"} | sizes)):
+        expected = "expected an object with a vision_config"
+        raise ValueError(f"--config {file} is not of a glm-4v; {expected}")
+    return ChatGLMConfig(**sizes)
+
+
+def batch_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Batch:
+    """Of one of so many processes."""
+    lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
+    rows, of_row, images = len(lengths), lengths[0], 1
+    if settings.packed:
+        rows, of_row, images = 1, sum(lengths), len(lengths)
+    return Batch(rows=rows, row_length=of_row, images_per_row=images, processes=processes)
+
+
+def useful_flop(config: ChatGLMConfig, settings: Settings) -> float:
+    """Floating-point operations of one training step, a sample of one image and some text."""
+    tower_passes, language_passes = PASSES[settings.trained]
+    tower = 0.0 if settings.reuse_features else tower_passes * tower_flop(config)
+    rows = [language_flop(config, text, supervised(text)) for text in settings.text_lengths()]
+    return tower + language_passes * mean(rows)
+
+
+def supervised(text_tokens: int) -> int:
+    """Of a sample's text, how much is learned: its second half."""
+    return text_tokens - text_tokens // 2
 
 
 def tower_flop(config: ChatGLMConfig) -> float:
@@ -35,9 +63,8 @@ def tower_flop(config: ChatGLMConfig) -> float:
     tokens, width = vision.num_positions, vision.hidden_size
     layer_weights = 4 * width**2 + 2 * width * vision.intermediate_size
     layers = vision.num_hidden_layers * (2 * tokens * layer_weights + 4 * tokens**2 * width)
-    adapter_weights = config.hidden_size * (
-        4 * width + config.hidden_size + 3 * config.ffn_hidden_size
-    )
+    inputs = 4 * width + config.hidden_size + 3 * config.ffn_hidden_size
+    adapter_weights = config.hidden_size * inputs
     return layers + 2 * vision.num_image_tokens * adapter_weights
 
 
@@ -53,23 +80,22 @@ def language_flop(config: ChatGLMConfig, text_tokens: int, supervised: int) -> f
     return layers + 2 * supervised * width * config.padded_vocab_size
 
 
-def measured_ceiling(device: str, side: int, products: int) -> float:
+def measured_ceiling(side: int, products: int) -> float:
     """FLOP/s of bf16 matrix products of this side, one after the other, on random data.
 
     The roofline is that of 20, which are over before a GPU that has rested gets hot.
     """
-    left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    left = torch.randn(side, side, device=local_device(), dtype=torch.bfloat16)
     right = torch.randn_like(left)
-    for _ in range(3):
-        left @ right
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(products):
-        left @ right
-    synchronize(device)
-    return products * 2 * side**3 / (time.perf_counter() - start)
+    for number in (3, products):  # the first to warm up
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(number):
+            left @ right
+    synchronize()
+    return products * 2 * side**3 / (time.perf_counter() - began)
 
 
-def synchronize(device: str) -> None:
-    if device != "cpu":
+def synchronize() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -2,30 +2,24 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from ..engine.activation_policies import EVERY, POLICIES, check_policy
-from ..engine.options import OPTIMIZERS, TRAINED, trains_tower
+from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 # What fields were called in older rows and in their commands.
-OLD_NAMES = {
-    "workload": "trained",
-    "attention": "attn_implementation",
-    "loss_chunk": "loss_chunk_size",
-    "kept_gathered": "stage3_max_live_parameters",
-}
+OLD_NAMES = {"workload": "trained", "attention": "attn_implementation"}
+OLD_NAMES |= {"loss_chunk": "loss_chunk_size", "kept_gathered": "stage3_max_live_parameters"}
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option of the command.
-
-    Args:
-        more: ``choices``; ``at_least``, the smallest number; ``flag``, where the option's name is
-            not the field's; ``metavar``, as in argparse.
-    """
+    """A field that is an option of the command. More: its ``choices``, the smallest number
+    (``at_least``), its ``flag`` where that is not the field's name, argparse's ``metavar``."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -34,36 +28,28 @@ _POLICIES = f"auto (by memory), {', '.join(POLICIES)} or '{EVERY}'"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One workload, measured by every process of a group. Each field is an option of the command,
-    and says there what it is."""
+    """What every process of a group measures. Each field is an option, and says there what it is.
+
+    Fields that :class:`EngineOptions` has, too, mean the same there.
+    """
 
     trained: str = _option("lora_lm", "what of the model", choices=TRAINED)
     micro_batch: int = _option(1, "samples in a step of one GPU", at_least=1)
     text_tokens: int = _option(512, "ids of text in a sample, beside its image", at_least=1)
-    shortest_text: int | None = _option(
-        None, "text lengths from this up to --text-tokens, evenly; default: all alike", metavar="N"
-    )
+    shortest_text: int | None = _option(None, "texts from so many ids up to --text-tokens, evenly")
     packed: bool = _option(False, "all samples in one row, instead of padded rows")
     attn_implementation: str = _option("sdpa", "of transformers", metavar="NAME")
     liger: bool = _option(False, "RMSNorm and SwiGLU of Liger-Kernel")
     zero_stage: int = _option(3, "0 is one process without DeepSpeed", choices=(0, 1, 2, 3))
     optimizer: str = _option("adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS)
     offload: bool = _option(False, "keep the optimizer's states on the CPU")
-    memory_limit: float | None = _option(
-        None, "cap on what torch may allocate on a GPU", at_least=1, metavar="GIB"
-    )
+    memory_limit: float | None = _option(None, "GiB that torch may allocate on a GPU", at_least=1)
     tower: str = _option("auto", f"activations the vision tower keeps: {_POLICIES}", metavar="P")
     language: str = _option("auto", "the same for the language model", metavar="P")
     compile: bool = _option(True, "leave layers uncompiled", flag="--no-compile")
-    stage3_max_live_parameters: float | None = _option(
-        None, "of DeepSpeed; default: by memory", at_least=0, metavar="N"
-    )
-    gather_in_place: bool = _option(
-        True, "ZeRO-3 gathers into a buffer and copies, as DeepSpeed does", flag="--copy-gathered"
-    )
-    layers_ahead: int = _option(
-        3, "layers the CPU may be ahead of the GPU under ZeRO-3; 0: any number", at_least=0
-    )
+    stage3_max_live_parameters: float | None = _option(None, "default: by memory", at_least=0)
+    gather_in_place: bool = _option(True, "gather as DeepSpeed does", flag="--copy-gathered")
+    layers_ahead: int = _option(3, "of the GPU the CPU may be; 0: any number", at_least=0)
     reuse_features: bool = _option(False, "image features are there, as from the second epoch on")
     loss_chunk_size: int = _option(1024, "positions whose logits are held at once", at_least=1)
     all_logits: bool = _option(False, "logits of all positions at once, without chunks")
@@ -71,16 +57,14 @@ class Settings:
     zero_options: str = _option("{}", "laid over DeepSpeed's zero_optimization", metavar="JSON")
     warm_up: int = _option(3, "steps before the timed ones", at_least=1)
     steps: int = _option(5, "timed steps", at_least=1)
-    config: str | None = _option(None, "config.json of another size than the real", metavar="FILE")
-    against: str | None = _option(
-        None, "folder with the original's code, measured beside ours", metavar="FOLDER"
-    )
+    config: str | None = _option(None, "config.json of another size", metavar="FILE")
+    against: str | None = _option(None, "the original's code, measured, too", metavar="FOLDER")
 
     def __post_init__(self) -> None:
-        if faults := [*self._faults()]:
+        if faults := [*self._faults_of_fields(), *self._conflicts()]:
             raise ValueError("\n".join(faults))
 
-    def _faults(self) -> Iterator[str]:
+    def _faults_of_fields(self) -> Iterator[str]:
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
             choices, least = each.metadata.get("choices"), each.metadata.get("at_least")
@@ -88,45 +72,40 @@ class Settings:
                 yield f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}"
             if least is not None and value is not None and not least <= value < math.inf:
                 yield f"{name} is {value}; expected at least {least}"
-        for name in ("tower", "language"):
+        policies = ("tower", self.tower), ("language", self.language)
+        checks: list[Callable] = [partial(check_policy, *of, or_auto=True) for of in policies]
+        for check in (*checks, self.zero_changes):
             try:
-                check_policy(name, getattr(self, name), or_auto=True)
+                check()
             except ValueError as error:
                 yield str(error)
-        if self.shortest_text is not None and not 1 <= self.shortest_text <= self.text_tokens:
-            yield (
-                f"shortest_text is {self.shortest_text}; expected from 1 to text_tokens, which is "
-                f"{self.text_tokens}"
-            )
-        yield from self._conflicts()
 
     def _conflicts(self) -> Iterator[str]:
-        try:
-            own = [name for name in self.zero_changes() if name.endswith(GATHERS_OF_DEEPSPEED)]
-        except ValueError as error:
-            yield str(error)
-            own = []
+        longest, shortest, stage = self.text_tokens, self.shortest_text, self.zero_stage
+        own = ", ".join(name for name in GATHERS_OF_DEEPSPEED if name in self.zero_options)
+        if shortest is not None and not 1 <= shortest <= longest:
+            yield f"shortest_text is {shortest}; expected from 1 to text_tokens, which is {longest}"
         if own and self.compile and self.gather_in_place:
-            yield (
-                f"zero_options has {', '.join(own)}, which says how DeepSpeed gathers, and weights "
-                "are gathered in place: add --copy-gathered"
-            )
+            yield f"zero_options has {own}, but weights are gathered in place: add --copy-gathered"
         if self.packed and self.against is not None:
             yield "the original's code takes no packed rows: leave out packed"
-        if self.trained == "qlora" and self.zero_stage != 0:
-            yield (
-                f"qlora with ZeRO stage {self.zero_stage}: weights of 4 bits cannot be sharded by "
-                "ZeRO; use stage 0"
-            )
-        if self.offload and self.zero_stage == 0:
+        if self.trained == "qlora" and stage != 0:
+            yield f"qlora with ZeRO stage {stage}: weights of 4 bits cannot be sharded; use stage 0"
+        if self.offload and stage == 0:
             yield "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
         if self.offload and self.optimizer == "adamw_8bit":
             yield "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
         if self.reuse_features and trains_tower(self.trained):
-            yield (
-                f"{self.trained} trains the vision tower: its features change with every step and "
-                "cannot be reused; use lm, lora_lm or qlora"
-            )
+            yield f"{self.trained} trains the vision tower: no reuse_features, or use lora_lm"
+
+    def engine_options(self) -> EngineOptions:
+        """The recipe's defaults, but for what is asked; of the original's code, nothing of ours."""
+        shared = DEFAULTS.keys() & {each.name for each in fields(EngineOptions)}
+        asked = {name: getattr(self, name) for name in shared}
+        if self.against is not None:
+            asked |= {"tower": "full", "language": "full", "compile": False}
+            asked |= {"norms_in_place": False, "layers_ahead": 0}
+        return EngineOptions(skip_logits=not self.all_logits, **asked)
 
     def text_lengths(self) -> list[int]:
         """Ids of text of each sample of a step, the longest first."""
@@ -136,23 +115,14 @@ class Settings:
 
     def zero_changes(self) -> dict:
         """``zero_options``, read."""
-        try:
-            changes = json.loads(self.zero_options)
-        except ValueError as error:
-            raise ValueError(f"zero_options {self.zero_options!r} is not JSON: {error}") from error
-        if not isinstance(changes, dict):
-            raise ValueError(
-                f"zero_options is {self.zero_options!r}; expected an object as in "
-                """'{"overlap_comm": false}'"""
-            )
-        return changes
+        with suppress(ValueError):
+            if isinstance(changes := json.loads(self.zero_options), dict):
+                return changes
+        expected = """expected a JSON object as '{"overlap_comm": false}'"""
+        raise ValueError(f"zero_options is {self.zero_options!r}; {expected}")
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> "Settings":
-        return cls(**json.loads(text))
+DEFAULTS = {each.name: each.default for each in fields(Settings)}
 
 
 def settings_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,4 +130,36 @@ def settings_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {OLD_NAMES.get(name, name): value for name, value in row["settings"].items()}
 
 
-DEFAULTS = {each.name: each.default for each in fields(Settings)}
+# Of each measure: its settings, as they are in plain training. There layers run as torch runs
+# them, and are gathered linear by linear and recomputed.
+MEASURES: dict[str, dict[str, Any]] = {
+    "fused attention": {"attn_implementation": "eager"},
+    "logits only where a token is learned, in chunks": {"all_logits": True},
+    "RMSNorm and SwiGLU of Liger-Kernel": {"liger": False},
+    "layers compiled and, under ZeRO-3, gathered whole": {"compile": False, "layers_ahead": 0},
+    "weights gathered without copies": {"gather_in_place": False},
+    "activations kept": {"tower": "full", "language": "full"},
+    "weights kept gathered": {"stage3_max_live_parameters": 1e9},
+    "the optimizer's moments in 8 bits": {"optimizer": "adamw"},
+    "samples packed into one row": {"packed": False},
+    "features of the frozen tower reused": {"reuse_features": False},
+}
+OF_ZERO_3 = {"stage3_max_live_parameters", "gather_in_place", "layers_ahead"}
+
+
+def ablation(asked: Settings) -> dict[str, Settings]:
+    """From plain training to what was asked for, by the name of what was added.
+
+    Measures that were not asked for, or have no part in it, are left out.
+    """
+    idle = set() if asked.zero_stage == 3 else OF_ZERO_3
+    if not asked.compile:  # nothing is gathered whole, or with some policies only
+        idle = idle | {"gather_in_place"}
+    plain = {name: value for of in MEASURES.values() for name, value in of.items()}
+    current = replace(asked, **{name: plain[name] for name in plain.keys() - idle})
+    steps = {"(nothing)": current}
+    for added, names in MEASURES.items():
+        following = replace(current, **{name: getattr(asked, name) for name in names})
+        if following != current:
+            steps[added] = current = following
+    return steps

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from glm4v_patched.bench import accounting
-from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
+from glm4v_patched.bench import breakdown
+from glm4v_patched.bench.breakdown import kind_of, longest, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
+from glm4v_patched.bench.settings import Settings
 from glm4v_patched.engine.memory_plan import GIB
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -40,14 +41,12 @@ def test_the_language_models_work_is_what_torch_counts():
 
 def test_a_sample_of_the_real_size():
     config = ChatGLMConfig()
-    work = [
-        useful_flop(config, name, 512, 256, reuse_features=False) / 1e12
-        for name in ("full", "lm", "lora_lm", "lora_all")
-    ]
+    names = ("full", "lm", "lora_lm", "lora_all")
+    work = [useful_flop(config, Settings(trained=name)) / 1e12 for name in names]
     # By hand: 74 for an image, 37 for a row of 2,114 positions, each to the nearest.
     assert work == pytest.approx([333, 185, 148, 222], rel=0.02)
-    reused = useful_flop(config, "lora_lm", 512, 256, reuse_features=True) / 1e12
-    assert reused == pytest.approx(74, rel=0.02)
+    reused = Settings(trained="lora_lm", reuse_features=True)
+    assert useful_flop(config, reused) / 1e12 == pytest.approx(74, rel=0.02)
     assert set(PASSES) == set(TRAINED)
 
 
@@ -80,11 +79,11 @@ class Step:
 
 def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
     now = {}
-    monkeypatch.setattr(accounting, "allocated", lambda: now["allocated"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
-    monkeypatch.setattr(accounting, "_held", lambda model: 2 * GIB)
-    parts = accounting.memory_parts(Step(now), {})
+    monkeypatch.setattr(breakdown, "_held", lambda model: 2 * GIB)
+    parts = breakdown.memory_parts(Step(now), {})
     assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
     peak = parts.pop("peak")

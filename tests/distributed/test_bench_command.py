@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from glm4v_patched.bench.roofline import useful_flop
+from glm4v_patched.bench.settings import Settings
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, run_with_limit
@@ -32,7 +33,7 @@ def bench(tmp_path):
 @pytest.mark.slow
 def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
     (row,) = bench(
-        *("--workload", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
+        *("--trained", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
         *("--shortest-text", "10"),  # beside the 20 of the fixture
         *("--pictures", str(tmp_path / "pictures")),
     )
@@ -42,10 +43,10 @@ def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
     assert row["held_ceiling_tflops"] > 0
     assert row["tokens_per_s_per_gpu"] == pytest.approx(21 * row["samples_per_s_per_gpu"])
     config = ChatGLMConfig(**golden_json("config.json"))
-    work = [useful_flop(config, "lm", length, length // 2, False) for length in (20, 10)]
-    assert row["useful_tflop_per_sample"] == pytest.approx(sum(work) / 2 / 1e12)
+    work = useful_flop(config, Settings(**row["settings"]))
+    assert row["useful_tflop_per_sample"] == pytest.approx(work / 1e12)
     assert row["losses"][-1] < row["losses"][0]
-    assert row["command"].startswith("glm4v-patched bench --workload lm --gpus 2 --micro-batch 2")
+    assert row["command"].startswith("glm4v-patched bench --trained lm --gpus 2 --micro-batch 2")
     assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])
     pictures = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert pictures == ["memory.png", "speed.png"]
@@ -53,7 +54,7 @@ def test_a_measurement_is_a_row_with_its_command_and_pictures(bench, tmp_path):
 
 def test_processes_that_fail_become_a_row_with_the_reason(bench):
     # A text that is longer than the rows this model takes.
-    (row,) = bench("--workload", "lm", "--text-tokens", "100000", "--no-compile", "--gpus", "1")
+    (row,) = bench("--trained", "lm", "--text-tokens", "100000", "--no-compile", "--gpus", "1")
     assert "ValueError" in row["error"] and "samples_per_s_per_gpu" not in row
     assert row["device"] == "cpu"
 
@@ -61,9 +62,16 @@ def test_processes_that_fail_become_a_row_with_the_reason(bench):
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["full", "lora_all"])
 def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench, workload):
-    policies = ["--tower", "attention", "--language", "selective", "--kept-gathered", "0"]
-    bench("--workload", workload, *policies)
-    compiled, plain = bench("--workload", workload, *policies, "--no-compile")
+    policies = [
+        "--tower",
+        "attention",
+        "--language",
+        "selective",
+        "--stage3-max-live-parameters",
+        "0",
+    ]
+    bench("--trained", workload, *policies)
+    compiled, plain = bench("--trained", workload, *policies, "--no-compile")
     assert compiled["settings"]["compile"] and not plain["settings"]["compile"]
     # bf16: rounded to 8 bits, eight steps of training apart; those of full fall by some 0.03.
     assert compiled["losses"] == pytest.approx(plain["losses"], abs=2e-3)
@@ -78,7 +86,7 @@ def test_the_originals_code_is_measured_beside_ours(bench, tmp_path):
     labels = f"LABELS_OF_AN_IMAGE = {NUM_IMAGE_TOKENS}"
     code.write_text(code.read_text().replace("LABELS_OF_AN_IMAGE = 1600", labels))
     rows = bench(
-        *("--workload", "lm", "--gpus", "1", "--zero-stage", "0", "--no-compile"),
+        *("--trained", "lm", "--gpus", "1", "--zero-stage", "0", "--no-compile"),
         *("--against", str(original)),
     )
     assert [row["implementation"] for row in rows] == ["ours", "original"]
