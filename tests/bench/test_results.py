@@ -97,6 +97,9 @@ def test_a_file_keeps_its_rows_when_the_disk_is_full(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    (tmp_path / "same").hardlink_to(path)
+    add_row(path, make_row(micro_batch=2))
+    assert (tmp_path / "same").read_text() == before  # replaced as a whole, not written over
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -203,14 +204,16 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("print('OutOfMemoryError'); 1 / 0", "OutOfMemoryError"),
+        ("print('OutOfMemoryError', flush=True); 1 / 0", "OutOfMemoryError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("print('a'); print('b')", "a\nb"),
-        ("import time; print('Error'); time.sleep(60)", "not done after 3 s"),
+        ("import time; print('Error', flush=True); time.sleep(60)", "not done after 3 s"),
     ],
 )
 def test_why_processes_failed_is_what_they_printed(code, error, tmp_path):
+    began = time.monotonic()
     assert command._run([sys.executable, "-c", code], tmp_path / "printed", {}, 3) == error
+    assert time.monotonic() - began < 40  # what is late was ended
 
 
 def test_a_machine_that_may_do_it_is_tried(monkeypatch):
