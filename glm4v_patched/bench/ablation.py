@@ -1,34 +1,35 @@
 """What each measure brings: measured one after the other, each on top of those before."""
 
 from dataclasses import replace
+from typing import Any
 
 from .settings import Settings
 
 # Without any of the measures: layers as torch runs them, gathered linear by linear, recomputed.
-PLAIN = {
-    "attention": "eager",
+PLAIN: dict[str, Any] = {
+    "attn_implementation": "eager",
     "optimizer": "adamw",
     "liger": False,
     "all_logits": True,
     "compile": False,
     "tower": "full",
     "language": "full",
-    "kept_gathered": 1e9,
+    "stage3_max_live_parameters": 1e9,
     "gather_in_place": False,
     "layers_ahead": 0,
     "packed": False,
     "reuse_features": False,
 }
-OF_ZERO_3 = ("kept_gathered", "gather_in_place", "layers_ahead")
+OF_ZERO_3 = {"stage3_max_live_parameters", "gather_in_place", "layers_ahead"}
 # Each takes these settings over from what was asked for.
 MEASURES = {
-    "fused attention": ["attention"],
+    "fused attention": ["attn_implementation"],
     "logits only where a token is learned, in chunks": ["all_logits"],
     "RMSNorm and SwiGLU of Liger-Kernel": ["liger"],
     "layers compiled and, under ZeRO-3, gathered whole": ["compile", "layers_ahead"],
     "weights gathered without copies": ["gather_in_place"],
     "activations kept": ["tower", "language"],
-    "weights kept gathered": ["kept_gathered"],
+    "weights kept gathered": ["stage3_max_live_parameters"],
     "the optimizer's moments in 8 bits": ["optimizer"],
     "samples packed into one row": ["packed"],
     "features of the frozen tower reused": ["reuse_features"],
@@ -40,17 +41,13 @@ def ablation(settings: Settings) -> dict[str, Settings]:
 
     Measures that ``settings`` leave out, or have no part in, are left out.
     """
-    plain = PLAIN if settings.zero_stage == 3 else _without(PLAIN, *OF_ZERO_3)
+    idle = set() if settings.zero_stage == 3 else OF_ZERO_3
     if not settings.compile:  # nothing is gathered whole, or with some policies only
-        plain = _without(plain, "gather_in_place")
-    current = replace(settings, **plain)
+        idle = idle | {"gather_in_place"}
+    current = replace(settings, **{name: PLAIN[name] for name in PLAIN.keys() - idle})
     steps = {"(nothing)": current}
     for name, fields in MEASURES.items():
         following = replace(current, **{field: getattr(settings, field) for field in fields})
         if following != current:
             steps[name] = current = following
     return steps
-
-
-def _without(settings: dict, *names: str) -> dict:
-    return {name: value for name, value in settings.items() if name not in names}

@@ -1,11 +1,11 @@
 """Whether this machine can measure what is asked for, told before anything is built."""
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..engine.gpus import find_gpus
+from ..engine.ram import free_ram
 from ..patch.recognition import is_glm4v
 from .settings import Settings
 
@@ -24,26 +24,31 @@ def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bo
     config = measurements[0].config
     if config is not None:
         _require_config(Path(config))
-    if on_cpu and config is None:
+    elif on_cpu:
         raise ValueError(
             "--device cpu with the real model, of 13.9 billion weights: expected --config of a "
             "small one"
         )
-    gpus = () if on_cpu else find_gpus()
-    if not on_cpu and not gpus.found:
+    memory = 0 if on_cpu else _memory_of_gpus(processes)
+    told = [fault for settings in measurements for fault in _too_large(settings, processes, memory)]
+    if told:
+        raise ValueError("\n".join(dict.fromkeys(told)))
+
+
+def _memory_of_gpus(processes: int) -> int:
+    """Of the smallest GPU."""
+    gpus = find_gpus()
+    if not gpus.found:
         raise ValueError(
             f"there is no GPU: {gpus.reason}; on a CPU bench measures small models: --device cpu "
             "--config FILE"
         )
-    if not on_cpu and len(gpus) < processes:
+    if len(gpus) < processes:
         raise ValueError(
             f"--gpus {processes} on a machine with {len(gpus)}: expected --gpus {len(gpus)}"
             f"{' or fewer' * (len(gpus) > 1)}"
         )
-    smallest = min((gpu.memory for gpu in gpus.found[:processes]), default=0) if gpus else 0
-    faults = [_too_large(settings, processes, smallest) for settings in measurements]
-    if told := [*dict.fromkeys(filter(None, faults))]:
-        raise ValueError("\n".join(told))
+    return min(gpu.memory for gpu in gpus.found[:processes])
 
 
 def _require_config(file: Path) -> None:
@@ -59,72 +64,35 @@ def _require_config(file: Path) -> None:
         )
 
 
-def _too_large(settings: Settings, processes: int, gpu_memory: int) -> str | None:
+def _too_large(settings: Settings, processes: int, gpu_memory: int) -> Iterator[str]:
     # Late, for they import torch: the checks before are answered at once.
     from ..engine.memory_plan import count_parameters, decide, estimate, states
     from .sizes import batch_of, config_of, options_of
 
     config = config_of(settings)
     batch, options = batch_of(settings, config, processes), options_of(settings)
-    told = f"{settings.workload}, micro-batch {settings.micro_batch}, on {processes} processes"
+    told = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
     if gpu_memory:
         limit = settings.memory_limit
         room = gpu_memory if limit is None else min(gpu_memory, limit * 2**30)
         needed = states(config, options, batch)
         if needed > room:
-            return (
+            yield (
                 f"{told}: weights, gradients and optimizer take {needed / GB:.1f} GB of each GPU, "
                 f"which has {room / GB:.1f} GB; expected more --gpus with --zero-stage 3, "
-                "--offload, --optimizer adamw_8bit, or another --workload"
+                "--offload, --optimizer adamw_8bit, or another --trained"
             )
-        tower, language = count_parameters(config)
-        trained = {"full": tower + language, "lm": language}.get(settings.workload, 0)
-        needed = OFFLOADED * trained if settings.offload else 0
-        cure = "expected no --offload, or another --workload"
+            return
+        of_tower, of_language = count_parameters(config)
+        trained = {"full": of_tower + of_language, "lm": of_language}.get(settings.trained, 0)
+        needed = OFFLOADED * trained * settings.offload
+        cure = "expected no --offload, or another --trained"
     else:
         needed = processes * estimate(config, decide(config, options, batch, free=0), batch)
         cure = "expected a smaller --config, --micro-batch or --text-tokens"
     room = free_ram()
-    if needed <= room:
-        return None
-    return (
-        f"{told}: takes {needed / GB:.1f} GB of the machine's memory, of which {room / GB:.1f} GB "
-        f"are free; {cure}"
-    )
-
-
-def free_ram() -> float:
-    """Bytes that processes can take before the kernel ends some: free, and within the limit of
-    this one's control groups (which containers set)."""
-    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    limits = [int(available[1]) * 1024]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, kind, group = line.split(":", 2)
-        if kind == "":
-            folders = ["/sys/fs/cgroup" + group, "/sys/fs/cgroup"]
-            names = "memory.max", "memory.current", "inactive_file"
-        elif "memory" in kind.split(","):
-            root = "/sys/fs/cgroup/memory"
-            folders = [root + group, root]
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        limits += [_free_in_group(Path(folder), *names) for folder in folders]
-    return float(max(min(limits), 0))
-
-
-def _free_in_group(folder: Path, limit: str, used: str, reclaimed: str) -> float:
-    """What a control group leaves, in bytes; infinite where it sets no limit.
-
-    Args:
-        limit, used: Names of its files.
-        reclaimed: Key of ``memory.stat``: pages of files, which go when memory is needed.
-    """
-
-    def read(name: str) -> str:
-        return path.read_text().strip() if (path := folder / name).is_file() else ""
-
-    if not read(limit).isdecimal():  # "max", or the group at the root, which has none
-        return float("inf")
-    pages = re.search(rf"^{reclaimed} (\d+)$", read("memory.stat"), re.MULTILINE)
-    return int(read(limit)) - int(read(used) or 0) + (int(pages[1]) if pages else 0)
+    if needed > room:
+        yield (
+            f"{told}: takes {needed / GB:.1f} GB of the machine's memory, of which "
+            f"{room / GB:.1f} GB are free; {cure}"
+        )

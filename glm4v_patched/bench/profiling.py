@@ -65,7 +65,8 @@ def time_by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
     ``idle`` is when nothing but communication ran, ``step`` the time from the first kernel to the
     last.
     """
-    total, compute = defaultdict(float), []
+    total: dict[str, float] = defaultdict(float)
+    compute = []
     for name, start, duration in kernels:
         kind = kind_of(name)
         total[kind] += duration

@@ -46,13 +46,9 @@ def add_row(path: Path, row: dict) -> None:
 
 def format_rows(rows: list[dict]) -> str:
     """A JSON array with one object a line; numbers that JSON does not have become ``null``."""
-    lines = ",\n".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
-    return f"[\n{lines}\n]\n"
-
-
-def _finite(row: dict) -> dict:
     # A loss may be NaN, which json writes and reads although JSON has no word for it.
-    return json.loads(json.dumps(row), parse_constant=lambda constant: None)
+    finite = json.loads(json.dumps(rows), parse_constant=lambda constant: None)
+    return "[\n" + ",\n".join(json.dumps(row) for row in finite) + "\n]\n"
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """What settings mean to the engine: the model's size, a step's batch, the options."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ..engine.memory_plan import Batch
@@ -29,20 +30,12 @@ def batch_of(settings: Settings, config: ChatGLMConfig, processes: int) -> Batch
 
 def options_of(settings: Settings) -> EngineOptions:
     """The recipe's defaults, but for what is asked; of the original's code, nothing of ours."""
-    ours = settings.against is None
-    return EngineOptions(
-        trained=settings.workload,
-        zero_stage=settings.zero_stage,
-        attn_implementation=settings.attention,
-        tower=settings.tower if ours else "full",
-        language=settings.language if ours else "full",
-        compile=settings.compile and ours,
-        optimizer=settings.optimizer,
-        offload=settings.offload,
-        stage3_max_live_parameters=settings.kept_gathered,
-        skip_logits=not settings.all_logits,
-        loss_chunk_size=settings.loss_chunk,
-        gather_in_place=settings.gather_in_place,
-        norms_in_place=ours,
-        layers_ahead=settings.layers_ahead if ours else 0,
-    )
+    shared = {each.name for each in fields(EngineOptions)} & {
+        each.name for each in fields(settings)
+    }
+    asked = {name: getattr(settings, name) for name in shared}
+    options = EngineOptions(skip_logits=not settings.all_logits, **asked)
+    if settings.against is None:
+        return options
+    theirs = {"tower": "full", "language": "full", "compile": False}
+    return replace(options, **theirs, norms_in_place=False, layers_ahead=0)

@@ -77,7 +77,7 @@ def measure(settings: Settings) -> dict | None:
     rate = settings.micro_batch / median
     lengths = settings.text_lengths()
     work = statistics.mean(
-        useful_flop(config, settings.workload, length, _supervised(length), settings.reuse_features)
+        useful_flop(config, settings.trained, length, _supervised(length), settings.reuse_features)
         for length in lengths
     )
     positions = config.vision.num_image_tokens + 2 + statistics.mean(lengths)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm4v_patched.bench.rows import read_rows
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.settings import Settings, settings_of
 from glm4v_patched.engine.activation_policies import POLICIES
 from glm4v_patched.engine.memory_plan import (
     CANDIDATES,
@@ -52,10 +52,10 @@ def measured_rows():
     """Rows of real GPUs, each as what was trained, what was kept, and the measured peak."""
     for path in sorted(RESULTS.glob("bench_*.json")):
         for number, row in enumerate(read_rows(path), 1):
-            settings = row["settings"]
+            settings = settings_of(row)
             if "error" in row or settings["against"] is not None:
                 continue
-            if settings.get("attention", "sdpa") == "eager":
+            if settings.get("attn_implementation", "sdpa") == "eager":
                 continue  # its scores are not estimated: nobody is to choose it for its memory
             longest = 1602 + row["text_tokens"]
             lengths = [longest] * row["micro_batch"]
@@ -65,7 +65,7 @@ def measured_rows():
             chosen = row.get("policies") or {
                 "tower": settings["tower"],
                 "language": settings["language"],
-                "gathered": settings["kept_gathered"],
+                "gathered": settings["stage3_max_live_parameters"],
             }
             batch = Batch(
                 rows=len(lengths),
@@ -81,7 +81,7 @@ def measured_rows():
                 zero_stage=row["zero_stage"],
                 optimizer=settings.get("optimizer", "adamw"),
                 offload=row["offload"],
-                loss_chunk_size=settings["loss_chunk"],
+                loss_chunk_size=settings["loss_chunk_size"],
                 compile=settings["compile"],
             )
             peak = row["peak_allocated_gib"]

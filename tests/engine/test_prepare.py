@@ -62,7 +62,7 @@ def test_nothing_else_builds_a_model_for_training():
 def test_recipe_and_bench_ask_for_the_same_where_neither_says_anything():
     asked = {"engine": {}, "trained": "lora_lm", "trainer.max_steps": 1000}
     from_recipe = options_of(recipe(asked))
-    from_bench = options_of_bench(Settings(workload="lora_lm"))
+    from_bench = options_of_bench(Settings(trained="lora_lm"))
     batch = Batch(rows=1, row_length=2114, processes=2)
     config = tiny_model().config
     for free in (0, 24 * 2**30, 141 * 2**30):

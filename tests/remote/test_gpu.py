@@ -128,7 +128,7 @@ def test_a_training_steps_memory_is_told_apart(tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(golden_json("config.json") | {"hidden_size": 1024}))
     settings = Settings(
-        workload="full",
+        trained="full",
         text_tokens=64,
         zero_stage=0,
         compile=False,

@@ -1,0 +1,135 @@
+"""What a measured step is taken apart into: useful work, memory, kernels."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from glm4v_patched.bench import accounting
+from glm4v_patched.bench.profiling import kind_of, longest, time_by_kind
+from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
+from glm4v_patched.engine.memory_plan import GIB
+from glm4v_patched.engine.options import TRAINED
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.tiny import pictures, tiny_model
+
+
+def test_the_towers_work_is_what_torch_counts():
+    model = tiny_model(attn_implementation="eager")  # of sdpa torch counts nothing on a CPU
+    vision = model.config.vision
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.transformer.get_image_features(pictures(1))
+    patches = 2 * vision.num_patches * vision.hidden_size * vision.in_channels
+    patches *= vision.patch_size**2  # the only part that is not counted as useful
+    assert counted.get_total_flops() - patches == tower_flop(model.config)
+
+
+def test_the_language_models_work_is_what_torch_counts():
+    model = tiny_model(attn_implementation="eager")
+    config, length = model.config, 20
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.arange(length)[None])
+    heads_width = config.num_attention_heads * config.kv_channels
+    # torch counts attention as if it were not causal, and here every position has logits.
+    unseen = config.num_layers * 2 * length**2 * heads_width
+    text = length - config.vision.num_image_tokens - 2
+    assert counted.get_total_flops() - unseen == language_flop(config, text, length)
+
+
+def test_a_sample_of_the_real_size():
+    config = ChatGLMConfig()
+    work = [
+        useful_flop(config, name, 512, 256, reuse_features=False) / 1e12
+        for name in ("full", "lm", "lora_lm", "lora_all")
+    ]
+    # By hand: 74 for an image, 37 for a row of 2,114 positions, each to the nearest.
+    assert work == pytest.approx([333, 185, 148, 222], rel=0.02)
+    reused = useful_flop(config, "lora_lm", 512, 256, reuse_features=True) / 1e12
+    assert reused == pytest.approx(74, rel=0.02)
+    assert set(PASSES) == set(TRAINED)
+
+
+class Step:
+    """A trainer whose model keeps one buffer for gradients, and makes 3 GiB more of them."""
+
+    def __init__(self, now: dict):
+        self.now = now
+        self.model = nn.ModuleDict({"output_layer": nn.Linear(2, 2)})
+        self.now["allocated"] = 11 * GIB  # weights, optimizer and the buffer are there already
+
+    def forward(self, _batch):
+        self.now["allocated"] += 5 * GIB
+        return torch.zeros(())
+
+    def backward(self, _loss):
+        self.now["allocated"] -= 2 * GIB
+
+    def update(self):
+        self.now["allocated"] = 11 * GIB
+
+    def optimizer_tensors(self):
+        on_gpu, on_cpu = torch.device("cuda"), torch.device("cpu")
+        sizes = [(on_gpu, 4), (on_cpu, 100)]
+        return [SimpleNamespace(device=device, nbytes=size * GIB) for device, size in sizes]
+
+    def gradient_buffers(self):
+        return [SimpleNamespace(device=torch.device("cuda"), nbytes=5 * GIB)]
+
+
+def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
+    now = {}
+    monkeypatch.setattr(accounting, "allocated", lambda: now["allocated"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
+    monkeypatch.setattr(accounting, "_held", lambda model: 2 * GIB)
+    parts = accounting.memory_parts(Step(now), {})
+    assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
+    assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
+    peak = parts.pop("peak")
+    assert peak == 24 == sum(parts.values()) and parts["rest"] == 24 - 2 - 4 - 8 - 5
+
+
+def test_kernels_are_told_apart_by_their_names():
+    # As a profile on an H200 with torch 2.11 and DeepSpeed 0.19.8 names them.
+    kinds = {
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_bias_TNT": "matrix products",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel": "optimizer",
+        "void kOptimizerStatic8bit2StateBlockwise<float, 3, 256, 1>": "optimizer",
+        "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>": "quantisation",
+        "triton_poi_fused_add_gelu_0": "compiled element-wise",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::reduce_kernel<512, 1>": "other",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
+
+
+def test_idle_is_when_nothing_but_communication_runs():
+    kernels = [
+        ("nvjet_a", 1000.0, 2000.0),
+        ("nccl_a", 2500.0, 4000.0),  # 500 us beside a product, then alone
+        ("triton_a", 5000.0, 1000.0),
+        ("triton_b", 5500.0, 1000.0),  # on another stream, half of it beside the one before
+        ("nccl_b", 7000.0, 1000.0),
+    ]
+    assert time_by_kind(kernels) == {
+        "matrix products": 2.0,
+        "communication": 5.0,
+        "compiled element-wise": 2.0,
+        "idle": 2.0 + 1.5,
+        "step": 7.0,
+    }
+
+
+def test_kernels_that_take_most_in_all_come_first():
+    kernels = [("long", 0.0, 1500.0), ("often", 0.0, 1000.0), ("often", 2000.0, 1000.0)]
+    kernels += [(f"short {number}", 0.0, 1.0) for number in range(50)]
+    found = longest(kernels)
+    assert len(found) == 25
+    assert found[:2] == [
+        {"name": "often", "ms": 2.0, "calls": 2},
+        {"name": "long", "ms": 1.5, "calls": 1},
+    ]
