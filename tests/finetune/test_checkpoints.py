@@ -428,5 +428,5 @@ def test_folders_may_move_between_start_and_continuation():
 
 def test_a_setting_newer_than_a_checkpoint_has_the_default_of_its_field():
     defaults = Recipe.defaults()
-    assert defaults["lora.rank"] == 8 and defaults["engine.compile"] is False
+    assert defaults["lora.rank"] == 8 and defaults["engine.compile"] == "auto"
     assert "trainer.max_steps" not in defaults and "lora" not in defaults

@@ -12,7 +12,6 @@ from transformers import TrainerControl, TrainerState
 
 from glm4v_patched.demo.plots import plot_loss
 from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
-from glm4v_patched.finetune import divergence
 from glm4v_patched.finetune.checkpoints import find_faults
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.divergence import (
@@ -24,6 +23,7 @@ from glm4v_patched.finetune.divergence import (
     describe,
 )
 from tests.helpers.recipes import drawn_recipe, train_here
+from tests.helpers.sharded import as_sharded
 
 NAN, INF = math.nan, math.inf
 OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.5}])
@@ -136,11 +136,10 @@ def test_few_of_many_tensors_are_named():
 
 
 def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
-    parameter = nn.Parameter(torch.empty(0))
-    parameter.ds_tensor, parameter.ds_numel = torch.tensor([1.0, 2.0, NAN, NAN]), 10
-    parameter.ds_process_group = None
+    shard = torch.tensor([1.0, 2.0, NAN, NAN])
+    parameter = as_sharded(nn.Parameter(torch.empty(0)), ds_tensor=shard, ds_numel=10)
     for rank, found in ((0, ["w"]), (1, ["w"]), (2, []), (3, [])):
-        monkeypatch.setattr(divergence.dist, "get_rank", lambda group, rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         assert WeightsCheck([("w", parameter)]).names() == found, rank
 
 

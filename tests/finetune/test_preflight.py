@@ -234,7 +234,7 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path
         "command line: 4 processes on 2 GPUs: each needs one of its own; expected --processes 2 or "
         "fewer, or --device cpu",
         'command line: data.train is "none.jsonl": there is no such file',
-        "command line: engine.compile is 1; expected true or false",
+        "command line: engine.compile is 1; expected true, false or auto",
         'command line: model is "modle": there is no such folder; expected a folder, or an id of '
         "the Hub as zai-org/glm-4v-9b",
     ]

@@ -73,7 +73,7 @@ def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path):
         "r.yaml:10: engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
         "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
         "r.yaml:11: engine.towr is not a field of a recipe; did you mean engine.tower?",
-        "r.yaml:12: engine.compile is 1; expected true or false",
+        "r.yaml:12: engine.compile is 1; expected true, false or auto",
     ]
 
 
@@ -222,7 +222,7 @@ def test_the_command_line_is_laid_over_the_file(tmp_path):
         ("engine.compile=[", "engine.compile: while parsing a flow node"),
         ("engine.compile=*a", "engine.compile: *a is an alias"),
         ("engine={compile: true, compile: true}", "compile is there twice"),
-        ("engine.compile=1", "engine.compile is 1; expected true or false"),
+        ("engine.compile=1", "engine.compile is 1; expected true, false or auto"),
         ("engine.compil=true", "engine.compil is not a field of a recipe; did you mean engine.com"),
         ("model.x=1", 'model.x cannot be: model is "org/name", and no section'),
         ("engine={zero_stage: 9}", "engine.zero_stage is 9; expected 0, 1, 2 or 3"),

@@ -27,6 +27,7 @@ from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 from glm4v_patched.remote.loss import OutputLayer
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
 from tests.helpers.legacy_repository import count_labels_of_small_images, image_row, legacy_model
+from tests.helpers.sharded import as_sharded
 from tests.helpers.tiny import (
     golden_case,
     golden_json,
@@ -783,7 +784,7 @@ def test_a_class_derived_by_a_user_is_refused(legacy):
 
 def test_weights_that_zero3_spread_are_compared_by_their_whole_shape(legacy):
     for parameter in legacy.parameters():
-        parameter.ds_shape = parameter.shape
+        as_sharded(parameter, ds_shape=parameter.shape)
         parameter.data = torch.empty(0)
     patch_model(legacy)
     assert type(legacy.transformer.encoder.layers[0]) is GLMBlock
