@@ -41,7 +41,7 @@ def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "fu
 
 
 def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
-    """The layers of both towers, whatever the model is wrapped in."""
+    """The layers of vision tower and language model, whatever the model is wrapped in."""
     return (module for module in model.modules() if isinstance(module, CheckpointedLayer))
 
 

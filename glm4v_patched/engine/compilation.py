@@ -13,7 +13,7 @@ from .activation_checkpointing import checkpointed_layers
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile every layer of both towers, recomputation included. Call it after the policy is set
+    """Compile every layer of the model, recomputation included. Call it after the policy is set
     and adapters are in.
 
     The layers of a tower share their compiled code. A first new length of rows compiles once more,

@@ -9,7 +9,7 @@ from .activation_policies import any_is_selective
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
-model; lora_all: on both towers; qlora: as lora_lm, on weights of 4 bits."""
+model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
 
 OPTIMIZERS = ("adamw", "adamw_8bit")
 """adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
@@ -52,8 +52,7 @@ class EngineOptions:
     language: str = "auto"
     """The same of the language model's layers."""
     compile: bool | str = "auto"
-    """Compile the layers of both towers; "auto": on a GPU, where the steps make up for the time
-    that it takes."""
+    """Compile the layers; "auto": on a GPU, where the steps make up for the time that it takes."""
     optimizer: str = "adamw"
     """One of :data:`OPTIMIZERS`."""
     offload: bool | str = "auto"

@@ -93,7 +93,8 @@ def quantization_options(dtype: torch.dtype, device: torch.device | str) -> dict
 
 
 def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
-    """Hold the linear layers of both towers in 4 bits (NF4, doubly quantised), in place.
+    """Hold the linear layers of vision tower and language model in 4 bits (NF4, doubly quantised),
+    in place.
 
     Layers are moved to ``device`` one at a time, so that it never holds the model in full. For a
     model that was not loaded; :func:`quantization_options` is for one that is.

@@ -130,8 +130,8 @@ class Engine(_Section):
     language: Policy = "auto"
     """The same for the language model's layers."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the layers of both towers; "auto": on a GPU, for 300 steps or more. Compiling takes
-    about a minute, and a step is then a quarter shorter."""
+    """Compile the layers; "auto": on a GPU, for 300 steps or more. Compiling takes about a minute,
+    and a step is then a quarter shorter."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW with its states in fp32, or in 8 bits (bitsandbytes)."""
     offload: bool | Literal["auto"] = "auto"
@@ -168,7 +168,7 @@ class Recipe(_Section):
     trainer: TrainerFields
     trained: Literal["full", "lm", "lora_lm", "lora_all", "qlora"] = "full"
     """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the
-    language model; lora_all: on both towers; qlora: as lora_lm, on weights of 4 bits."""
+    language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
     lora: Lora = Lora()
     engine: Engine = Engine()
     revision: Annotated[Text, _Expected("a branch, tag or commit")] | None = None

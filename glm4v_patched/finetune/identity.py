@@ -133,7 +133,7 @@ def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
         raise ValueError(f"{weights} is missing: expected adapters as safetensors")
     on_tower = any(".vision." in name for name in _tensor_names(weights))
     if on_tower != (recipe.trained == "lora_all"):
-        has = "both towers" if on_tower else "the language model"
+        has = "tower and language model" if on_tower else "the language model"
         raise ValueError(
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")

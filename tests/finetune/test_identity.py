@@ -124,7 +124,7 @@ def test_a_revision_beside_adapters_is_that_of_their_base_on_the_hub(tmp_path):
 
 def test_adapters_on_both_towers_are_continued_on_both(tmp_path):
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"), LANGUAGE, TOWER)
-    with pytest.raises(ValueError, match="on both towers, and trained is 'lora_lm'"):
+    with pytest.raises(ValueError, match="on tower and language model, and trained is 'lora_lm'"):
         base_of(recipe({"model": str(folder), "trained": "lora_lm"}))
 
 

@@ -259,7 +259,9 @@ def test_refuses_arrays_that_are_no_clear_picture(image_processor, array, named)
             image_processor(given)
 
 
-@pytest.mark.parametrize("wrong", [5, None, {"image": "a.png"}, object()], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [5, None, {"image": "a.png"}, pytest.param(object(), id="object")], ids=str
+)
 def test_refuses_what_is_no_picture(image_processor, wrong):
     with pytest.raises(ValueError, match=f"image 0 of 1: it is a {type(wrong).__name__}: give"):
         image_processor([wrong])

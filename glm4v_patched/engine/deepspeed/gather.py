@@ -17,7 +17,7 @@ from .internals import ZERO_PARAM_STATUS, Replacements, resolve, sharded_weights
 
 
 def gather_whole_layers(model: nn.Module) -> None:
-    """Have ZeRO-3 gather each layer of both towers at once, before ``deepspeed.initialize``."""
+    """Have ZeRO-3 gather each layer of the model at once, before ``deepspeed.initialize``."""
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))
