@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..printed import pip_install
 from .table import DESCRIPTION, failure, method, sort_rows
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def check_drawable(folder: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise RuntimeError(
-            "pictures need matplotlib: pip install matplotlib, or leave out --pictures"
+            f"pictures need matplotlib: {pip_install('matplotlib')}, or leave out --pictures"
         ) from error
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; pictures need a folder")
