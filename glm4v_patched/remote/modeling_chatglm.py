@@ -367,7 +367,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         prompt_length: int | None = None,
-        image_features: Tensor | None = None,
+        image_features: Tensor | BaseModelOutputWithPooling | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **attention_kwargs,
@@ -414,11 +414,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        if self._is_images(attention_mask):
-            # By their places in the published code: input_ids, images, position_ids, mask.
-            images, attention_mask = self._only_images(attention_mask, images), None
-            if isinstance(past_key_values, Tensor):
-                attention_mask, past_key_values = past_key_values, None
+        attention_mask, past_key_values, images = self._by_name(
+            attention_mask, past_key_values, images
+        )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         attention_kwargs = _known_keywords(attention_kwargs)
@@ -611,22 +609,30 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _is_images(self, attention_mask) -> bool:
-        vision = self.vision.vision_config
-        side = vision.image_size
-        return (
-            isinstance(attention_mask, Tensor)
-            and tuple(attention_mask.shape[1:]) == (vision.in_channels, side, side)
-            and attention_mask.is_floating_point()
-        )
+    def _by_name(self, attention_mask, past_key_values, images) -> tuple:
+        """What was given under these names, or by place in the published order of arguments.
 
-    def _only_images(self, given_by_place, images) -> Tensor:
-        if images is not None:
-            raise ValueError(
-                f"{len(given_by_place)} images were given in the second place and {len(images)} as "
-                "images: give them once"
-            )
-        return given_by_place
+        That is input_ids, images, position_ids, attention_mask. No mask is shaped like pictures,
+        and no cache is a tensor.
+        """
+        if self._is_images(attention_mask):
+            if images is not None:
+                raise ValueError(
+                    f"{len(attention_mask)} images were given in the second place and "
+                    f"{len(images)} as images: give them once"
+                )
+            images, attention_mask = attention_mask, None
+        if isinstance(past_key_values, Tensor) and attention_mask is None:
+            attention_mask, past_key_values = past_key_values, None
+        return attention_mask, past_key_values, images
+
+    def _is_images(self, given) -> bool:
+        if isinstance(given, (list, tuple)):
+            return all(image is None or self._is_images(image) for image in given)
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            return False
+        channels = self.vision.vision_config.in_channels  # a mask of four dimensions has one
+        return given.ndim >= 3 and given.shape[-3] == channels
 
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
@@ -635,6 +641,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if images is not None and not isinstance(images, Tensor):
             # The published code's rows without an image have None in their place.
             images = [image for image in images if image is not None]
+            _check_list(images)
         if images is None or len(images) == 0:
             return None
         images = images if isinstance(images, Tensor) else torch.stack(images)
@@ -987,7 +994,8 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
 
         Args:
             attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
-                that it ends with, as in transformers' own models.
+                that it ends with, as in transformers' own models; a single one need not, where
+                ``config.pad_token_id`` is None.
             labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
                 at once. What loss they are for ``config.problem_type`` says, or their dtype.
 
@@ -995,10 +1003,14 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
 
         Raises:
-            ValueError: packed rows, which hold several samples.
+            ValueError: packed rows, which hold several samples; several rows with neither a mask
+                nor a ``config.pad_token_id``.
         """
         if self.training:
             refuse_split_model(self)
+        attention_mask, past_key_values, images = self.transformer._by_name(
+            attention_mask, past_key_values, images
+        )
         if attention_mask is None and input_ids is not None:
             attention_mask = self._mask_of_ends(input_ids, _cached_length(past_key_values))
         output = self.transformer(
@@ -1041,6 +1053,14 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
 
     def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
         """Zeros at the padding ids that rows end with."""
+        if self.config.pad_token_id is None:
+            if len(input_ids) > 1:
+                raise ValueError(
+                    f"{len(input_ids)} rows were given without attention_mask to a model whose "
+                    "config.pad_token_id is None, so where they end is not known: give either"
+                )
+            shape = len(input_ids), past_length + input_ids.shape[1]
+            return torch.ones(shape, dtype=torch.long, device=input_ids.device)
         is_token = input_ids != self.config.pad_token_id
         follows_token = is_token.flip(1).cummax(dim=1).values.flip(1)
         return F.pad(follows_token.long(), (past_length, 0), value=1)
@@ -1058,6 +1078,19 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
             )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)
+
+
+def _check_list(images: list) -> None:
+    if others := [type(image).__name__ for image in images if not isinstance(image, Tensor)]:
+        raise ValueError(
+            f"images hold {len(others)} of type {others[0]}, not tensors: give what this model's "
+            "image processor makes, (number of images, channels, side, side)"
+        )
+    if len(shapes := {tuple(image.shape) for image in images}) > 1:
+        raise ValueError(
+            f"images have {len(shapes)} shapes, {', '.join(map(str, sorted(shapes)))}: resize all "
+            "with this model's image processor"
+        )
 
 
 def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:

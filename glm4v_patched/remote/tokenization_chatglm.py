@@ -12,6 +12,7 @@ tests/remote/test_tokenization.py:
 """
 
 import base64
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -134,6 +135,37 @@ _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
 
 ROLES = ("system", "user", "assistant", "observation")
 
+# The arguments of the published apply_chat_template after the conversation, in their order.
+PUBLISHED_ORDER = (
+    "add_generation_prompt",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "tokenizer_kwargs",
+    "add_special_tokens",
+)
+
+
+def _takes_published_order(apply_chat_template):
+    """Arguments by place are in the published order if the second is a bool, as no ``tools`` is."""
+
+    @functools.wraps(apply_chat_template)
+    def in_either_order(self, conversation, *places, **options):
+        if not places or not isinstance(places[0], bool):
+            return apply_chat_template(self, conversation, *places, **options)
+        if len(places) > len(PUBLISHED_ORDER):
+            raise TypeError(
+                f"apply_chat_template was given {1 + len(places)} arguments by place, and takes "
+                f"{1 + len(PUBLISHED_ORDER)}: conversation, {', '.join(PUBLISHED_ORDER)}"
+            )
+        placed = dict(zip(PUBLISHED_ORDER, places, strict=False))
+        return apply_chat_template(self, conversation, **placed, **options)
+
+    return in_either_order
+
 
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
@@ -219,6 +251,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """
         return kwargs
 
+    @_takes_published_order
     def apply_chat_template(
         self,
         conversation: list[dict] | list[list[dict]],
@@ -242,12 +275,15 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Format one conversation or a list of them, as upstream's method does.
 
         A message is ``{"role", "content"}`` with optional ``"metadata"``, ``"tools"`` and
-        ``"image"`` (upstream's form; anything but None stands for one image), or has a list of
-        ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}`` as content. The images of
-        a message come first, where the model was trained to find them, wherever they stand in
-        that list. Messages with neither image nor text are left out. Other keys are refused unless
-        they are None, because nothing would read them; a template of one's own may read more. The
-        words ``<image>`` in a text are text.
+        ``"image"`` (upstream's form: one image; None, and as upstream False, 0, and what is empty,
+        is none), or has a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}``
+        as content. The images of a message come first, where the model was trained to find them,
+        wherever they stand in that list. Messages with neither image nor text are left out. Other
+        keys are refused unless they are None, because nothing would read them; a template of one's
+        own may read more. The words ``<image>`` in a text are text.
+
+        Arguments by place are taken in upstream's order as well, which begins with
+        ``add_generation_prompt``.
 
         With ``tokenize=True`` no string of ``conversation``, ``tools``, ``documents`` or
         ``kwargs`` becomes a special token, whatever the template: only what the template itself
@@ -260,13 +296,14 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             **kwargs: Variables for the template.
 
         Returns:
-            Text (``tokenize=False``: a string, or a list for a list of conversations), else always
-            a batch, of one conversation too, with an image as three ids: its ids ``[B, L]``, or
-            with ``return_dict`` also ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at
-            padding), ``assistant_masks`` if asked for, and ``images`` if the messages hold
-            pictures: float32 ``[number of images, 3, S, S]`` in the order of their begin ids, a
-            torch tensor unless ``return_tensors`` is ``"np"``. Without ``return_dict`` images are
-            not opened. In image parts of a content list pictures may be missing, from all.
+            Text (``tokenize=False``, whatever ``return_dict`` says: a string, or a list for a list
+            of conversations), else always a batch, of one conversation too, with an image as three
+            ids: its ids ``[B, L]``, or with ``return_dict`` also ``attention_mask``,
+            ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if asked for, and
+            ``images`` if the messages hold pictures: float32 ``[number of images, 3, S, S]`` in
+            the order of their begin ids, a torch tensor unless ``return_tensors`` is ``"np"``.
+            Without ``return_dict`` images are not opened. In image parts of a content list
+            pictures may be missing, from all.
 
         Raises:
             ValueError: arguments that exclude each other, an empty conversation, a message that
@@ -274,7 +311,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 ``tokenizer_kwargs``, pictures without an ``image_size``, or another number of
                 pictures than of images in the ids.
         """
-        conversations, _ = _as_batch(conversation)
+        conversations, is_batched = _as_batch(conversation)
         padding_options = tokenizer_kwargs or {}
         if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
@@ -294,8 +331,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         if not tokenize:
             self._check_conversations(conversations, chat_template, tools, kwargs)
             kwargs.pop("sanitize_control_tokens", None)
-            text = super().apply_chat_template(
-                conversation, tokenize=False, return_dict=False, **rendering, **kwargs
+            conversations = [[*map(_without_empty_image, chat)] for chat in conversations]
+            text: Any = super().apply_chat_template(
+                conversations if is_batched else conversations[0],
+                tokenize=False,
+                return_dict=False,
+                **rendering,
+                **kwargs,
             )
             return text if add_special_tokens else _without_prefix(text)
 
@@ -453,7 +495,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
             """``self(texts, ...)``, or of pairs of texts."""
             texts = batch_text_or_text_pairs
-            if texts and isinstance(texts[0], (list, tuple)) and len(texts[0]) == 2:
+            # A text that is split already is a list, too.
+            text = list if kwargs.get("is_split_into_words") else str
+            first: Any = texts[0] if len(texts) else None
+            is_list = isinstance(first, (list, tuple))
+            if is_list and len(first) == 2 and all(isinstance(one, text) for one in first):
                 texts, kwargs["text_pair"] = map(list, zip(*texts, strict=True))
             return self(texts, **kwargs)
 
@@ -678,6 +724,18 @@ def _as_batch(conversation: list) -> tuple[list[list], bool]:
     return [getattr(messages, "messages", messages) for messages in conversations], is_batched
 
 
+def _is_no_image(value: Any) -> bool:
+    """Whether a message's ``image`` is none. The published code asks whether it is true."""
+    has_truth = (Sequence, Mapping, int, float, np.generic)  # of an array it may have none
+    return value is None or (isinstance(value, has_truth) and not value)
+
+
+def _without_empty_image(message: Mapping) -> Mapping:
+    if "image" in message and _is_no_image(message["image"]):
+        return {key: value for key, value in message.items() if key != "image"}
+    return message
+
+
 def find_images(messages: list[dict], may_miss: bool = False) -> list:
     """The images of a conversation, as given, in the order in which the template places them.
 
@@ -689,7 +747,7 @@ def find_images(messages: list[dict], may_miss: bool = False) -> list:
     """
     found = []
     for number, message in enumerate(messages):
-        if message.get("image") is not None:
+        if not _is_no_image(message.get("image")):
             found.append(message["image"])
         content = message.get("content")
         for part in content if isinstance(content, (list, tuple)) else ():
@@ -741,7 +799,7 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
         if own_template:
             _check_keys(place, message)
-            has_image |= message.get("image") is not None
+            has_image |= not _is_no_image(message.get("image"))
         for at, part in enumerate(parts):
             if own_template:
                 _check_part(f"{place}, part {at},", part)
@@ -777,6 +835,13 @@ def _check_part(place: str, part: Any) -> None:
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
+    # {"url": None} stands for one that is kept elsewhere.
+    for name in sources:
+        if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
+            raise ValueError(
+                f"{place} is an image, but under {name!r} it has {part[name]!r}, which is none: "
+                "put a picture there, or leave out the part"
+            )
 
 
 def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
@@ -809,7 +874,8 @@ class _Escaper:
 
     def message(self, message: Mapping) -> dict:
         # transformers 5 drops None values as well; templates would print "None".
-        return {key: value for key, value in self(message).items() if value is not None}
+        escaped = self(_without_empty_image(message))
+        return {key: value for key, value in escaped.items() if value is not None}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -353,6 +353,7 @@ def finetune_vision() -> None:
     moved = {name for name, value in model.named_parameters() if "lora_B" in name and value.any()}
     results["finetune_vision"] |= {
         "loss": loss,
+        "evaluated": decoded,
         "moved": [any(f".{side}." in name for name in moved) for side in ("vision", "encoder")],
     }
 
@@ -423,16 +424,16 @@ def self_llm() -> None:
     with torch.no_grad():
         outputs = model.generate(**inputs, max_length=2500, do_sample=True, top_k=1)
         outputs = outputs[:, inputs["input_ids"].shape[1] :]
-        tokenizer.decode(outputs[0], skip_special_tokens=True)
+        answer = tokenizer.decode(outputs[0], skip_special_tokens=True)
 
     # Its page for the browser writes the chat as text first.
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     written = tokenizer([text], return_tensors="pt").to("cpu")
     drawn = model.generate(written.input_ids, max_new_tokens=4)
     cut = [row[len(ids) :] for ids, row in zip(written.input_ids, drawn, strict=True)]
-    tokenizer.batch_decode(cut, skip_special_tokens=True)
     results["self_llm"] = {
         "loss": loss,
+        "answers": [answer, *tokenizer.batch_decode(cut, skip_special_tokens=True)],
         "rows": [row["input_ids"] for row in rows],
         "inputs": ids_of(inputs),
         "text": text,
@@ -461,6 +462,7 @@ for script in (
     self_llm,
     save_as_scripts_do,
 ):
+    torch.manual_seed(0)  # for adapters' first weights, dropout and what is sampled
     script()
 with open(f"{out}/results.json", "w") as file:
     json.dump(results, file)

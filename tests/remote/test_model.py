@@ -137,7 +137,6 @@ def test_no_images_may_be_said_in_any_way(model, name, empty):
 
 
 @torch.no_grad()
-@torch.no_grad()
 def test_images_by_their_place_in_the_published_code(model):
     inputs = batch(three_id_image())
     ids, mask, images = (inputs[name] for name in ("input_ids", "attention_mask", "pixel_values"))
@@ -149,8 +148,37 @@ def test_images_by_their_place_in_the_published_code(model):
         assert torch.equal(both[0], part(ids, mask, pixel_values=images)[0])
         given = part(ids[:1], images, past_key_values=DynamicCache())
         assert torch.equal(given[0], one[0])
+        # Without pictures, too, and with pictures in a list.
+        masked = part(ids, mask, position_ids=positions, pixel_values=images)
+        assert torch.equal(part(ids[:1], list(images))[0], one[0])
+        assert torch.equal(part(ids, [images[0], None], positions, mask)[0], masked[0])
+        words, rest = ids[1:, :6], (None, None, mask[1:, :6])
+        assert torch.equal(part(words, *rest)[0], part(words, mask[1:, :6])[0])
+        assert torch.equal(part(words, [], *rest[1:])[0], part(words, mask[1:, :6])[0])
         with pytest.raises(ValueError, match="1 images .* second place and 1 as images: give them"):
             part(ids[:1], images, images=images)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(1, 3, 40, 40), r"shape \(1, 3, 40, 40\) but this model takes .*3, 56, 56"),
+        (torch.zeros(3, 56, 56), r"shape \(3, 56, 56\); give \(number of images"),
+        ([torch.zeros(3, 40, 56)], r"shape \(1, 3, 40, 56\) but this model takes"),
+        (
+            [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)],
+            r"have 2 shapes, \(3, 40, 56\), \(3, 56, 56\): resize all",
+        ),
+        ([[torch.zeros(3, 56, 56)]], "images hold 1 of type list, not tensors"),
+    ],
+    ids=["another size", "one without its batch", "in a list", "two sizes", "a list of lists"],
+)
+def test_pictures_of_another_size_are_named_by_place_too(model, images, message):
+    row = torch.tensor([[*text(3), *three_id_image() * (1 if len(images) != 2 else 2)]])
+    with pytest.raises(ValueError, match=message):
+        model(row, images)
+    with pytest.raises(ValueError, match=message):
+        model(row, images=images)
 
 
 def test_refuses_a_mask_that_the_caller_grew(model):

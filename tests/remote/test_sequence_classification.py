@@ -80,6 +80,38 @@ def test_without_a_mask_a_row_ends_before_its_padding(model, image):
     assert (model(**given).logits - want).abs().max() <= ATOL
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
+def test_images_by_their_place_in_the_published_code(model, image):
+    given = padded(rows(image), "right")
+    ids, mask, images = given["input_ids"], given["attention_mask"], pictures(4)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = model(**given, pixel_values=images).logits
+    for by_place in [(images,), (list(images),), (images, None, mask), (images, positions, mask)]:
+        assert (model(ids, *by_place).logits - want).abs().max() <= ATOL
+    only_text = torch.tensor([text(6)])
+    got = model(only_text, None, None, torch.ones_like(only_text)).logits
+    assert torch.equal(got, model(only_text).logits)
+
+
+@torch.no_grad()
+def test_rows_end_where_the_mask_says_if_there_is_no_padding_id():
+    model = tiny_classifier()
+    given = padded(rows(grown_image()), "right") | {"pixel_values": pictures(4)}
+    want = model(**given).logits
+    alone = torch.tensor([rows(grown_image())[0]])
+    one = model(alone).logits
+    model.config.pad_token_id = None
+    assert torch.equal(model(**given).logits, want)
+    assert torch.equal(model(alone).logits, one)
+    del given["attention_mask"]
+    with pytest.raises(
+        ValueError,
+        match="4 rows .* without attention_mask .*config.pad_token_id is None.*give either",
+    ):
+        model(**given)
+
+
 def test_packed_rows_are_refused(model):
     ids = torch.tensor([text(6)])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])

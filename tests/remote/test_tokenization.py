@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -389,6 +390,68 @@ def test_ids_alone_open_no_picture(tokenizer):
         tokenizer.apply_chat_template(message, return_dict=True)
 
 
+@pytest.mark.parametrize("empty", ["", b"", [], (), {}, False, 0, 0.0, np.bool_(False)], ids=repr)
+def test_what_is_not_true_is_no_picture(tokenizer, empty):
+    """As in the published code: tables have it in rows of text."""
+    tokenizer.image_size = 56
+    for tokenize in (True, False):
+        want = tokenizer.apply_chat_template(user("hello"), tokenize=tokenize)
+        got = tokenizer.apply_chat_template(user("hello", image=empty), tokenize=tokenize)
+        batch = tokenizer.apply_chat_template([user("hello", image=empty)], tokenize=tokenize)
+        assert got == want and batch == (want if tokenize else [want])
+    chat = [*user("", image=empty), *user("hello", image=picture())]
+    out = tokenizer.apply_chat_template(chat, return_dict=True)
+    assert out["input_ids"] == tokenizer.apply_chat_template(user("hello", image=1))
+    assert len(out["images"]) == 1
+    part = {"type": "image", "image": empty}
+    if not isinstance(empty, dict):
+        with pytest.raises(ValueError, match="part 0, is an image, but under 'image' it has"):
+            tokenizer.apply_chat_template(user([part]))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_arrays_are_pictures_though_they_may_have_no_truth(tokenizer, kind):
+    tokenizer.image_size = 56
+    message = user("hello", image=kind(np.zeros((8, 8, 3), dtype=np.uint8)))
+    out = tokenizer.apply_chat_template(message, return_dict=True)
+    assert out["input_ids"] == tokenizer.apply_chat_template(user("hello", image=picture()))
+    assert out["images"].shape == (1, 3, 56, 56)
+    assert tokenizer.apply_chat_template(message, tokenize=False).count(IMAGE) == 1
+
+
+def test_arguments_by_place_may_be_in_the_published_order(tokenizer):
+    speaks = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    apply = tokenizer.apply_chat_template
+    assert apply(user("hello"), True) == [[*chat_ids(tokenizer, user("hello")), speaks]]
+    assert apply(user("hello"), False) == [chat_ids(tokenizer, user("hello"))]
+    assert apply(user("hello"), True, False) == "[gMASK]<sop><|user|>\nhello<|assistant|>"
+    out = apply([user("a"), user("the cat")], False, True, "max_length", True, 12, "pt", True)
+    want = apply(
+        [user("a"), user("the cat")],
+        padding="max_length",
+        truncation=True,
+        max_length=12,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    assert all(torch.equal(out[name], want[name]) for name in ("input_ids", "position_ids"))
+    (row,) = apply(user("a"), False, True, False, False, None, None, False, None, False)
+    assert row == chat_ids(tokenizer, user("a"))[2:]
+    with pytest.raises(TypeError, match="add_generation_prompt"):
+        apply(user("hello"), True, add_generation_prompt=True)
+    with pytest.raises(TypeError, match="given 11 arguments by place, and takes 10: conversation"):
+        apply(user("a"), True, True, False, False, None, None, False, None, True, None)
+    # In the order of transformers, too.
+    tools = [{"name": "f", "description": "d"}]
+    assert apply(user("hello"), tools) == apply(user("hello"), tools=tools)
+
+
+def test_text_is_text_with_return_dict_too(tokenizer):
+    """As in transformers 5; 4.57 and the published code refuse it."""
+    text = tokenizer.apply_chat_template(user("hello"), tokenize=False, return_dict=True)
+    assert text == "[gMASK]<sop><|user|>\nhello"
+
+
 def test_a_picture_that_truncation_cuts_is_an_error(tokenizer):
     tokenizer.image_size = 56
     message = user("What?", image=picture())
@@ -451,6 +514,12 @@ def test_names_of_transformers_4_are_there(tokenizer):
     assert dict(tokenizer.encode_plus("hello")) == dict(tokenizer("hello"))
     pairs = tokenizer.batch_encode_plus([("hello", "cat"), ("a", "dog")])
     assert pairs["input_ids"][0] == tokenizer.encode("hello", "cat")
+    # Words are no pairs, but lists of words may be.
+    rows = [["the", "cat"], ["a", "dog"]]
+    split = tokenizer.batch_encode_plus(rows, is_split_into_words=True)["input_ids"]
+    assert split == [tokenizer.encode(row, is_split_into_words=True) for row in rows]
+    (pair,) = tokenizer.batch_encode_plus([tuple(rows)], is_split_into_words=True)["input_ids"]
+    assert pair == [*split[0], *split[1][2:]]
 
 
 def test_the_tokenizer_of_tiktoken_is_missed_with_a_word(tokenizer):

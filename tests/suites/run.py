@@ -4,12 +4,13 @@ The sdist of the installed transformers holds ``tests/*.py``; they are unpacked 
 folder and nothing of them stays. What they import from elsewhere in transformers' repository is
 not in the sdist: stand-ins are written beside them (:data:`STAND_INS`), or, with ``--checkout``,
 the ``tests`` and ``utils`` of a checkout of that version are used, with the suites of generation
-and export that only those have.
+and export that only those have. It is that folder, or one in it that is named by the version.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -71,23 +72,38 @@ def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
     else:
+        checkout = checkout_of_this_version(checkout)
         shutil.copytree(checkout / "tests", folder / PACKAGE)
         shutil.copytree(checkout / "utils", folder / "utils")
+
+
+def checkout_of_this_version(folder: Path) -> Path:
+    """``folder``, or its folder of this name. Raises ``SystemExit`` for another version."""
+    if (folder / transformers.__version__).is_dir():
+        folder = folder / transformers.__version__
+    file = folder / "src" / "transformers" / "__init__.py"
+    found = re.search(r'^__version__ = "(.+)"', file.read_text() if file.is_file() else "", re.M)
+    version = found[1] if found else "no transformers"
+    if version != transformers.__version__:
+        raise SystemExit(
+            f"{folder} holds {version}, installed is {transformers.__version__}: give a checkout "
+            f"of v{transformers.__version__}"
+        )
+    return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("sdist", type=Path)
     parser.add_argument("--out", type=Path, help="where results go, as JSON")
-    parser.add_argument("--checkout", type=Path, help="a checkout of this transformers")
+    parser.add_argument("--checkout", type=Path, help="one of this transformers, or their folder")
     parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
     options, for_pytest = parser.parse_known_args()
     results = Results()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        unpack(options.sdist.resolve(), folder, options.checkout)
-        sys.path[:0] = [str(folder), str(folder / "utils"), str(HERE), str(HERE.parent)]
-        sys.path.insert(0, str(HERE.parents[1]))
+        unpack(options.sdist.resolve(), folder, options.checkout and options.checkout.resolve())
+        sys.path[:0] = [str(HERE.parents[1]), str(folder), str(folder / "utils")]
         os.chdir(folder)
         files = [str(HERE / f"suite_{name}.py") for name in options.suite]
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", HERE]

@@ -5,12 +5,12 @@ import tempfile
 import unittest
 
 from transformers_tests import test_processing_common
-from unit.conftest import train_backend
 
 from glm4v_patched import applied
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.conftest import train_backend
 from tests.suites.contexts import EntersContexts
 
 

@@ -4,10 +4,10 @@ import tempfile
 import unittest
 
 from transformers_tests import test_tokenization_common
-from unit.conftest import train_backend
 
 from glm4v_patched import applied
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.conftest import train_backend
 from tests.suites.contexts import EntersContexts
 
 

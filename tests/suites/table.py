@@ -21,9 +21,23 @@ versions and runs them on this package's classes. It also writes this page; it f
 fails that is not listed below, or if a listed one does not fail any more.
 
 The models' suite runs four times: with rows of text, with an image in every row in the grown \
-form, with two, and with the published three ids. Not in an sdist, and so not run here, are the \
-suites of generation and of export; `-- --checkout FOLDER` runs them too, from a checkout of the \
-same version.
+form, with two, and with the published three ids.
+
+**Not run: the suites of generation (`GenerationTesterMixin`) and of export \
+(`ExportTesterMixin`).** They are in folders below `tests` of transformers' repository, of which \
+an sdist has only the files directly in `tests`. Where a checkout of each version is at hand, \
+`nox -f tests/noxfile.py -s suites -- --checkout FOLDER` runs them with the others; `FOLDER` \
+holds one named `4.57.6` and one named `5.23.0`.
+
+What the suite of generation is about has tests of this repository's own, in \
+`tests/remote/test_generation.py`, `test_generation_modes.py`, `test_caches.py` and \
+`test_transformers_interface.py`: greedy search, sampling, beams and sampled beams, each with and \
+without a cache and with images; the scores, logits, hidden states, attentions and caches that \
+they give; assistant models, early exit and prompt lookup; padding on the left; embeddings in the \
+place of ids; going on from a cache; static, quantized and compiled caches; the last logits alone. \
+Without a test are offloaded caches, which need a GPU, the rounding of quantized ones, which is \
+of other packages, and contrastive search, DoLa, group and constrained beams, which transformers \
+4.57 has moved to repositories of the Hub.
 """
 
 

@@ -1,13 +1,15 @@
 """The page of transformers' shared suites: what is not as the reasons say ends the session."""
 
 import json
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "suites"))
-import table  # noqa: E402
+from tests.suites import table
 
 REASONS = [
     {"tests": ["model::Text::test_a_*"], "reason": "It is right so."},
@@ -51,6 +53,26 @@ def test_the_page_counts_and_explains():
     assert "| `Text::test_a_*` | 2 | 1 | It is right so. |" in page
     assert "| `Text::test_b` | 0 | 1 | Of the new one. |" in page
     assert "- 1: no GPU" in page
+
+
+def test_a_checkout_of_another_version_is_refused(tmp_path):
+    """What it would run is not what the page says."""
+    version = transformers.__version__
+    (tmp_path / f"transformers-{version}" / "tests").mkdir(parents=True)
+    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / f"transformers-{version}", f"transformers-{version}")
+    package = tmp_path / "checkouts" / version / "src" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "4.0.0"\n')
+    command = [sys.executable, "-m", "tests.suites.run", str(tmp_path / "sdist.tar.gz")]
+    result = subprocess.run(
+        [*command, "--checkout", str(tmp_path / "checkouts")],
+        cwd=Path(table.__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert f"{version} holds 4.0.0, installed is {version}: give a checkout" in result.stderr
 
 
 def test_every_reason_is_of_a_suite_that_there_is():
