@@ -26,6 +26,7 @@ from glm4v_patched.bench.rows import (
 from glm4v_patched.bench.settings import settings_of
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
+from glm4v_patched.printed import pip_install
 
 POLICIES = "policies of tower, language model"
 ROOT = Path(__file__).resolve().parents[2]
@@ -355,7 +356,7 @@ def test_options_that_cannot_work_are_refused(arguments, message, capsys):
 def test_what_a_choice_lacks_is_said_before_anything_runs(choice, arguments, capsys, monkeypatch):
     monkeypatch.setitem(PACKAGES, choice, ["not_there"])
     assert main([*NOTHING_RUNS, *arguments]) == 1
-    assert f"{choice} needs not_there: pip install not_there" in capsys.readouterr().err
+    assert f"{choice} needs not_there: {pip_install('not_there')}" in capsys.readouterr().err
 
 
 # The pictures.
