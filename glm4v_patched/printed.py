@@ -26,6 +26,7 @@ def _program(name: str, module: str) -> list[str]:
     found = shutil.which(name)
     if found is not None and os.path.samefile(found, beside):
         return [name]
-    path = Path(beside)
-    # From the folder in which the command is printed.
-    return [str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)]
+    # From the folder in which the command is printed, as .venv/bin/glm4v-patched.
+    if here != Path.cwd() and here.is_relative_to(Path.cwd()):
+        return [str(Path(beside).relative_to(Path.cwd()))]
+    return [beside]

@@ -109,3 +109,10 @@ def warned(caplog):
     yield caplog
     logger.removeHandler(caplog.handler)
     logger.propagate = propagate
+
+
+@pytest.fixture(autouse=True)
+def no_precision_of_earlier_tests():
+    """transformers 4 leaves the precision of a training in the environment, for the next one."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)

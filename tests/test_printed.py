@@ -5,45 +5,62 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 import glm4v_patched
 from glm4v_patched.printed import own_command, pip_install
 from tests.helpers.processes import in_plain_shell
 
-HERE = str(Path(sys.executable).parent)
 VERSION = f"glm4v-patched {glm4v_patched.__version__}"
 
 
-def test_in_an_activated_environment_names_suffice(monkeypatch):
-    monkeypatch.setenv("PATH", os.pathsep.join([HERE, os.defpath]))
+def add_program(path: Path, *command: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch) -> Path:
+    """The folder of an environment's programs, that of the Python that runs now."""
+    folder = tmp_path / "an environment" / "bin"
+    add_program(folder / "python", sys.executable)
+    add_program(folder / "glm4v-patched", sys.executable, "-m", "glm4v_patched")
+    add_program(folder / "pip", "echo", "pip")
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", os.defpath)
+    return folder
+
+
+def test_in_an_activated_environment_names_suffice(programs, monkeypatch):
+    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.defpath]))
     assert own_command("train", "my recipe.yaml") == "glm4v-patched train 'my recipe.yaml'"
     assert pip_install("liger-kernel") == "pip install liger-kernel"
 
 
-def test_elsewhere_the_path_is_printed_from_where_one_is(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", os.defpath)
+def test_elsewhere_the_path_is_printed_from_where_one_is(programs, monkeypatch):
     for folder, program in (
-        (tmp_path, f"{HERE}/glm4v-patched"),
-        (Path(HERE).parent, f"{Path(HERE).name}/glm4v-patched"),
+        (Path("/"), f"{programs}/glm4v-patched".removeprefix("/")),
+        (programs.parent, "bin/glm4v-patched"),
+        (programs, f"{programs}/glm4v-patched"),
     ):
         monkeypatch.chdir(folder)
         assert own_command("--version") == shlex.join([program, "--version"])
         assert in_plain_shell(own_command("--version")).stdout.startswith(VERSION)
-    assert "pip install" in in_plain_shell(pip_install("--help")).stdout
+    monkeypatch.chdir(Path(__file__).parent)
+    assert own_command() == shlex.quote(f"{programs}/glm4v-patched")
+    assert in_plain_shell(pip_install("x")).stdout == "pip install x\n"
 
 
-def test_without_a_program_beside_it_the_python_is_printed(monkeypatch, tmp_path):
-    python = tmp_path / "a folder" / "python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    assert own_command("--version") == f"'{python}' -m glm4v_patched --version"
+def test_without_a_program_beside_it_the_python_is_printed(programs):
+    (programs / "glm4v-patched").unlink()
+    assert own_command("--version") == f"'{programs}/python' -m glm4v_patched --version"
     assert in_plain_shell(own_command("--version")).stdout.startswith(VERSION)
 
 
-def test_a_program_of_another_environment_is_not_taken_for_this_one(monkeypatch, tmp_path):
-    other = tmp_path / "glm4v-patched"
-    other.write_text("#!/bin/sh\necho another\n")
-    other.chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.defpath]))
+def test_a_program_of_another_environment_is_not_taken_for_this_one(
+    programs, monkeypatch, tmp_path
+):
+    add_program(tmp_path / "other" / "glm4v-patched", "echo", "another")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "other"), os.defpath]))
     assert in_plain_shell(own_command("--version")).stdout.startswith(VERSION)

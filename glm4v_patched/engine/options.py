@@ -5,6 +5,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from ..printed import pip_install
 from .activation_policies import any_is_selective
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
@@ -115,6 +116,4 @@ def require_packages(choice: str) -> None:
     """Raise ``RuntimeError`` naming what a choice needs and does not find."""
     missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(
-            f"{choice} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
+        raise RuntimeError(f"{choice} needs {' and '.join(missing)}: {pip_install(*missing)}")

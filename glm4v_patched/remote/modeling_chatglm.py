@@ -367,7 +367,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         prompt_length: int | None = None,
-        image_features: Tensor | None = None,
+        image_features: Tensor | BaseModelOutputWithPooling | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **attention_kwargs,

@@ -332,7 +332,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             self._check_conversations(conversations, chat_template, tools, kwargs)
             kwargs.pop("sanitize_control_tokens", None)
             conversations = [[*map(_without_empty_image, chat)] for chat in conversations]
-            text = super().apply_chat_template(
+            text: Any = super().apply_chat_template(
                 conversations if is_batched else conversations[0],
                 tokenize=False,
                 return_dict=False,
@@ -497,9 +497,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             texts = batch_text_or_text_pairs
             # A text that is split already is a list, too.
             text = list if kwargs.get("is_split_into_words") else str
-            first = texts[0] if len(texts) else None
-            is_pair = isinstance(first, (list, tuple)) and len(first) == 2
-            if is_pair and all(isinstance(one, text) for one in first):
+            first: Any = texts[0] if len(texts) else None
+            is_list = isinstance(first, (list, tuple))
+            if is_list and len(first) == 2 and all(isinstance(one, text) for one in first):
                 texts, kwargs["text_pair"] = map(list, zip(*texts, strict=True))
             return self(texts, **kwargs)
 

@@ -27,6 +27,7 @@ from glm4v_patched.bench.rows import (
 from glm4v_patched.bench.settings import settings_of
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
+from glm4v_patched.printed import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -268,9 +269,9 @@ def test_a_rows_command_asks_for_its_settings(row):
         (["--rows", "none.json"], "none.json"),
         (["--out", "none/rows.json"], "is no folder; make it first"),
         (["--pictures", __file__], "is a file; pictures need a folder"),
-        (["--liger"], "liger needs not_there: pip install not_there"),
-        (["--trained", "lm", "qlora"], "qlora needs not_there: pip install not_there"),
-        (["--optimizer", "adamw_8bit"], "adamw_8bit needs not_there: pip install not_there"),
+        (["--liger"], f"liger needs not_there: {pip_install('not_there')}"),
+        (["--trained", "lm", "qlora"], f"qlora needs not_there: {pip_install('not_there')}"),
+        (["--optimizer", "adamw_8bit"], f"adamw_8bit needs not_there: {pip_install('not_there')}"),
         ([], "2 GPUs with ZeRO stage 0: use --gpus 1"),
     ],
 )
@@ -391,4 +392,4 @@ def test_without_matplotlib_nothing_runs_and_the_cure_is_said(tmp_path, capsys, 
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
     assert main([*NOTHING_RUNS, "--pictures", str(tmp_path)]) == 1
     printed = capsys.readouterr()
-    assert "pip install matplotlib" in printed.err and printed.out == ""
+    assert pip_install("matplotlib") in printed.err and printed.out == ""

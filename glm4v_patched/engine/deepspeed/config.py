@@ -7,10 +7,12 @@ from typing import Any
 
 from packaging.version import Version
 
+from ...printed import pip_install
 from ..environment import path_of_processes
 from ..options import EngineOptions
 
 OLDEST_DEEPSPEED, FIRST_UNTESTED_DEEPSPEED = "0.16.9", "0.20"
+SUPPORTED_DEEPSPEED = f"deepspeed>={OLDEST_DEEPSPEED},<{FIRST_UNTESTED_DEEPSPEED}"
 
 
 def deepspeed_config(
@@ -66,15 +68,15 @@ def deepspeed_config(
 def require_deepspeed(on_cpu: bool) -> None:
     """Raise ``RuntimeError`` naming what is missing or not supported, and how to install it."""
     missing = []
-    supported = f"deepspeed>={OLDEST_DEEPSPEED},<{FIRST_UNTESTED_DEEPSPEED}"
     if importlib.util.find_spec("deepspeed") is None:
-        missing.append("DeepSpeed and what training needs: pip install 'glm4v-patched[train]'")
+        install = pip_install("glm4v-patched[train]")
+        missing.append(f"DeepSpeed and what training needs: {install}")
     elif not _is_supported(found := version("deepspeed")):
-        missing.append(f"a tested DeepSpeed, {found} is not: pip install '{supported}'")
+        missing.append(f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}")
     if on_cpu and shutil.which("g++") is None and shutil.which("c++") is None:
         missing.append("a C++ compiler, for DeepSpeed's CPU collectives: apt-get install g++")
     if on_cpu and shutil.which("ninja", path=path_of_processes()) is None:
-        missing.append("ninja, for DeepSpeed's CPU collectives: pip install ninja")
+        missing.append(f"ninja, for DeepSpeed's CPU collectives: {pip_install('ninja')}")
     if missing:
         raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))
 

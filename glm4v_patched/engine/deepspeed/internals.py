@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import FIRST_UNTESTED_DEEPSPEED, OLDEST_DEEPSPEED
+from ...printed import pip_install
+from .config import SUPPORTED_DEEPSPEED
 
 ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus"
 CHECKPOINT_ENGINE = (
@@ -80,8 +81,7 @@ def require(owners: Iterable[object], names: Iterable[str]) -> None:
 def moved(name: str, owner: str) -> RuntimeError:
     return RuntimeError(
         f"DeepSpeed {version('deepspeed')} has no {name} (of {owner}), which training with ZeRO "
-        f"uses here; install a tested one: pip install 'deepspeed>={OLDEST_DEEPSPEED},"
-        f"<{FIRST_UNTESTED_DEEPSPEED}'"
+        f"uses here; install a tested one: {pip_install(SUPPORTED_DEEPSPEED)}"
     )
 
 
