@@ -1,8 +1,8 @@
 """Makes the folder that is published: our code beside the original's weights and vocabulary.
 
 Pure: the same source and the same code give the same bytes, whichever supported transformers runs
-this. Nothing that transformers writes with its own version's stamp is taken over; what it loads is
-tested on both ends of the range. Needs Python 3.11.
+this. Nothing that transformers writes with its own version's stamp is taken over. Needs Python
+3.11.
 """
 
 import errno
@@ -63,10 +63,8 @@ class Source(Contents):
         for name in names:
             file = self.files[name]
             if (digest := sha256_of_file(file.path) if file.path else file.sha256) is None:
-                raise ValueError(
-                    f"{self.name}: the Hub gives no sha256 of {name}, which is not stored as a "
-                    "large file: download the repository and give the folder"
-                )
+                told = f"{self.name}: the Hub gives no sha256 of {name}, which is no large file"
+                raise ValueError(f"{told}: download the repository and give the folder")
             self.weights[name] = Weight(size=file.size, sha256=digest)
 
     def content(self, name: str) -> bytes | None:
@@ -74,15 +72,9 @@ class Source(Contents):
 
 
 def read_source(text: str, base: str | None = None, trained: str | None = None) -> Source:
-    """Find what ``--weights`` names.
+    """Find what ``--weights`` names, and what is said of them if they were trained.
 
-    Args:
-        base, trained: What is said of trained weights: what they were before, and what was done.
-
-    Raises:
-        ValueError: neither a folder nor a pinned repository, one without safetensors, one with
-            links that lead out of it, or trained weights of which nothing is said.
-        Failure: the Hub does not give its files.
+    ``ValueError`` if it cannot be built from, ``Failure`` if the Hub does not give its files.
     """
     if Path(text).is_dir():
         source = Source(text, read_folder(Path(text), _is_read))
@@ -95,10 +87,8 @@ def read_source(text: str, base: str | None = None, trained: str | None = None) 
 def _read_repository(text: str) -> Source:
     repository, _, revision = text.partition("@")
     if not re.fullmatch(ID, repository) or text.startswith("."):
-        raise ValueError(
-            f"{text} is neither a folder nor a repository of the Hub: give an existing folder, or "
-            f"{UPSTREAM}@<commit of 40 hex digits>"
-        )
+        told = f"{text} is neither a folder nor a repository of the Hub"
+        raise ValueError(f"{told}: give a folder, or {UPSTREAM}@<commit of 40 hex digits>")
     if not re.fullmatch("[0-9a-f]{40}", revision):
         raise ValueError(_ask_for_a_commit(repository, revision))
     with tempfile.TemporaryDirectory() as folder:
@@ -124,24 +114,17 @@ def _ask_for_a_commit(repository: str, revision: str) -> str:
 
 
 def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> FineTune | None:
-    """What the card says of the weights: what is given, or what an earlier build has of the same.
-
-    Raises:
-        ValueError: an adapter lies beside them, or they were trained and nobody says how.
-    """
-    if adapters := sorted(OF_ADAPTERS & source.files.keys()):
-        raise ValueError(
-            f"{source.name} holds an adapter ({', '.join(adapters)}), which a build leaves out: "
-            "merge it into the weights first (peft's merge_and_unload), and give that folder"
-        )
+    """What is given, or what an earlier build has of the same weights; ``ValueError`` for an
+    adapter beside them, and if they were trained and nobody says how."""
+    if adapters := ", ".join(sorted(OF_ADAPTERS & source.files.keys())):
+        told = f"{source.name} holds an adapter ({adapters}), which a build leaves out"
+        raise ValueError(f"{told}: merge it first (peft's merge_and_unload), and give that folder")
     if base is not None or trained is not None:
         if not base or not re.fullmatch(ID, base):
             raise ValueError(f"--fine-tune-of {base}: give the id of the base as org/name")
         if not trained or not trained.strip() or not trained.isprintable():
-            raise ValueError(
-                f"--fine-tune-of {base} takes --trained too: a sentence for the card that says "
-                "what was trained and on what, such as 'the language model, on 2,000 receipts'"
-            )
+            told = "a line for the card, such as 'the language model, on 2,000 receipts'"
+            raise ValueError(f"--fine-tune-of {base} takes --trained too: {told}")
         return FineTune(base=base, trained=trained.strip())
     if source.repository == UPSTREAM:
         return None
@@ -154,26 +137,18 @@ def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> Fine
     if architectures != [PUBLISHED_ARCHITECTURE]:
         signs.append(f"config.json names {architectures}, not {[PUBLISHED_ARCHITECTURE]}")
     if signs:
-        raise ValueError(
-            f"{source.name} is not as {UPSTREAM} was published ({'; '.join(signs)}): for a card "
-            f"that says what it is, give --fine-tune-of {UPSTREAM} (or what else it was trained "
-            "from) and --trained 'what was trained, and on what'"
-        )
+        told = f"{source.name} is not as {UPSTREAM} was published ({'; '.join(signs)})"
+        cure = f"give --fine-tune-of {UPSTREAM} (or what else it was trained from) and --trained"
+        raise ValueError(f"{told}: {cure} 'what was trained, and on what'")
     return None
 
 
 def build(source: Source, out: Path, name: str, copy: bool = False) -> Manifest:
     """Write the folder; return its manifest.
 
-    Args:
-        source: Of :func:`read_source`.
-        out: Missing, empty, or an earlier build, which is replaced at once and only at the end.
-        name: The repository's id on the Hub, for the card.
-        copy: Copy local weights where they cannot be hard-linked.
-
-    Raises:
-        ValueError: the source cannot be published, or ``out`` holds what is not ours to replace.
-        Failure: the build would not pass verify.
+    An earlier build is replaced at once and only at the end; ``ValueError`` if ``out`` holds what
+    is not ours to replace, ``Failure`` if the build would not pass verify. Local weights are
+    copied, with ``copy``, where they cannot be hard-linked. ``name`` is for the card.
     """
     out = Path(os.path.realpath(out))
     _require_replaceable(out)
@@ -208,15 +183,11 @@ def differences(source: Source, out: Path, name: str) -> list[str]:
 def describe(manifest: Manifest) -> str:
     """What was built, for a person."""
     weights = manifest.weights
-    where = "placed in the folder"
-    if weights.repository:
-        where = f"left for a server-side copy from {weights.repository}@{weights.revision}"
-    size = sum(file.size for file in weights.files.values())
-    told = f"version {manifest.version}: {len(manifest.names)} files, of which "
-    told += f"{len(weights.files)} of weights, {size:,} bytes, {where}"
+    where = f"copied by the Hub from {weights.repository}@{weights.revision}, when published"
+    told = f"version {manifest.version}: {len(manifest.names)} files, {len(weights.files)} of "
+    told += f"them weights, {where if weights.repository else 'placed in the folder'}"
     if WEIGHTS_LICENSE not in manifest.files:
-        told += f"\nthe source has no licence file: there is no {WEIGHTS_LICENSE}, and the card "
-        told += f"links to that of {UPSTREAM}; read it before you publish"
+        told += f"\nthe source has no licence file; the card links to that of {UPSTREAM}: read it"
     return told
 
 
@@ -242,24 +213,23 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
         if given and (content := source.content(given)) is not None:
             files[target] = content
     files["README.md"] = _card(source, name, license_name, project["dependencies"])
+    repository, revision = source.repository, source.revision
+    weights = Weights(repository=repository, revision=revision, files=source.weights)
     manifest = Manifest(
         version=glm4v_patched.__version__,
-        upstream_revision=source.revision,
+        upstream_revision=revision,
         fine_tune=source.fine_tune,
         code={file: sha256_of(content) for file, content in code.items()},
-        weights=Weights(
-            repository=source.repository, revision=source.revision, files=source.weights
-        ),
+        weights=weights,
         files={file: sha256_of(files[file]) for file in sorted(files)},
     )
     return {**code, **files, MANIFEST: _json(manifest.model_dump())}
 
 
 def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
-    """The original's fields as they are; ours for the loader; ids of the tokenizer if it has none.
+    """The original's fields as they are; ours for the loader; the tokenizer's ids if it has none.
 
-    Raises:
-        ValueError: no glm-4v, or one this code does not compute.
+    ``ValueError`` for no glm-4v, or one that this code does not compute.
     """
     config = source.read_json("config.json")
     if not is_glm4v(config):
@@ -339,15 +309,11 @@ def _require_replaceable(out: Path) -> None:
     try:
         foreign = sorted(here - {*read_manifest((out / MANIFEST).read_bytes()).names})
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{out} is not empty and holds no {MANIFEST} of an earlier build "
-            f"({error}): give a new folder, or empty this one"
-        ) from error
+        told = f"{out} is not empty and holds no {MANIFEST} of an earlier build ({error})"
+        raise ValueError(f"{told}: give a new folder, or empty this one") from error
     if foreign:
-        raise ValueError(
-            f"{out} holds {len(foreign)} files that no build wrote, which would be lost: "
-            f"{', '.join(foreign[:5])}; move them away, or give a new folder"
-        )
+        told = f"{out} holds {len(foreign)} files that no build wrote: {', '.join(foreign[:5])}"
+        raise ValueError(f"{told}; move them away, or give a new folder")
 
 
 @contextmanager
@@ -378,8 +344,6 @@ def _place(original: Path, path: Path, copy: bool) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
             raise
         if not copy:
-            raise ValueError(
-                f"{original} cannot be hard-linked to {path.parent.parent} "
-                f"({os.strerror(error.errno)}): give --out on its file system, or --copy"
-            ) from error
+            told = f"{original} cannot be hard-linked to {path.parent.parent} ({error.strerror})"
+            raise ValueError(f"{told}: give --out on its file system, or --copy") from error
         shutil.copyfile(original, path)

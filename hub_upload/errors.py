@@ -23,16 +23,11 @@ LONGEST_SILENCE = 60
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 AGAIN = "run the same command again: it finds what has arrived and does the rest"
 CURES = {
-    401: "it is not there, or the token is not valid: check the name, then log in with "
-    "`hf auth login`, or set another HF_TOKEN",
-    403: "the token may not do this: accept the terms on the repository's page to read it; to "
-    "write, it needs that right here and in the organisation, or, where the repository exists, "
-    "--pr",
-    404: "it is not there, or not for this token: check the name, the revision and the token's "
-    "rights",
+    401: "it is not there, or the token is not valid: check the name, or `hf auth login` again",
+    403: "the token may not do this: accept the repository's terms, get the right, or use --pr",
+    404: "it is not there, or not for this token: check name, revision and the token's rights",
     409: "somebody else made it at the same moment",
-    412: "the branch has moved since it was compared: somebody else has committed. Nothing was "
-    "committed",
+    412: "the branch has moved: somebody else has committed. Nothing was committed",
     429: "too many requests: wait a little",
     507: "the server's disk is full: its owner must make room",
 }
@@ -47,16 +42,11 @@ class BadAnswer(Exception):
 
 
 def limit_silence() -> None:
-    """From now on no request waits longer than ``HF_HUB_DOWNLOAD_TIMEOUT`` for the next byte.
-
-    Most requests of the client set no limit. Uploads by hf_xet have limits of their own.
-    """
+    """Let no request wait longer than ``HF_HUB_DOWNLOAD_TIMEOUT``; most of them set no limit."""
     given = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT")
     seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT if given else LONGEST_SILENCE
-    assert hasattr(_http, "default_client_factory"), (
-        f"huggingface_hub {huggingface_hub.__version__} does not make its clients by "
-        "utils._http.default_client_factory: pip install 'huggingface_hub<3'"
-    )
+    told = f"huggingface_hub {huggingface_hub.__version__} has no default_client_factory"
+    assert hasattr(_http, "default_client_factory"), f"{told}: pip install 'huggingface_hub<3'"
 
     def limit(request) -> None:
         limits = request.extensions["timeout"]
@@ -72,10 +62,7 @@ def limit_silence() -> None:
 
 @contextmanager
 def during(what: str, state: str = AGAIN) -> Iterator[None]:
-    """Turn what happens outside of this program into a ``Failure`` of one line.
-
-    ``what`` was being done, and leaves ``state`` behind.
-    """
+    """Turn what happens outside of this program into a ``Failure``: what was done, and is left."""
     try:
         yield
     except Failure:
@@ -111,27 +98,22 @@ def _reason_of_disk(error: BaseException, told: str) -> str | None:
 def _reason_of_server(error: BaseException, told: str) -> str | None:
     if (status := status_of(error)) is not None:
         unknown = "the server fails: wait a little" if status >= 500 else "the server refuses"
-        return f"{CURES.get(status, unknown)} ({status}: {server_message(error)})"
+        return f"{CURES.get(status, unknown)} ({status}: {getattr(error, 'server_message', None)})"
     if "404" in told and "xet-write-token" in told:
         # The client uploads through hf_xet, where it is installed, without asking the server.
         return f"this server has no Xet storage: set HF_HUB_DISABLE_XET=1 ({told})"
     if "Consistency check failed" in told:
         return f"a file did not arrive whole ({told})"
     if _is_malformed(error, told):
-        return (
-            f"the server's answer is not that of a Hub ({type(error).__name__}: {told}): it fails, "
-            "or HF_ENDPOINT is not that of a Hub"
-        )
-    if isinstance(error, HTTPError) and type(error).__name__.endswith("Timeout"):
-        request = error.request
-        return (
-            f"{host_of(str(request.url))} did not answer within "
-            f"{request.extensions['timeout']['read']:g} s: check the network and HF_ENDPOINT, or "
-            "wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
-        )
-    if isinstance(error, HTTPError):
-        return f"the connection failed ({type(error).__name__}: {told})"
-    return None
+        kind = f"{type(error).__name__}: {told}"
+        return f"the server's answer is not that of a Hub ({kind}): check HF_ENDPOINT"
+    if not isinstance(error, HTTPError):
+        return None
+    if type(error).__name__.endswith("Timeout"):
+        host, seconds = host_of(str(error.request.url)), error.request.extensions["timeout"]["read"]
+        cure = "check the network and HF_ENDPOINT, or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
+        return f"{host} did not answer within {seconds:g} s: {cure}"
+    return f"the connection failed ({type(error).__name__}: {told})"
 
 
 def _is_malformed(error: BaseException, told: str) -> bool:
@@ -148,10 +130,6 @@ def _is_malformed(error: BaseException, told: str) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def server_message(error: BaseException) -> str:
-    return getattr(error, "server_message", None) or "no reason given"
 
 
 def printable(text: str) -> str:

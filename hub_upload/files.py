@@ -40,18 +40,12 @@ CALLS_CODE = {"REDUCE", "BUILD", "OBJ", "NEWOBJ", "NEWOBJ_EX"}
 
 @dataclass(frozen=True)
 class File:
-    """A file of a folder or of a repository.
-
-    Attributes:
-        content: All of it, as it was hashed; None for weights, pickles and what is too large.
-        sha256: Of the content, or what the Hub or a manifest says; None if nobody has read it.
-        path: Where it lies; None if it is only on the Hub.
-    """
+    """A file of a folder or of a repository."""
 
     size: int
-    content: bytes | None = None
-    sha256: str | None = None
-    path: Path | None = None
+    content: bytes | None = None  # as it was hashed; None for weights, pickles and large files
+    sha256: str | None = None  # or what the Hub or a manifest says; None if nobody has read it
+    path: Path | None = None  # None if it is only on the Hub
 
 
 @dataclass
@@ -79,10 +73,8 @@ class Contents:
             raise ValueError(f"{self.name}: {INDEX} has no weight_map: it is no index of weights")
         odd = [f for f in where.values() if not isinstance(f, str) or not re.fullmatch(SHARD, f)]
         if odd:
-            raise ValueError(
-                f"{self.name}: {INDEX} names {odd[:3]} ({len(odd)} of {len(where)} tensors), "
-                "expected *.safetensors in one folder"
-            )
+            told = f"{self.name}: {INDEX} names {odd[:3]} for {len(odd)} of {len(where)} tensors"
+            raise ValueError(f"{told}, expected *.safetensors in one folder")
         return sorted(set(where.values()))
 
 
@@ -103,9 +95,8 @@ def is_small(name: str, size: int) -> bool:
 def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> dict[str, File]:
     """Every file by its path in the folder, but for folders whose names begin with a dot.
 
-    Raises:
-        ValueError: a link leads out of the folder, or to a folder; names it and where to. Links of
-            the Hub's cache, from a snapshot to the blobs beside it, are followed.
+    ``ValueError`` for a link that leads out of it, or to a folder; but links of the Hub's cache,
+    from a snapshot to the blobs beside it, are followed.
     """
     root = Path(os.path.realpath(folder))
     of_cache = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")
@@ -120,22 +111,15 @@ def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> d
                 inside = end.is_relative_to(root) or end.parent == blobs
                 if not inside or end.is_dir():
                     what = "a link to a folder" if inside else "a link that leads out of the folder"
-                    raise ValueError(
-                        f"{folder / name} is {what}, to {end}, and is not followed: put a copy in "
-                        "its place, or take it away"
-                    )
-            if path.is_file():
-                found[name] = _read(path, name, reads)
+                    told = f"{folder / name} is {what}, to {end}, and is not followed"
+                    raise ValueError(f"{told}: put a copy in its place, or take it away")
+            if path.is_file() and reads(name, path.stat().st_size):
+                content = path.read_bytes()
+                # What was read counts, whatever has become of the file since.
+                found[name] = File(len(content), content, sha256_of(content), path)
+            elif path.is_file():
+                found[name] = File(path.stat().st_size, path=path)
     return found
-
-
-def _read(path: Path, name: str, reads: Callable[[str, int], bool]) -> File:
-    size = path.stat().st_size
-    if not reads(name, size):
-        return File(size, path=path)
-    content = path.read_bytes()
-    # What was read counts, whatever has become of the file since.
-    return File(len(content), content, sha256_of(content), path)
 
 
 def read_tree(api: HfApi, name: str, revision: str | None) -> tuple[ModelInfo, dict[str, RepoFile]]:
@@ -157,14 +141,8 @@ def tree_at(api: HfApi, name: str, revision: str) -> dict[str, RepoFile]:
 def read_repository(
     name: str, revision: str | None, into: Path, reads: Callable[[str, int], bool] = is_small
 ) -> tuple[str, dict[str, File]]:
-    """The commit that ``revision`` (main if ``None``) is at, and its files.
-
-    Args:
-        into: A new folder of ours, where the small files are downloaded to.
-
-    Raises:
-        Failure: the Hub does not give them.
-    """
+    """The commit that ``revision`` (main if ``None``) is at, and its files; the small ones are
+    downloaded to a new folder of ours. ``Failure`` if the Hub does not give them."""
     with during(f"looking at {name}{f'@{revision}' if revision else ''}"):
         info, tree = read_tree(HfApi(), name, revision)
     assert info.sha is not None
@@ -174,11 +152,7 @@ def read_repository(
 
 
 def download(name: str, commit: str, paths: list[str], into: Path) -> None:
-    """Download files to a folder of ours, and compare them with the hashes that the Hub lists.
-
-    Raises:
-        Failure: they do not all arrive, or cannot be written.
-    """
+    """Download files to a folder of ours, and compare them with the hashes that the Hub lists."""
     with during(f"downloading from {name}@{commit}"):
         into.mkdir(exist_ok=True)
         patterns = [glob.escape(path) for path in paths]

@@ -59,18 +59,14 @@ def shorten(names: Iterable[str], limit: int = 3) -> str:
 class LoadCheck:
     """What is loaded by one check and used by the next.
 
-    Args:
-        source: Folder.
-        shapes: Of every tensor in the files of weights; None where they are not at hand.
-        whole: The weights are in the folder, and small enough to be loaded.
+    ``shapes`` are those in the files of weights, None where they are not at hand; ``whole`` says
+    that the weights are in the folder, and small enough to be loaded.
     """
 
     def __init__(self, source: str, shapes: dict[str, list[int]] | None, whole: bool):
         self.source, self.shapes, self.whole = source, shapes, whole
         self.model: Any = None
-        self.which = "real weights"
-        if not whole:
-            self.which = "random weights, 2 + 2 layers of width 64: the whole model is too large"
+        self.which = "real weights" if whole else "random weights, 2 + 2 layers of width 64"
 
     def load(self, auto: str, **options) -> Any:
         """What an Auto class of transformers makes of the folder: a class of the folder's own."""
@@ -90,17 +86,14 @@ class LoadCheck:
         require(not lost, f"fields of config.json with another value once loaded: {lost}")
         return f"{type(self.config).__name__}, {len(given)} fields"
 
-    def tokenizer_loads(self) -> str:
+    def processor_loads(self) -> str:
+        self.processor = self.load("AutoProcessor")
+        self.load("AutoImageProcessor")
         self.tokenizer = self.load("AutoTokenizer")
         for text in (QUESTION, "你好，世界！\n\tdef f(x):  return x"):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             require(self.tokenizer.decode(ids) == text, f"{text!r} does not survive its ids {ids}")
             require(max(ids) < self.config.padded_vocab_size, f"id {max(ids)} has no embedding")
-        return f"{type(self.tokenizer).__name__}, {len(self.tokenizer):,} ids"
-
-    def processor_loads(self) -> str:
-        self.processor = self.load("AutoProcessor")
-        self.load("AutoImageProcessor")
         inputs = self.inputs(seed=0)
         side, patch = (self.config.vision_config[key] for key in ("image_size", "patch_size"))
         shape = tuple(inputs["pixel_values"].shape)
@@ -109,7 +102,7 @@ class LoadCheck:
         taken = ids.index(self.config.eoi_token_id) - ids.index(self.config.boi_token_id) - 1
         made = (side // patch // 2) ** 2
         require(taken == made, f"an image takes {taken} ids, the tower makes {made} vectors of it")
-        return f"{type(self.processor).__name__}, {made:,} ids an image"
+        return f"{len(self.tokenizer):,} ids, of which an image takes {made:,}"
 
     def parameters(self) -> str:
         """Names and shapes, on an empty model; without the files, names and size in the index."""
@@ -126,15 +119,13 @@ class LoadCheck:
         names = set(self.shapes or told.get("weight_map", ()))
         if not names:
             raise Skip("no weights and no index are at hand")
-        lacking, foreign = trained - names, names - state.keys()
-        require(not lacking, f"{len(lacking)} parameters are in no file: {shorten(lacking)}")
-        require(not foreign, f"{len(foreign)} tensors are no parameter: {shorten(foreign)}")
-        wrong = [
-            f"{name}: {shape} in the file, {state[name]} in the model"
-            for name, shape in (self.shapes or {}).items()
-            if shape != state[name]
-        ]
-        require(not wrong, f"{len(wrong)} shapes differ; {shorten(wrong)}")
+        lacking, foreign = shorten(trained - names), shorten(names - state.keys())
+        require(not lacking, f"parameters that are in no file: {lacking}")
+        require(not foreign, f"tensors that are no parameter: {foreign}")
+        for name, shape in (self.shapes or {}).items():
+            require(
+                shape == state[name], f"{name}: {shape} in the file, {state[name]} in the model"
+            )
         number = sum(math.prod(state[name]) for name in trained)
         size = told.get("metadata", {}).get("total_size")
         if self.shapes is None and size is not None:
@@ -228,13 +219,7 @@ class LoadCheck:
 
 
 # In the order in which they run.
-STEPS: tuple[str, ...] = (
-    "config loads",
-    "tokenizer loads",
-    "processor loads",
-    "parameters",
-    "weights load",
-)
+STEPS: tuple[str, ...] = ("config loads", "processor loads", "parameters", "weights load")
 STEPS += ("generation", "training step")
 
 

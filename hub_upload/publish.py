@@ -27,13 +27,15 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from .checks import Target, refuse_what_fails
-from .errors import AGAIN, BadAnswer, Failure, during, printable, server_message, status_of
+from .errors import AGAIN, BadAnswer, Failure, during, printable, status_of, without_secrets
 from .files import File, read_folder, read_tree, sha256_of_file, tree_at
 from .layout import ID, INDEX, MANIFEST
+from .load_check import shorten
 from .manifest import Manifest, read_manifest
 
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 UNCHANGED = f"nothing was changed; {AGAIN}"
+NEVER_MOVED = "People pin tags, so it is not moved: raise the version and build again"
 
 
 def say(line: str) -> None:
@@ -73,16 +75,7 @@ def is_at(file: File, there: RepoFile | None) -> bool:
 
 
 class Publication:
-    """What is to be at the destination, what is there, and what happens to each file.
-
-    Attributes:
-        files: Those of the build; weights that are only on the Hub have no path.
-        head: Commit of the destination; None without one.
-        tree, theirs: Files there, and the manifest of an earlier build.
-        tagged: The commit that the tag of this version is at.
-        copied, uploaded, deleted, kept, foreign: Names of files, by what happens to them.
-        why_not: Why weights are not copied on the Hub.
-    """
+    """What is to be at the destination, what is there, and what happens to each file."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.repo, self.api = options, options.repo, HfApi()
@@ -122,13 +115,13 @@ class Publication:
 
     def plan(self) -> None:
         ours = set(self.theirs.names) if self.theirs else set()
-        foreign = sorted(self.tree.keys() - ours - {GIT_FILE})
+        # Without a manifest of ours, a file of a name that we use is somebody's all the same.
+        known = {GIT_FILE, *ours, *(self.files if self.theirs else ())}
+        foreign = sorted(self.tree.keys() - known)
         if foreign and not self.options.allow_foreign:
-            raise Failure(
-                f"{self.repo} has {len(foreign)} files that no {MANIFEST} of ours lists "
-                f"({', '.join(foreign[:5])}{', ...' * (len(foreign) > 5)}): is it the right "
-                "repository? --allow-foreign publishes beside them, and over those of the same name"
-            )
+            told = f"{len(foreign)} files that no {MANIFEST} of ours lists ({shorten(foreign, 5)})"
+            cure = "--allow-foreign publishes beside them, and over those of the same name"
+            raise Failure(f"{self.repo} has {told}: is it the right repository? {cure}")
         left_out = self.weights_to_leave() if self.options.code_only else set()
         self.deleted = sorted(self.tree.keys() & ours - self.files.keys() - {GIT_FILE} - left_out)
         self.kept = [name for name, file in self.files.items() if is_at(file, self.tree.get(name))]
@@ -149,10 +142,8 @@ class Publication:
         same = [is_at(File(w.size, sha256=w.sha256), self.tree.get(name)) for name, w in listed]
         indexed = INDEX in self.tree or INDEX not in self.manifest.files
         if theirs & self.tree.keys() and not (all(same) and indexed):
-            raise Failure(
-                f"{self.repo} has weights, and not all of those that {MANIFEST} of this build "
-                "lists: publish without --code-only, or the code would stand beside other weights"
-            )
+            told = f"{self.repo} has weights, and not all of those that this {MANIFEST} lists"
+            raise Failure(f"{told}: the code would not fit, so publish without --code-only")
         return theirs | {INDEX}
 
     def why_not_copied(self) -> str | None:
@@ -176,12 +167,9 @@ class Publication:
 
     def require_here(self, why: str) -> None:
         if missing := [name for name in self.copied if self.files[name].path is None]:
-            raise Failure(
-                f"{len(missing)} files of weights ({missing[0]}, ...) are neither at the "
-                f"destination nor in the folder, and cannot be copied: {why}. Publish where the "
-                "source can be read and is in the same storage region; or build with --weights "
-                "FOLDER, to upload them; or leave them out with --code-only"
-            )
+            told = f"{shorten(missing)} are neither there nor in the folder, nor can be copied"
+            cure = "build with --weights FOLDER, to upload them, or leave them out with --code-only"
+            raise Failure(f"{told}: {why}; {cure}")
 
     def show(self) -> None:
         # The Hub does not tell a missing repository from one that this token may not see.
@@ -210,23 +198,15 @@ class Publication:
 
     def check_settings(self) -> None:
         if self.head is None and self.options.pr:
-            raise Failure(
-                f"{self.repo} does not exist, or not for this token, so there is nothing to open a "
-                "pull request against: publish without --pr"
-            )
+            told = f"{self.repo} is not there, or not for this token"
+            raise Failure(f"{told}: nothing to open a pull request against; publish without --pr")
         if self.options.private and self.head and not self.private:
-            raise Failure(
-                f"{self.repo} exists and is public, but --private is given: make it private in its "
-                "settings, or leave the option out"
-            )
+            raise Failure(f"{self.repo} is public: make it private in its settings first")
         if self.options.pr or self.tagged in (None, None if self.changes else self.head):
             return
         what = "this build differs from its head" if self.changes else f"its head is {self.head}"
-        raise Failure(
-            f"{self.repo} has the tag {self.tag} at {self.tagged}, but {what}. People pin tags, so "
-            "it is not moved: raise the version of glm4v-patched and build again. If nobody has "
-            f"used it, delete it with `hf repos tag delete {self.repo} {self.tag}`"
-        )
+        told = f"{self.repo} has the tag {self.tag} at {self.tagged}, but {what}"
+        raise Failure(f"{told}. {NEVER_MOVED}")
 
     def find_pull_request(self) -> str | None:
         """The number of one that already makes the destination what is wanted."""
@@ -252,7 +232,7 @@ class Publication:
                 if why is None or not self.copied:
                     raise
                 self.require_here(why)
-                say(f"The server does not copy: {why}.".replace(get_token() or "\0", "<token>"))
+                say(without_secrets(f"The server does not copy: {why}."))
                 self.uploaded, self.copied = self.copied + self.uploaded, []
                 commit = self.create_commit()
         say(f"Committed {commit.oid}{f', {commit.pr_url}' if self.options.pr else ''}")
@@ -260,11 +240,9 @@ class Publication:
         with during(f"reading back {self.repo}", state):
             wrong = self.differences(str(commit.pr_revision if self.options.pr else commit.oid))
         if wrong:
-            raise Failure(
-                f"commit {commit.oid} of {self.repo} is not what was sent, so it is not tagged: "
-                f"{'; '.join(wrong[:5])}. Run the same command again to send these files once "
-                "more; a .gitignore in the repository may keep them out"
-            )
+            told = f"commit {commit.oid} is not what was sent, so it is not tagged"
+            cure = f"{AGAIN}; a .gitignore in the repository may keep files out"
+            raise Failure(f"{told}: {shorten(wrong, 5)}; {cure}")
         say(f"Verified {len(self.files)} files.")
         return commit.oid
 
@@ -294,37 +272,25 @@ class Publication:
         for name in weights:
             found, listed = operations[name].upload_info.sha256.hex(), self.files[name].sha256
             if found != listed:
-                raise Failure(
-                    f"{name} has sha256 {found}, but {MANIFEST} lists {listed}: the file has "
-                    "changed since the build, or cannot be read without errors; nothing was sent, "
-                    "build again"
-                )
+                told = f"{name} has sha256 {found}, but {MANIFEST} lists {listed}"
+                raise Failure(f"{told}: nothing was sent, build again")
         # They are read once more to be sent, and not every server compares what arrives.
         large = [operations[name] for name in weights]
         self.api.preupload_lfs_files(self.repo, large, create_pr=self.options.pr)
         changed = [name for name in weights if state_of(self.files[name].path) != before[name]]
         if changed:
-            raise Failure(
-                f"{', '.join(changed)} changed while it was sent: nothing was committed; build "
-                "again, and let nothing write to the folder meanwhile"
-            )
+            told = f"{shorten(changed)} changed while it was sent: nothing was committed"
+            raise Failure(f"{told}; build again, and let nothing write to the folder meanwhile")
         return list(operations.values())
 
     def create_tag(self, commit: str) -> None:
-        state = f"commit {commit} is complete, but has no tag; {AGAIN}"
+        state = f"commit {commit} is complete, and may lack its tag; {AGAIN}"
         with during(f"tagging {self.repo}", state):
             self.api.create_tag(self.repo, tag=self.tag, revision=commit)
-        with during(
-            f"reading back the tag of {self.repo}", f"commit {commit} is complete; {AGAIN}"
-        ):
             tagged = self.read_tag()
         if tagged != commit:
-            found = (
-                f"it is at {tagged}: somebody else made it at the same moment. People pin tags, "
-            )
-            found += "so it is not moved: raise the version of glm4v-patched and build again"
-            if tagged is None:
-                found = f"it is not there; {state}"
+            found = f"it is at {tagged}, made by somebody else meanwhile. {NEVER_MOVED}"
+            found = found if tagged else f"it is not there; {state}"
             raise Failure(f"the tag {self.tag} should be at {commit} of {self.repo}, but {found}")
         say(f"Tagged {self.tag}.")
 
@@ -337,7 +303,8 @@ def refusal_of_copy(error: Exception) -> str | None:
     if status is None or not 400 <= status < 500 or status in (401, 408, 429):
         return None
     asked = str(getattr(error, "response").url)  # noqa: B009 (no base class has it)
-    return f"{status}, {server_message(error)}" if "/lfs-files/duplicate" in asked else None
+    told = f"{status}, {getattr(error, 'server_message', None)}"
+    return told if "/lfs-files/duplicate" in asked else None
 
 
 def state_of(path: Path | None) -> tuple[int, ...]:
@@ -347,11 +314,7 @@ def state_of(path: Path | None) -> tuple[int, ...]:
 
 
 def publish(options: argparse.Namespace) -> None:
-    """Compare, show, and with ``--push`` do it.
-
-    Raises:
-        Failure: whatever goes wrong outside of this program.
-    """
+    """Compare, show, and with ``--push`` do it."""
     it = Publication(options)
     if options.push and not get_token():
         raise Failure("no token: log in with `hf auth login`, or set HF_TOKEN")

@@ -61,14 +61,7 @@ def verify(
 ) -> Report:
     """Run every check on a folder, or on a commit, tag or branch of an id on the Hub.
 
-    Args:
-        check_weights: Read all weights for their sha256, too.
-        code_only: There should be no weights: it was published for others' auto_maps.
-        run_code: Run code that is not this clone's, too.
-
-    Raises:
-        ValueError: ``name`` is neither, or has links that lead out of it.
-        Failure: the Hub does not give its files.
+    ``ValueError`` if it is neither, ``Failure`` if the Hub does not give its files.
     """
     with tempfile.TemporaryDirectory() as home:
         if Path(name).is_dir() and revision is not None:
@@ -82,8 +75,7 @@ def verify(
             raise ValueError(
                 f"{name} is neither a folder nor an id on the Hub: give DIR or org/name"
             )
-        target.check_weights, target.code_only = check_weights, code_only
-        target.run_code = run_code
+        target.check_weights, target.code_only, target.run_code = check_weights, code_only, run_code
         checks = check_files(target)
         if failed := [check.name for check in checks if check.status == FAILED]:
             checks += _skipped(0, f"nothing is run because of: {', '.join(failed)}")
