@@ -67,9 +67,6 @@ class Source(Contents):
                 raise ValueError(f"{told}: download the repository and give the folder")
             self.weights[name] = Weight(size=file.size, sha256=digest)
 
-    def content(self, name: str) -> bytes | None:
-        return self.files[name].content if name in self.files else None
-
 
 def read_source(text: str, base: str | None = None, trained: str | None = None) -> Source:
     """Find what ``--weights`` names, and what is said of them if they were trained.
@@ -227,10 +224,7 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
 
 
 def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
-    """The original's fields as they are; ours for the loader; the tokenizer's ids if it has none.
-
-    ``ValueError`` for no glm-4v, or one that this code does not compute.
-    """
+    """The original's fields as they are, and ours for the loader; ids that it lacks are added."""
     config = source.read_json("config.json")
     if not is_glm4v(config):
         kind = f"model_type {config.get('model_type')!r}, vision_config "

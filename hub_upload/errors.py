@@ -102,8 +102,6 @@ def _reason_of_server(error: BaseException, told: str) -> str | None:
     if "404" in told and "xet-write-token" in told:
         # The client uploads through hf_xet, where it is installed, without asking the server.
         return f"this server has no Xet storage: set HF_HUB_DISABLE_XET=1 ({told})"
-    if "Consistency check failed" in told:
-        return f"a file did not arrive whole ({told})"
     if _is_malformed(error, told):
         kind = f"{type(error).__name__}: {told}"
         return f"the server's answer is not that of a Hub ({kind}): check HF_ENDPOINT"

@@ -55,9 +55,11 @@ class Contents:
     name: str
     files: dict[str, File]
 
+    def content(self, path: str) -> bytes | None:
+        return self.files[path].content if path in self.files else None
+
     def read(self, path: str) -> bytes:
-        content = self.files[path].content if path in self.files else None
-        if content is None:
+        if (content := self.content(path)) is None:
             raise ValueError(f"{self.name} has no {path}")
         return content
 

@@ -174,6 +174,7 @@ PLANTS = {
     "auto_map of the images": fields("preprocessor_config.json", auto_map=AUTO),
     "auto_map of generation": fields("generation_config.json", auto_map=AUTO),
     "a nested auto_map": fields("processor_config.json", image_processor={"auto_map": AUTO}),
+    "a nested class": fields("processor_config.json", inner={"auto_map": {"A": "visual.Evil"}}),
     "a list of auto_maps": fields("processor_config.json", image_processor=[{"auto_map": AUTO}]),
     "a pipeline": fields("config.json", custom_pipelines={"a": {"impl": f"{EVIL}--evil.Evil"}}),
     "a kernel": fields("config.json", attn_implementation=EVIL),
