@@ -107,6 +107,7 @@ def test_what_the_original_lacks_is_made_up_for(changed, make, run, tmp_path):
     assert as_files(make(changed, out="first")) == as_files(make(tmp_path / "first", out="second"))
 
 
+@pytest.mark.slow
 def test_what_our_own_code_saved_can_be_built_from(original, make, run, tmp_path):
     tiny_model().save_pretrained(tmp_path / "saved")
     ChatGLMProcessor.from_pretrained(original).save_pretrained(tmp_path / "saved")

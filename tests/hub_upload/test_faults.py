@@ -257,17 +257,14 @@ def test_a_disk_that_is_full_for_the_output_is_one_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, ask, cli, tmp_path):
+def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, ask, run, tmp_path, monkeypatch):
     status, told = ask("verify", "--json", "/dev/full")
     assert status == 1 and "hub_upload: no space left on a disk" in told
     build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-    command = [sys.executable, "-m", "hub_upload", "publish", build, "--repo", REPO, "--push"]
-    environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with open("/dev/full", "w") as disk:
-        pipe = {"stdout": disk, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-        ended = subprocess.run(command, env=environment | hub.environment, **pipe)
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("hub_upload: no space left on a disk")
+    with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
+        patch.setattr(sys, "stdout", disk)
+        status, told = run("publish", build, "--repo", REPO, "--push")
+        assert status == 1 and told.startswith("hub_upload: no space left on a disk")
     assert REPO not in hub.repositories
 
 

@@ -222,9 +222,8 @@ def test_a_payload_is_refused_before_anything_runs(
     assert {check.status for check in report.checks if check.name in STEPS} == {SKIPPED}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "a template" else pytest.mark.slow) for n in HARMLESS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HARMLESS)
 def test_what_may_be_anybodys_runs_nothing(name, copy, evil_hub, marker):
     """The code is this clone's, so the files are loaded."""
     HARMLESS[name](copy, marker)
