@@ -145,8 +145,9 @@ def a_tensor_that_is_missing(folder: Path) -> None:
         del index["weight_map"][EOI]
         index["metadata"]["total_size"] -= 4 * 64  # fp32, as wide as the model
 
-    edit(folder / INDEX, forget)
     rewritten(lambda weights: weights.pop(EOI))(folder)
+    edit(folder / INDEX, forget)
+    sign(folder)
 
 
 def an_index_that_names_the_wrong_shard(folder: Path) -> None:
