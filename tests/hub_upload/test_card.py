@@ -112,7 +112,9 @@ def test_its_code_answers_a_question(blocks, tmp_path):
 
 @pytest.mark.slow
 def test_its_code_trains_on_two_processes(blocks, tmp_path):
-    (tmp_path / "train.py").write_text(blocks[1])
+    # On a loaded CPU DeepSpeed's threads may abort a process that has done its work, when Python
+    # ends ("terminate called without an active exception").
+    (tmp_path / "train.py").write_text(f"{blocks[1]}\nimport os\nos._exit(0)\n")
     succeed(two_processes(tmp_path / "train.py"), environment(tmp_path))
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     learned = [name for name, value in adapter.items() if "lora_B" in name and value.any()]
