@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..printed import own_command
 from .collate import ConversationCollator, Size
-from .decoding import Facts, look_at_all
+from .decoding import Facts, read_facts_of_all
 from .formats import Fault, Row, describe_faults, read_rows, shorten
 from .memory import Memory, default_path
 from .rendering import measure_all
@@ -261,7 +261,7 @@ def _check_pictures(rows: list[Row], memory: Memory) -> dict[str, Facts]:
     sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
     learned: dict[str, Any] = {}
     with (
-        closing(look_at_all([*new], processes)) as answers,
+        closing(read_facts_of_all([*new], processes)) as answers,
         tqdm(total=len(new), desc="decoding pictures", disable=None, delay=1) as bar,
     ):
         for path, facts in zip(new, answers, strict=True):

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import CommitOperationCopy
 
 import glm4v_patched
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.local_hub import LocalHub, Sparse
 from tests.helpers.publishable import NAME, as_files, real_files, run_cli, shards_of, write_original
 
@@ -78,7 +78,7 @@ def test_a_stranger_loads_trains_and_generates_by_name(weights, hub, tmp_path):
     assert bool(shards_of(folder)) == (weights == "local")
     succeed(hub, tmp_path, "publish", folder, "--repo", NAME, "--push")
     assert set(hub.repositories[NAME].tags) == {TAG}
-    run_as_stranger(STRANGER, tmp_path, NAME, TAG, **hub.environment, HF_HUB_OFFLINE="0")
+    run_without_package(STRANGER, tmp_path, NAME, TAG, **hub.environment, HF_HUB_OFFLINE="0")
 
     report = json.loads(succeed(hub, tmp_path, "verify", NAME, "--revision", TAG, "--json", "-"))
     assert report["passed"] and len(report["checks"]) > 10
@@ -149,7 +149,7 @@ def test_weights_without_code_load_by_the_code_of_another_repository(hub, tmp_pa
     hub.add_repository("our-org/weights", files)
     out = str(tmp_path / "out")
     more = hub.environment | {"HF_HUB_OFFLINE": "0"}
-    run_as_stranger(CODE_OF_ANOTHER, tmp_path, "our-org/weights", code, out, **more)
+    run_without_package(CODE_OF_ANOTHER, tmp_path, "our-org/weights", code, out, **more)
 
 
 @pytest.mark.parametrize("command", ["build", "verify"])
