@@ -126,7 +126,8 @@ class Reader:
         for name in ("docs", "glm4v_patched", "hub_upload", "tests"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        shutil.copy(ROOT / "LICENSE", folder)
+        for name in ("LICENSE", "README.md", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder)
         modules = {"glm4v-patched": "glm4v_patched", "torchrun": "torch.distributed.run"}
         modules["deepspeed"] = "deepspeed.launcher.runner"
         programs = folder / ".venv" / "bin"

@@ -1,7 +1,7 @@
-"""Decodes pictures to their end, as training will: what cannot be read is found before it.
+"""Decodes pictures completely, as training will, to find those that cannot be read before it.
 
-Needs no torch. ``python -m glm4v_patched.data.decoding`` is one of :mod:`workers`, which is asked
-for paths.
+Needs no torch. ``python -m glm4v_patched.data.decoding`` is a process of :mod:`workers` that is
+sent paths.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What a recipe may say, typed and checked; needs no torch, so that mistakes are answered at once.
+"""The fields of a recipe, typed and checked; needs no torch, so that mistakes are reported at once.
 
 A recipe is a YAML or JSON file. Fields of ``trainer`` have the names of transformers'
 ``TrainingArguments``.

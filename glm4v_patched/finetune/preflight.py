@@ -1,6 +1,6 @@
 """What can be checked before anything expensive starts; needs no torch.
 
-The command line asks here once, and not each training process.
+The command line checks once, not each training process.
 """
 
 import json

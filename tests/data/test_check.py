@@ -373,7 +373,7 @@ def test_rows_are_skipped_if_asked_for_and_counted(tmp_path, run, capsys):
     long = turns(rounds=30)
     path = write(tmp_path, turns(answer=""), turns("a.png"), turns("bad.png"), long, turns())
     options = {"max_positions": 200}
-    with pytest.raises(ValueError, match=r"(?s)3 of 5 rows.*:1:.*:3:.*:4:.*\nmend .*skip\)$"):
+    with pytest.raises(ValueError, match=r"(?s)3 of 5 rows.*:1:.*:3:.*:4:.*\ncorrect .*skip\)$"):
         run(path, **options)
     checked = run(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 5) and checked.skipped == 3
@@ -388,7 +388,7 @@ def test_rows_are_skipped_if_asked_for_and_counted(tmp_path, run, capsys):
 
 def test_rows_of_which_none_can_be_used_are_not_skipped(tmp_path, run):
     path = write(tmp_path, turns(answer=""))
-    with pytest.raises(ValueError, match="1 of 1 rows cannot be used(.|\n)*mend them$"):
+    with pytest.raises(ValueError, match="1 of 1 rows cannot be used(.|\n)*correct them$"):
         run(path, on_bad="skip")
 
 
