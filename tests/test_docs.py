@@ -1,24 +1,16 @@
-"""README and docs: links lead somewhere, examples are read, commands are known."""
+"""README and docs: links lead somewhere, examples are read, figures are measured."""
 
 import json
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 import yaml
 
 from glm4v_patched.bench.rows import read_rows
-from glm4v_patched.cli import _parser
 from glm4v_patched.finetune.config import Recipe
+from tests.helpers.pages import DOCS, PAGES, README, ROOT, blocks
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CARD = ROOT / "hub_upload" / "MODEL_CARD.md"
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -28,12 +20,12 @@ def test_links_lead_to_files_that_are_there(page):
 
 
 def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", PAGES[0].read_text()))
-    assert linked == {page.name for page in PAGES[1:]}
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", README.read_text()))
+    assert linked == {page.name for page in DOCS}
 
 
 def test_the_readme_is_a_screen_and_a_half():
-    text = PAGES[0].read_text()
+    text = README.read_text()
     assert len(text.splitlines()) <= 150 and len(text.encode()) <= 12_000
 
 
@@ -57,20 +49,6 @@ def test_there_are_recipes_in_the_pages():
     assert {page.name for page, _ in RECIPES} >= {"README.md", "training.md"}
 
 
-COMMANDS = {
-    line.split("   #")[0].strip().removeprefix(".venv/bin/")
-    for page in PAGES
-    for block in blocks(page, "bash")
-    for line in block.replace("\\\n", " ").splitlines()
-    if re.match(r"(\.venv/bin/)?glm4v-patched ", line)
-}
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_commands_have_options_that_exist(command):
-    _parser().parse_args(shlex.split(command)[1:])
-
-
 def test_what_you_need_is_measured():
     """Each row of README's table is a row of the results."""
     results = [
@@ -79,9 +57,7 @@ def test_what_you_need_is_measured():
         for row in read_rows(file)
         if "error" not in row
     ]
-    lines = re.findall(
-        r"^\| (\d) x (\d+) GB \| `(\w+)`.*\| ([\d.]+) \|$", PAGES[0].read_text(), re.M
-    )
+    lines = re.findall(r"^\| (\d) x (\d+) GB \| `(\w+)`.*\| ([\d.]+) \|$", README.read_text(), re.M)
     assert len(lines) >= 6
     for gpus, gigabytes, trained, speed in lines:
         assert any(
@@ -94,7 +70,7 @@ def test_what_you_need_is_measured():
 
 
 def test_lines_of_data_are_lines_of_json():
-    [line] = [block for block in blocks(PAGES[0], "json") if "messages" in block]
+    [line] = [block for block in blocks(README, "json") if "messages" in block]
     assert json.loads(line)["messages"][-1]["role"] == "assistant"
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..printed import own_command
 from .collate import ConversationCollator, Size
-from .decoding import Facts, look_at_all
+from .decoding import Facts, read_facts_of_all
 from .formats import Fault, Row, describe_faults, read_rows, shorten
 from .memory import Memory, default_path
 from .rendering import measure_all
@@ -189,9 +189,9 @@ def check_file(
     if faults:
         told = describe_faults(path, faults, len(kept) + len(faults))
         if not kept:
-            raise ValueError(f"{told}\nmend them")
+            raise ValueError(f"{told}\ncorrect them")
         if on_bad == "fail":
-            raise ValueError(f"{told}\nmend them, or leave them out (data.on_bad: skip)")
+            raise ValueError(f"{told}\ncorrect them, or leave them out (data.on_bad: skip)")
         print(f"{told}\nthey are left out", flush=True)
     shown = dict.fromkeys(picture for row, _ in kept for picture in row.pictures)
     return CheckedData(
@@ -217,7 +217,7 @@ def require_pictures(path: str | Path, memory: Path | None = None) -> None:
         pictures = _check_pictures(rows, remembered)
     found = [(row.line, _fault_of_pictures(row, pictures)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
-        raise ValueError(f"{describe_faults(path, faults, len(rows))}\nmend them")
+        raise ValueError(f"{describe_faults(path, faults, len(rows))}\ncorrect them")
 
 
 def digest_row(row: Row, pictures: dict[str, Facts]) -> str:
@@ -261,7 +261,7 @@ def _check_pictures(rows: list[Row], memory: Memory) -> dict[str, Facts]:
     sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
     learned: dict[str, Any] = {}
     with (
-        closing(look_at_all([*new], processes)) as answers,
+        closing(read_facts_of_all([*new], processes)) as answers,
         tqdm(total=len(new), desc="decoding pictures", disable=None, delay=1) as bar,
     ):
         for path, facts in zip(new, answers, strict=True):

@@ -1,7 +1,7 @@
-"""Decodes pictures to their end, as training will: what cannot be read is found before it.
+"""Decodes pictures completely, as training will, to find those that cannot be read before it.
 
-Needs no torch. ``python -m glm4v_patched.data.decoding`` is one of :mod:`workers`, which is asked
-for paths.
+Needs no torch. ``python -m glm4v_patched.data.decoding`` is a process of :mod:`workers` that is
+sent paths.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
 NOT_READ = Facts(-1, -1, -1, "", None)
 
 
-def look_at(path: str) -> Facts:
+def read_facts(path: str) -> Facts:
     """Read a picture and decode all of it."""
     try:
         # Before it is opened: a pipe would be waited for.
@@ -90,14 +90,14 @@ def _file_of_16_bits(image: Image.Image) -> str | None:
     return None
 
 
-def look_at_all(paths: Sequence[str], processes: int) -> Generator[Facts, None, None]:
-    """:func:`look_at` for each path, in order.
+def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, None, None]:
+    """:func:`read_facts` for each path, in order.
 
     Args:
         processes: How many to start; with 0, this one decodes.
     """
     if not processes:
-        yield from map(look_at, paths)
+        yield from map(read_facts, paths)
         return
     for answer in ask_all(COMMAND, paths, processes):
         if isinstance(answer, Ended):
@@ -108,4 +108,4 @@ def look_at_all(paths: Sequence[str], processes: int) -> Generator[Facts, None, 
 
 
 if __name__ == "__main__":
-    answer_until_input_ends(look_at)
+    answer_until_input_ends(read_facts)

@@ -1,7 +1,6 @@
-"""What earlier checks of data found, kept in the user's cache folder between starts.
+"""A cache, in the user's cache folder, of what earlier checks of data found.
 
-An aid and nothing more: a file that is damaged is written anew, and where none can be kept, all is
-checked each time.
+A damaged file is written again. Where nothing can be written, everything is checked each time.
 """
 
 import hashlib

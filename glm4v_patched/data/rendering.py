@@ -1,4 +1,4 @@
-"""Renders conversations and measures what they take, one of :mod:`workers`.
+"""Renders conversations and counts their ids and positions, in a process of :mod:`workers`.
 
 ``python -m glm4v_patched.data.rendering FOLDER``, with the processor that was saved there.
 """

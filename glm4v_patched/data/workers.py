@@ -1,8 +1,8 @@
 """Processes that answer questions: a line of JSON on their standard input, one on their output.
 
-They end with their input, and so with the process that started them, however that ends. Not
-``multiprocessing``: its processes import the caller's script again, and outlive a caller that is
-killed. Needs no torch.
+They end when their input does, and so with the process that started them, even if it is killed.
+``multiprocessing`` is not used: its processes import the caller's script again, and outlive a
+caller that is killed. Needs no torch.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The main job in miniature: fine-tune a tiny glm-4v on pictures, and prove that it looks.
+"""The main job in miniature: fine-tune a tiny glm-4v, and test that it uses the pictures.
 
 1. A data set of pictures with questions is drawn and written to files (or the reader's is taken).
 2. A tiny model with random weights is saved, and trained from those files on several processes

@@ -1,4 +1,4 @@
-"""Has layers keep for their backward pass what their policy says, and compute the rest again."""
+"""Makes layers keep the activations that their policy names, and compute the others again."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,7 @@
-"""Policies of kept activations: what each keeps of a layer and computes again. Needs no torch.
+"""Policies: which activations of a layer are kept and which are computed again. Needs no torch.
 
-A policy is one record of :data:`POLICIES`. :mod:`activation_checkpointing` acts by it,
-:mod:`memory_plan` estimates by it, the recipe and the bench offer it by its name.
+A policy is one record of :data:`POLICIES`. :mod:`activation_checkpointing` applies it,
+:mod:`memory_plan` estimates its memory, the recipe and the bench take it by its name.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Layers compiled one by one: their norms, rotations and activations become few kernels.
+"""Compiles layers one by one: their norms, rotations and activations become few kernels.
 
-Under ZeRO-3 that pays only if the hooks which gather weights stay outside of what is compiled: each
+Under ZeRO-3 this helps only if the hooks that gather weights are outside of compiled code: each
 layer is gathered as a whole (:mod:`deepspeed.gather`), and DeepSpeed must leave ``F.linear`` alone
 (:func:`deepspeed.config.zero_config` with ``whole_layers``), because its own one asks every weight
 for its number, and each layer would be compiled anew.

@@ -1,5 +1,4 @@
-"""The GPUs that training processes will see, asked without torch, so that mistakes are answered at
-once."""
+"""The GPUs that training processes will see. Needs no torch, so that mistakes are told early."""
 
 import ctypes
 import importlib.util

@@ -1,8 +1,8 @@
-"""What training takes of a GPU's memory, estimated from the model's sizes, and what to keep there.
+"""Estimates the GPU memory of a training from the model's sizes, and chooses settings that fit.
 
-The estimates are arithmetic on a config: nothing is built. They rest on what layers keep when they
-are compiled (:mod:`activation_policies` says what each policy keeps) and were compared with
-measured peaks at the real size (``tests/engine/test_memory_plan.py``).
+The estimates are arithmetic on a config; no model is built. They use what compiled layers keep
+(:mod:`activation_policies` says what each policy keeps) and were compared with measured peaks at
+the real size (``tests/engine/test_memory_plan.py``).
 """
 
 from dataclasses import dataclass, replace

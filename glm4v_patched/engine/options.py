@@ -1,5 +1,4 @@
-"""What may be asked of the engine, by name; needs no torch, so that mistakes are answered at
-once."""
+"""The engine's options; needs no torch, so that mistakes are reported at once."""
 
 import importlib.util
 from dataclasses import dataclass

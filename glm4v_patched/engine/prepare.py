@@ -1,7 +1,6 @@
-"""The assembly, the only one: from what is asked to a model ready to train and its optimizer.
+"""Builds, from options, a model that is ready to train, and its optimizer.
 
-The recipe, the bench and the loss curves train what comes out of here, and nothing else builds a
-model for training.
+The recipe, the bench and the loss curves all use it; nothing else builds a model for training.
 """
 
 import os

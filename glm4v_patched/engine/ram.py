@@ -1,4 +1,4 @@
-"""The memory of this machine that is free, told without torch."""
+"""The free memory of this machine; needs no torch."""
 
 import re
 from pathlib import Path

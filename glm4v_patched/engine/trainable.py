@@ -70,7 +70,7 @@ def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
 
 
 def upcast_trained(model: nn.Module) -> None:
-    """Hold what is trained in fp32, in place, for training in bf16 under autocast.
+    """Convert what is trained to fp32, for training in bf16 under autocast.
 
     Where ZeRO keeps no fp32 masters, most updates would be lost to bf16's rounding.
     """
@@ -93,8 +93,8 @@ def quantization_options(dtype: torch.dtype, device: torch.device | str) -> dict
 
 
 def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
-    """Hold the linear layers of vision tower and language model in 4 bits (NF4, doubly quantised),
-    in place.
+    """Replace the linear layers of vision tower and language model by layers of 4 bits (NF4, doubly
+    quantised).
 
     Layers are moved to ``device`` one at a time, so that it never holds the model in full. For a
     model that was not loaded; :func:`quantization_options` is for one that is.
@@ -102,9 +102,9 @@ def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
     require_packages("qlora")
     import bitsandbytes
 
-    towers = model.transformer.encoder, model.transformer.vision.transformer
-    for tower in towers:
-        for parent in list(tower.modules()):
+    stacks = model.transformer.encoder, model.transformer.vision.transformer
+    for layers in stacks:
+        for parent in list(layers.modules()):
             for name, linear in list(parent.named_children()):
                 if type(linear) is not nn.Linear:
                     continue

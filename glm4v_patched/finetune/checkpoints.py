@@ -1,14 +1,15 @@
-"""Which checkpoint folders were written to their end, and which one a run may continue from.
+"""Which checkpoints are complete, and which one a run may continue from.
 
 The Trainer and DeepSpeed write a checkpoint as some ten files from every process, straight into its
-final folder: a run that dies meanwhile leaves a folder that looks like any other. Here a checkpoint
+final folder: a run that is killed meanwhile leaves a folder that looks complete. Here a checkpoint
 counts only with a manifest, ``complete.json``, which is made last: after every process has written
 and everything is on the disk. It lists the files with their sizes and digests, and what a run that
 continues from here must have in common with this one.
 
-Noticed: a checkpoint cut short at any moment, files lost, shortened, grown or changed afterwards, a
-manifest lost or damaged. Not noticed: a change between the samples that are taken of files above 64
-MiB, for the checkpoints of the real model are 200 GB; and one who writes a new manifest as well.
+Noticed: a checkpoint that was not finished, files that are missing or were changed afterwards, a
+missing or damaged manifest. Not noticed: in files above 64 MiB, a change outside of the blocks that
+are compared (checkpoints of the real model have 200 GB); and a change by someone who also writes a
+new manifest.
 """
 
 import hashlib

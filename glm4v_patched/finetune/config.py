@@ -1,4 +1,4 @@
-"""What a recipe may say, typed and checked; needs no torch, so that mistakes are answered at once.
+"""The fields of a recipe, typed and checked; needs no torch, so that mistakes are reported at once.
 
 A recipe is a YAML or JSON file. Fields of ``trainer`` have the names of transformers'
 ``TrainingArguments``.
@@ -269,7 +269,7 @@ def check_values(values: Any) -> Checked:
 
 
 def located(document: Document, faults: Sequence[Fault]) -> RecipeError:
-    """The error that tells these faults and the document's with file and line, in their order."""
+    """The error that lists these faults and the document's with file and line, in their order."""
     ordered = sorted([*document.faults, *faults], key=lambda f: document.lines.get(f.name, 0))
     return RecipeError.of([document.where(fault.name) + fault.text for fault in ordered])
 
@@ -342,7 +342,7 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
         path = [str(part) for part in detail["loc"]]
         kind, value = detail["type"], detail["input"]
         if not path:
-            continue  # the fields together: told by conflicts()
+            continue  # the fields together: reported by conflicts()
         if kind in ("extra_forbidden", "invalid_key"):
             yield Fault(".".join(path), _unknown(path))
             continue

@@ -1,6 +1,6 @@
-"""What can be told of a training before anything expensive starts; needs no torch.
+"""What can be checked before anything expensive starts; needs no torch.
 
-The command line asks here once, and not each training process.
+The command line checks once, not each training process.
 """
 
 import json
@@ -127,7 +127,7 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     for name, fault_of in checks.items():
         value = known.get(name)
         if not isinstance(value, str):
-            continue  # false or none; or it cannot be, which is told
+            continue  # false or none; or it is invalid, which is reported elsewhere
         text = fault_of(value)
         if name == "out":
             text = text or _fault_of_space(known)
@@ -199,7 +199,7 @@ def _begins(file: Path, start: bytes) -> bool:
         with file.open("rb") as opened:
             return opened.read(len(start)) == start
     except OSError:
-        return False  # told when it is loaded
+        return False  # reported when it is loaded
 
 
 def _fault_of_file(file: str) -> str | None:
@@ -301,7 +301,7 @@ def saved_bytes(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Of the weights in safetensors, by name; what cannot be read is told when it is loaded."""
+    """Of the weights in safetensors, by name; what cannot be read is reported when it is loaded."""
     shapes: dict[str, list[int]] = {}
     for name in _shards(folder):
         try:
@@ -323,4 +323,4 @@ def _shards(folder: Path) -> list[str]:
     except FileNotFoundError:
         return ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # what is wrong with it is told when it is loaded
+        return []  # what is wrong with it is reported when it is loaded

@@ -1,4 +1,4 @@
-"""A YAML or JSON file as values, with the line of each key; what cannot be read is told by line."""
+"""A YAML or JSON file as values, with the line of each key; faults are reported by line."""
 
 import json
 import re
@@ -16,7 +16,7 @@ except ImportError as error:
         f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
     ) from error
 
-# A recipe is a page of text; by this a mistaken file, as of data or weights, is told at once.
+# A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MOST_BYTES = 2**16
 DEEPEST = 20
 TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
@@ -95,7 +95,7 @@ class Document:
         if faults:
             raise RecipeError.of(faults)
         if not isinstance(self.values, dict):
-            return self  # which is told instead
+            return self  # which is reported instead
         values, misplaced = place_all(self.values, given)
         return replace(
             self,

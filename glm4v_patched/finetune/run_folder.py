@@ -1,7 +1,7 @@
-"""The folder of a run: one run at a time writes to it, and none over what it did not write.
+"""The folder of a run: one run at a time writes to it, and none overwrites what others wrote.
 
-``run.json`` in it says that what has a run's names there was written by runs; it is made when
-nothing there has such a name, and lists at the end what the run has left. Needs no torch.
+``run.json`` in it says that files with the names of a run were written by runs. It is written while
+no such file is there, and at the end lists what the run has left. Needs no torch.
 """
 
 import errno

@@ -346,7 +346,7 @@ def _how_to_go_on(recipe: Recipe) -> str:
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     lower = f"a lower trainer.learning_rate than {recipe.trainer.learning_rate:g}"
     if checkpoint is None:
-        return f"\nno checkpoint is complete: start again with {lower}, or mend model or data"
+        return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
         f"\nthe last complete checkpoint is {checkpoint}: to go on from its weights, start a run "
         f"with that folder as model, another out, and {lower}"

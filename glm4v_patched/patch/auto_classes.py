@@ -345,7 +345,7 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
 
 
 def _save_code_with_adapters(original: Callable) -> Callable:
-    """A stranger who gets an adapter then has code to load its base with, too."""
+    """Save our code beside adapters, so that they load without this package, too."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Makes a model that was built from the published code of glm-4v ours, in place.
+"""Converts a model that was built from the published code of glm-4v to our classes.
 
 For a model that someone else loads, wraps, casts, moves or quantises before we see it:
 
@@ -36,7 +36,8 @@ def patch_model(model: nn.Module) -> nn.Module:
     Parameters stay the same objects, so optimizers and adapters go on. Hooks stay, and see what our
     modules take and return. Training mode, frozen weights, accelerate's device hooks, peft's layers
     and copies, and quantised layers stay. Checkpointing that was on stays on, non-reentrant, for
-    both towers. Attention becomes sdpa, which the published code computes whatever its config says,
+    the vision tower and the language model. Attention becomes sdpa, which the published code
+    computes whatever its config says,
     unless the config names another than eager.
 
     Call it before a Trainer or an engine gets the model: they note what its class can do.

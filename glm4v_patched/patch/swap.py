@@ -84,7 +84,7 @@ class PatchSet:
             if moved:
                 raise AttributeError(
                     f"nothing was patched, because these cannot be found: {', '.join(moved)}; "
-                    "install versions that this package supports, or mend the installation"
+                    "install versions that this package supports, or repair the installation"
                 )
             replaced = []
             for swap, owner in zip(self._swaps, owners, strict=True):

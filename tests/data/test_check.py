@@ -21,7 +21,7 @@ from PIL import Image
 from glm4v_patched.data import check, decoding
 from glm4v_patched.data.check import CheckedData, Counts, check_file
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.decoding import find_fault, look_at, look_at_all
+from glm4v_patched.data.decoding import find_fault, read_facts, read_facts_of_all
 from glm4v_patched.data.memory import Memory, default_path
 from glm4v_patched.data.rendering import measure_all
 from glm4v_patched.demo.tiny_model import build_processor, tiny_config
@@ -293,8 +293,8 @@ def test_processes_find_what_one_finds_in_the_same_order(tmp_path):
     paths = [str(tmp_path / f"{n}.png") for n in range(len(contents))] + ["no.png", "a\nb.png"]
     for path, content in zip(paths, contents, strict=False):
         Path(path).write_bytes(content)
-    alone = list(look_at_all(paths, 0))
-    assert list(look_at_all(paths, 2)) == alone == [look_at(path) for path in paths]
+    alone = list(read_facts_of_all(paths, 0))
+    assert list(read_facts_of_all(paths, 2)) == alone == [read_facts(path) for path in paths]
     assert alone[-3].fault is None and alone[-2].fault == "does not exist"
 
 
@@ -305,12 +305,12 @@ def test_few_pictures_start_no_process_and_many_at_most_one_a_core():
 
 
 def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(tmp_path, monkeypatch):
-    script = "import os; from glm4v_patched.data import decoding as d; look = d.look_at; "
-    script += "d.look_at = lambda path: os._exit(7) if 'fatal' in path else look(path); "
-    script += "d.answer_until_input_ends(d.look_at)"
+    script = "import os; from glm4v_patched.data import decoding as d; look = d.read_facts; "
+    script += "d.read_facts = lambda path: os._exit(7) if 'fatal' in path else look(path); "
+    script += "d.answer_until_input_ends(d.read_facts)"
     monkeypatch.setattr(decoding, "COMMAND", (sys.executable, "-c", script))
     good = str(draw(tmp_path / "a.png"))
-    facts = list(look_at_all([good, "fatal", good, "fatal", good], 2))
+    facts = list(read_facts_of_all([good, "fatal", good, "fatal", good], 2))
     assert [fact.fault is None for fact in facts] == [True, False, True, False, True]
     assert facts[1].fault == "ended the process that decoded it, with exit status 7"
 
@@ -318,16 +318,16 @@ def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(tmp
 def test_processes_that_cannot_start_are_not_blamed_on_pictures(monkeypatch):
     monkeypatch.setattr(decoding, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(RuntimeError, match="ended as it started, with exit status 3"):
-        list(look_at_all(["a.png"], 1))
+        list(read_facts_of_all(["a.png"], 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_processes_end_with_the_one_that_started_them(tmp_path, number):
     script = """
 import itertools, signal, sys
-from glm4v_patched.data.decoding import look_at_all
+from glm4v_patched.data.decoding import read_facts_of_all
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for count, _ in enumerate(look_at_all(itertools.repeat(sys.argv[1]), 2)):
+for count, _ in enumerate(read_facts_of_all(itertools.repeat(sys.argv[1]), 2)):
     if not count:
         print("decoding", flush=True)
 """
@@ -345,7 +345,7 @@ for count, _ in enumerate(look_at_all(itertools.repeat(sys.argv[1]), 2)):
 @pytest.mark.parametrize("asked", [1, 50])
 def test_processes_end_with_their_questions_or_when_no_more_answers_are_wanted(tmp_path, asked):
     before = psutil.Process().children()
-    answers = look_at_all([str(draw(tmp_path / "a.png"))] * 50, 2)
+    answers = read_facts_of_all([str(draw(tmp_path / "a.png"))] * 50, 2)
     for _ in range(asked):
         next(answers)
     children = [child for child in psutil.Process().children() if child not in before]
@@ -373,7 +373,7 @@ def test_rows_are_skipped_if_asked_for_and_counted(tmp_path, run, capsys):
     long = turns(rounds=30)
     path = write(tmp_path, turns(answer=""), turns("a.png"), turns("bad.png"), long, turns())
     options = {"max_positions": 200}
-    with pytest.raises(ValueError, match=r"(?s)3 of 5 rows.*:1:.*:3:.*:4:.*\nmend .*skip\)$"):
+    with pytest.raises(ValueError, match=r"(?s)3 of 5 rows.*:1:.*:3:.*:4:.*\ncorrect .*skip\)$"):
         run(path, **options)
     checked = run(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 5) and checked.skipped == 3
@@ -388,7 +388,7 @@ def test_rows_are_skipped_if_asked_for_and_counted(tmp_path, run, capsys):
 
 def test_rows_of_which_none_can_be_used_are_not_skipped(tmp_path, run):
     path = write(tmp_path, turns(answer=""))
-    with pytest.raises(ValueError, match="1 of 1 rows cannot be used(.|\n)*mend them$"):
+    with pytest.raises(ValueError, match="1 of 1 rows cannot be used(.|\n)*correct them$"):
         run(path, on_bad="skip")
 
 
@@ -399,13 +399,13 @@ def test_rows_of_which_none_can_be_used_are_not_skipped(tmp_path, run):
 def decoded(monkeypatch) -> list[str]:
     """Paths of the pictures that are decoded."""
     paths = []
-    look = decoding.look_at_all
+    look = decoding.read_facts_of_all
 
     def noted(new, processes):
         paths.extend(new)
         return look(new, processes)
 
-    monkeypatch.setattr(check, "look_at_all", noted)
+    monkeypatch.setattr(check, "read_facts_of_all", noted)
     return paths
 
 
@@ -470,13 +470,13 @@ def test_a_picture_that_may_change_within_a_tick_is_not_remembered(tmp_path, run
 
 def test_the_age_of_a_picture_is_that_before_it_is_read(tmp_path, run, decoded, monkeypatch):
     monkeypatch.setattr(check, "NANOSECONDS_UNTIL_SURE", 10**9 // 10)
-    look = check.look_at_all
+    look = check.read_facts_of_all
 
     def slowly(*of):
         yield from look(*of)
         time.sleep(0.3)
 
-    monkeypatch.setattr(check, "look_at_all", slowly)
+    monkeypatch.setattr(check, "read_facts_of_all", slowly)
     draw(tmp_path / "a.png")
     path = write(tmp_path, turns("a.png"))
     for _ in range(3):
@@ -488,7 +488,7 @@ def test_what_was_decoded_before_a_check_was_stopped_is_remembered(
     tmp_path, run, decoded, any_age, monkeypatch
 ):
     monkeypatch.setattr(check, "KEPT_AT_ONCE", 2)
-    look = check.look_at_all
+    look = check.read_facts_of_all
 
     def stopped(paths, processes):
         for number, facts in enumerate(look(paths, processes)):
@@ -498,10 +498,10 @@ def test_what_was_decoded_before_a_check_was_stopped_is_remembered(
 
     names = [draw(tmp_path / f"{n}.png").name for n in range(5)]
     path = write(tmp_path, *map(turns, names))
-    monkeypatch.setattr(check, "look_at_all", stopped)
+    monkeypatch.setattr(check, "read_facts_of_all", stopped)
     with pytest.raises(KeyboardInterrupt):
         run(path)
-    monkeypatch.setattr(check, "look_at_all", look)
+    monkeypatch.setattr(check, "read_facts_of_all", look)
     decoded.clear()
     assert run(path).counts.pictures == 5
     assert [Path(name).name for name in decoded] == names[2:]

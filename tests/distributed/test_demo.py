@@ -10,7 +10,7 @@ from glm4v_patched.cli import main
 FILES = ["loss.png", "answers.png", "metrics.json", "data/train.jsonl", "trained/model.safetensors"]
 
 
-def test_demo_trains_on_two_processes_and_a_stranger_judges_it(tmp_path, capsys):
+def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--steps", "20"]) == 0
     for name in FILES:
         assert (tmp_path / name).is_file(), name

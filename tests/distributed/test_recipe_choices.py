@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.processes import WORKERS, cpu_environment, run_with_limit, two_processes
 from tests.helpers.recipes import drawn_recipe
 
@@ -27,7 +27,7 @@ needs_bitsandbytes = pytest.mark.skipif(
     reason="needs bitsandbytes, which is no requirement of ours: pip install bitsandbytes",
 )
 
-STRANGER = """
+SCRIPT = """
 import sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
 import torch
@@ -97,10 +97,10 @@ def merged(recipe: Recipe) -> GLM4VForCausalLM:
     return model
 
 
-def assert_a_stranger_loads(recipe: Recipe, folder: Path) -> None:
+def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
     ids = torch.arange(20)[None]
     save_file({"input_ids": ids}, folder / "inputs.safetensors")
-    run_as_stranger(STRANGER, folder, recipe.model, recipe.out, str(folder))
+    run_without_package(SCRIPT, folder, recipe.model, recipe.out, str(folder))
     with torch.no_grad():
         want = merged(recipe)(input_ids=ids).logits
         base = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).eval()
@@ -117,7 +117,7 @@ def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_packag
     assert len(adapters) == 8 and all(4 in tensor.shape for tensor in adapters.values())
     assert all(tensor.any() for tensor in adapters.values())
     assert not Path(mine.out, "model.safetensors").exists()
-    assert_a_stranger_loads(mine, tmp_path)
+    assert_loads_without_package(mine, tmp_path)
 
 
 @pytest.mark.slow
@@ -169,13 +169,13 @@ def test_in_bf16_without_zero_what_is_saved_is_bf16(recipe, tmp_path):
 
 
 @needs_bitsandbytes
-def test_qlora_trains_adapters_that_a_stranger_loads(recipe, tmp_path):
+def test_qlora_trains_adapters_that_load_without_the_package(recipe, tmp_path):
     mine = recipe.override(
         {"out": str(tmp_path / "out"), "trained": "qlora", "engine.zero_stage": 0}
     )
     losses = train(mine)
     assert losses[-1] < losses[0] - 0.1
-    assert_a_stranger_loads(mine, tmp_path)
+    assert_loads_without_package(mine, tmp_path)
 
 
 CHOICES = [

@@ -27,7 +27,7 @@ from tests.helpers.tiny import BOI
 HERE = Path(__file__).parent
 PYTHON, RUN = "python", ("python", "-m", "glm4v_patched.run")
 TWO_LINES = "import glm4v_patched; glm4v_patched.apply()\n"
-STRANGER = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
+JUDGE = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
 IMAGE_SIDE = 56  # of the stand-in
 SECONDS = 150
 LORA = ("--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear")
@@ -144,7 +144,7 @@ def answers(folder: Path, model: str, conversations: list[list[dict]]) -> tuple[
     prompts = [[question] for question, _ in conversations]
     requests = [{"model": model, "prompts": asked} for asked in (prompts, swapped)]
     (folder / "requests.json").write_text(json.dumps(requests))
-    succeed(folder, PYTHON, STRANGER, "requests.json", "answers.json")
+    succeed(folder, PYTHON, JUDGE, "requests.json", "answers.json")
     shares = []
     for given in json.loads((folder / "answers.json").read_text()):
         right = [a["content"] == got for (_, a), got in zip(conversations, given, strict=True)]

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 
-def run_as_stranger(code: str, folder: Path, *arguments: str, **variables: str) -> str:
+def run_without_package(code: str, folder: Path, *arguments: str, **variables: str) -> str:
     """Run Python code in ``folder``, for 300 s at most; return its stderr, or fail with that."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {
         "HF_HOME": str(folder / "home"),
-        "HF_MODULES_CACHE": str(folder / "modules_of_stranger"),
+        "HF_MODULES_CACHE": str(folder / "modules"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }

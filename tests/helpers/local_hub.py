@@ -130,7 +130,7 @@ class LocalHub:
         mine = token == self.token and name.split("/")[0] in self.namespaces
         found = self.repositories.get(name)
         if found is None or (found.private and not mine):
-            # The Hub does not say to strangers whether a repository exists.
+            # The Hub does not say to others whether a repository exists.
             raise Refusal(404 if token else 401, "Repository not found", "RepoNotFound")
         if write and token is None:
             raise Refusal(401, "Invalid username or password.")

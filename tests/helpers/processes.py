@@ -57,11 +57,15 @@ def in_plain_shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_with_limit(
-    command: list[str], seconds: float, environment: dict[str, str] | None = None
+    command: list[str],
+    seconds: float,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Ended:
-    """Run a command; when the time is up, kill it and all that it started."""
+    """Run a command in a folder; when the time is up, kill it and all that it started."""
     process = subprocess.Popen(
         command,
+        cwd=folder,
         env=cpu_environment() if environment is None else environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import local_hub
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.publishable import NAME, TAG, UPSTREAM, as_files, real_files, shards_of
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
@@ -66,7 +66,7 @@ def test_a_stranger_loads_trains_and_generates_by_name(weights, original, hub, r
     row = [*text(3, seed=1), *grown_image(), *text(4, seed=2)]
     inputs = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
     save_file(inputs, tmp_path / "inputs.safetensors")
-    run_as_stranger(LOADS, tmp_path, NAME, TAG, **hub.environment, HF_HUB_OFFLINE="0")
+    run_without_package(LOADS, tmp_path, NAME, TAG, **hub.environment, HF_HUB_OFFLINE="0")
     with torch.no_grad():
         want = tiny_model()(**inputs).logits
     assert torch.equal(load_file(tmp_path / "logits")["logits"], want)
@@ -127,7 +127,7 @@ def test_weights_without_code_load_by_the_code_of_another_repository(built, hub,
         files[name] = json.dumps(values).encode()
     hub.add_repository("our-org/weights", files)
     more = hub.environment | {"HF_HUB_OFFLINE": "0"}
-    run_as_stranger(
+    run_without_package(
         CODE_OF_ANOTHER, tmp_path, "our-org/weights", code, str(tmp_path / "out"), **more
     )
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 import glm4v_patched
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
 
 # What each script begins with. It ends with the logits of a picture's row in out/logits.
-STRANGER = """
+SCRIPT = """
 import sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
 folder, out = sys.argv[1:]
@@ -96,10 +96,10 @@ def wanted_logits(saved: Path) -> torch.Tensor:
     return GLM4VForCausalLM.from_pretrained(saved).eval()(**inputs).logits
 
 
-def load_as_stranger(saved, out, before="", after="", order=ORDER) -> str:
+def load_without_package(saved, out, before="", after="", order=ORDER) -> str:
     out.mkdir()
-    script = STRANGER.format(before=before, after=after, order=order)
-    errors = run_as_stranger(script, out, str(saved), str(out))
+    script = SCRIPT.format(before=before, after=after, order=order)
+    errors = run_without_package(script, out, str(saved), str(out))
     for name, logits in load_file(out / "logits").items():
         assert torch.equal(logits, wanted_logits(saved)), name
     return errors
@@ -111,7 +111,7 @@ def test_a_process_with_a_config_of_somebody_else_for_the_type(order, saved, tmp
 made = AutoModelForCausalLM.from_config(found["AutoConfig"], trust_remote_code=True)
 assert type(made.config).__module__.startswith("transformers_modules."), type(made.config)
 """
-    load_as_stranger(saved, tmp_path / "out", before=REGISTERED, after=made, order=order)
+    load_without_package(saved, tmp_path / "out", before=REGISTERED, after=made, order=order)
     config = json.loads((tmp_path / "out" / "again" / "config.json").read_text())
     # What a class adds of its own cannot be told from what its user did.
     assert config.pop("interleaved_qkv", None) in (False, None)
@@ -132,10 +132,10 @@ def with_range(saved: Path, folder: Path, oldest: str, first_untested: str) -> P
 
 def test_a_transformers_newer_than_tested_is_warned_of_once(saved, tmp_path):
     folder = with_range(saved, tmp_path / "copy", "4.57.6", "4.57.6")
-    errors = load_as_stranger(folder, tmp_path / "out")
+    errors = load_without_package(folder, tmp_path / "out")
     found = f"is tested on transformers >=4.57.6,<4.57.6 and found {transformers.__version__}; if"
     assert errors.count(found) == 1
-    assert "is tested on" not in load_as_stranger(saved, tmp_path / "tested")
+    assert "is tested on" not in load_without_package(saved, tmp_path / "tested")
 
 
 def test_a_transformers_older_than_tested_is_one_clear_error(saved, tmp_path):
@@ -151,7 +151,7 @@ for cls in {ORDER}:
     else:
         raise AssertionError(cls)
 """
-    run_as_stranger(code, tmp_path, str(tmp_path))
+    run_without_package(code, tmp_path, str(tmp_path))
 
 
 def test_apply_takes_tested_versions_only(tmp_path):
@@ -170,4 +170,4 @@ else:
 assert vars(transformers.AutoModel)["from_pretrained"] is before
 """
     package = Path(sys.modules["glm4v_patched"].__file__).parents[1]
-    run_as_stranger(code, tmp_path, str(package))
+    run_without_package(code, tmp_path, str(package))

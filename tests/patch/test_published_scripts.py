@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import glm4v_patched
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import NUM_RANKS, remote_code_under, write_legacy_repository
 from tests.helpers.tiny import BOI, DATA, EOI, PAD, golden_case
 
@@ -57,7 +57,7 @@ def runs(published, picture) -> dict[str, tuple[dict, dict]]:
     ]:
         out = published.parent / way
         out.mkdir()
-        run_as_stranger(head + CALLS, out, str(folder), str(out), str(given))
+        run_without_package(head + CALLS, out, str(folder), str(out), str(given))
         results = json.loads((out / "results.json").read_text())
         found[way] = results, load_file(out / "pixels.safetensors")
     return found

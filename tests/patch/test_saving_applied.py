@@ -1,4 +1,4 @@
-"""After ``apply()``, what is saved loads for a stranger, who has the folder and not the package."""
+"""After ``apply()``, what is saved loads from its folder, without the package."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, Trainer, TrainingA
 import glm4v_patched
 import glm4v_patched.remote
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import (
     LEGACY_CODE,
     image_row,
@@ -30,7 +30,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ADAPTERS = ["adapter", "trainer_adapter", "transformers_adapter"]
 WHOLE = ["save_pretrained", "trainer", "merged"]
 
-STRANGER = """
+SCRIPT = """
 import json, sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
 import torch
@@ -148,17 +148,17 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
 
 
 @pytest.fixture(scope="module")
-def stranger(saved) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def loaded(saved) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """What a process without the package loads from these folders: logits, and classes."""
     out, _ = saved
     folders = ",".join(WHOLE), ",".join(ADAPTERS)
-    run_as_stranger(STRANGER, out, str(out), *folders, HF_HUB_CACHE=str(out / "cache"))
+    run_without_package(SCRIPT, out, str(out), *folders, HF_HUB_CACHE=str(out / "cache"))
     return load_file(out / "logits.safetensors"), json.loads((out / "classes.json").read_text())
 
 
 @pytest.mark.parametrize("name", WHOLE + ADAPTERS)
-def test_a_stranger_loads_the_same_model_with_our_code(name, saved, stranger):
-    logits, classes = stranger
+def test_the_same_model_loads_with_our_code_and_without_the_package(name, saved, loaded):
+    logits, classes = loaded
     torch.testing.assert_close(logits[name], saved[1][name], rtol=0, atol=1e-6)
     module, class_name = classes[name].split()
     assert module.startswith("transformers_modules.") and class_name == "GLM4VForCausalLM"

@@ -1,4 +1,4 @@
-"""What is saved loads as it was, here and by a stranger who has only the folder."""
+"""What is saved loads as it was, here and where there is only the folder."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.fresh_process import run_as_stranger
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
 
 REMOTE = Path(sys.modules[GLM4VForCausalLM.__module__].__file__).parent
@@ -78,10 +78,10 @@ for auto in AutoModel, AutoModelForCausalLM:
 """
 
 
-def test_a_stranger_gets_the_attention_that_was_asked_for(tmp_path):
+def test_without_the_package_a_folder_gets_the_attention_that_was_asked_for(tmp_path):
     """Each Auto class loads a copy of the config's class of its own."""
     tiny_model().save_pretrained(tmp_path / "saved")
-    run_as_stranger(IMPLEMENTATIONS, tmp_path, str(tmp_path / "saved"))
+    run_without_package(IMPLEMENTATIONS, tmp_path, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,7 +193,7 @@ def test_a_model_sharded_by_fsdp2_is_saved_as_the_class_it_was(one_process, tmp_
     assert sorted(path.name for path in (tmp_path / "sharded").glob("*.py")) == CODE
 
 
-STRANGER = """
+SCRIPT = """
 import sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
 import torch, transformers
@@ -213,19 +213,19 @@ save_file(found, out + "/logits.safetensors")
 """
 
 
-def load_as_stranger(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+def load_without_package(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Logits by every Auto class, in a process that has the folder and not our package."""
     out.mkdir()
     save_file(inputs(), out / "inputs.safetensors")
-    run_as_stranger(STRANGER, out, str(folder), str(out))
+    run_without_package(SCRIPT, out, str(folder), str(out))
     return load_file(out / "logits.safetensors")
 
 
-def test_a_stranger_loads_the_saved_folder_and_saves_it_whole(tmp_path):
+def test_a_saved_folder_loads_without_the_package_and_is_saved_whole(tmp_path):
     model = tiny_model()
     folder = tmp_path / "saved"
     model.save_pretrained(folder)
-    for name, got in load_as_stranger(folder, tmp_path / "out").items():
+    for name, got in load_without_package(folder, tmp_path / "out").items():
         assert torch.equal(got, logits(model)), name
     again = tmp_path / "out" / "again"
     assert sorted(path.name for path in again.glob("*.py")) == CODE
@@ -234,7 +234,7 @@ def test_a_stranger_loads_the_saved_folder_and_saves_it_whole(tmp_path):
             assert (again / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_stranger_loads_the_published_config_with_our_code_beside_it(checkpoint, tmp_path):
+def test_the_published_config_loads_with_our_code_beside_it(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     upstream = "modeling_chatglm.ChatGLMForConditionalGeneration"
     config["architectures"] = ["ChatGLMModel"]
@@ -248,5 +248,5 @@ def test_a_stranger_loads_the_published_config_with_our_code_beside_it(checkpoin
     (checkpoint / "config.json").write_text(json.dumps(config))
     for name in CODE:
         shutil.copy(REMOTE / name, checkpoint)
-    for name, got in load_as_stranger(checkpoint, tmp_path / "out").items():
+    for name, got in load_without_package(checkpoint, tmp_path / "out").items():
         assert torch.equal(got, logits(tiny_model())), name

@@ -139,7 +139,7 @@ def test_losses_are_those_of_transformers(num_labels, labels, loss):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("applied", [False, True], ids=["a stranger", "apply()"])
+@pytest.mark.parametrize("applied", [False, True], ids=["without the package", "apply()"])
 def test_begins_from_a_language_model_and_loads_again(applied, tmp_path, code_of_repositories):
     tiny_model().save_pretrained(tmp_path / "model")
     torch.manual_seed(1)

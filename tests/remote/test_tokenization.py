@@ -735,7 +735,7 @@ def test_chats_leave_the_tokenizer_as_it_is(tokenizer):
 # Saving and loading
 
 
-def test_saved_folder_holds_what_a_stranger_needs(tokenizer, tmp_path):
+def test_saved_folder_holds_all_that_loading_needs(tokenizer, tmp_path):
     tokenizer.image_size = 56
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -785,7 +785,7 @@ def test_template_beside_the_ranks_is_used_only_if_it_has_images(
         assert loaded.chat_template == (want or template)
 
 
-def run_as_stranger(script, folder, tmp_path):
+def run_without_package(script, folder, tmp_path):
     """Run a script in a process in which this package cannot be imported."""
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
@@ -804,7 +804,7 @@ def run_as_stranger(script, folder, tmp_path):
 def test_auto_tokenizer_loads_the_saved_folder(tokenizer, tmp_path):
     tokenizer.image_size = 56
     tokenizer.save_pretrained(tmp_path / "saved")
-    out = run_as_stranger(
+    out = run_without_package(
         """
         import json
         from transformers import AutoTokenizer

@@ -1,8 +1,8 @@
-"""Every private name of DeepSpeed that this package uses, and nothing else of its.
+"""Every private name of DeepSpeed that this package uses.
 
-A name is looked for where it is used, and one that is gone is an error with the version and the
-cure: what is quietly skipped after a rename would train slower, or wrong. ``remote/`` touches some
-of these names itself, because it knows no package; they are checked from here, too.
+Each name is checked where it is used. A missing one is an error with the version and the cure,
+because skipping it silently would make training slower, or wrong. ``remote/`` uses some of these
+names itself, because it must not import this package; they are checked from here, too.
 """
 
 import pkgutil

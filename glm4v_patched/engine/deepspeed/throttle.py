@@ -3,8 +3,8 @@
 A gathered layer is released when the CPU has queued its work, but its memory can be used again only
 when the GPU has done it. A CPU that is twenty layers ahead has twenty gathered layers in memory;
 where they do not fit, torch has to wait for the GPU before it can allocate. LoRA on two H200s, one
-image and 6,000 ids each, reserved 24 GiB with it and 32 without; which is faster was not told apart
-(docs/performance.md).
+image and 6,000 ids each, reserved 24 GiB with it and 32 without, at nearly the same speed
+(docs/benchmarks/README.md).
 """
 
 from collections import deque

@@ -1,0 +1,47 @@
+"""The pages for readers, and what stands in them: blocks of code, and commands."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+RESULTS = ROOT / "docs" / "benchmarks" / "README.md"
+PAGES = [README, *DOCS, RESULTS]
+
+# In running text a command is known by its first word, and has at least one more.
+PROGRAMS = "apt-get|deepspeed|glm4v-patched|nox|pip|pre-commit|pytest|python3?|torchrun"
+INLINE = re.compile(rf"`((?:\w+=\S+ |time )*(?:\.venv/bin/)?(?:{PROGRAMS})\s[^`]+)`")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+# Rows of measurements; tests/bench reads each of their commands.
+MEASURED = re.compile("<!-- rows of bench -->.*<!-- end of the rows of bench -->", re.S)
+
+
+@dataclass(frozen=True)
+class Command:
+    """``text`` is a line for a shell, or a whole block of Python."""
+
+    page: str
+    text: str
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in FENCE.findall(page.read_text()) if name == language]
+
+
+def commands(page: Path) -> list[Command]:
+    """All that a reader is given to run, in the order of the page, Python first."""
+    text = MEASURED.sub("", page.read_text())
+    python = blocks(page, "python")
+    shell = [line for block in blocks(page, "bash") for line in lines_of_shell(block)]
+    inline = [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
+    name = str(page.relative_to(ROOT))
+    return [Command(name, text) for text in (*python, *shell, *inline)]
+
+
+def lines_of_shell(block: str) -> list[str]:
+    """Each command, without the comment behind it; a chain of several is taken apart."""
+    lines = re.sub(r"\s*\\\n\s*", " ", block).splitlines()
+    code = (re.split(r"(?:^|\s{2,})#", line)[0].strip() for line in lines)
+    return [part for line in code if line for part in line.split(" && ")]
