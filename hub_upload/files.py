@@ -1,35 +1,104 @@
-"""Files of a source, a build or a repository: what may be read, and what a manifest may say."""
+"""What a folder or a repository of the Hub holds, read once and compared with its hashes."""
 
-import json
+import glob
+import hashlib
 import os
 import pickletools
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-MANIFEST = "CODE_MANIFEST.json"
-INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+from huggingface_hub import HfApi, ModelInfo, snapshot_download
+from huggingface_hub.hf_api import RepoFile
+
+from .errors import BadAnswer, during
+from .layout import INDEX, SHARD, SINGLE_FILE
+from .manifest import read_object
+
 # A tokenizer.json takes 20 MB; what is larger is no small file of a model.
 LARGEST_TO_READ = 100_000_000
 # Loading these can run code that lies in them.
-PICKLES = (".bin", ".ckpt", ".dill", ".h5", ".joblib", ".keras", ".msgpack", ".npy", ".npz")
+PICKLES: tuple[str, ...] = (
+    ".bin",
+    ".ckpt",
+    ".dill",
+    ".h5",
+    ".joblib",
+    ".keras",
+    ".msgpack",
+    ".npy",
+    ".npz",
+)
 PICKLES += (".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
 PICKLE_STARTS = (b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
 # A stream without such a start, which protocols 0 and 1 lack, reaches code by a name and a call.
 NAMES_CODE = {"GLOBAL", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"}
 CALLS_CODE = {"REDUCE", "BUILD", "OBJ", "NEWOBJ", "NEWOBJ_EX"}
 
-ID = r"[\w.-]+/[\w.-]+"
-_COMMIT = "[0-9a-f]{40}"
-_FLAT_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
+@dataclass(frozen=True)
+class File:
+    """A file of a folder or of a repository."""
+
+    size: int
+    content: bytes | None = None  # as it was hashed; None for weights, pickles and large files
+    sha256: str | None = None  # or what the Hub or a manifest says; None if nobody has read it
+    path: Path | None = None  # None if it is only on the Hub
 
 
-def files_of(folder: Path) -> dict[str, Path]:
+@dataclass
+class Contents:
+    """All that a folder or a repository holds, by path; ``name`` is as it was given."""
+
+    name: str
+    files: dict[str, File]
+
+    def content(self, path: str) -> bytes | None:
+        return self.files[path].content if path in self.files else None
+
+    def read(self, path: str) -> bytes:
+        if (content := self.content(path)) is None:
+            raise ValueError(f"{self.name} has no {path}")
+        return content
+
+    def read_json(self, path: str) -> dict[str, Any]:
+        return read_object(self.read(path), f"{self.name}: {path}")
+
+    def weight_names(self) -> list[str]:
+        """The files of weights that the loader will look for."""
+        if INDEX not in self.files:
+            return [SINGLE_FILE]
+        where = self.read_json(INDEX).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise ValueError(f"{self.name}: {INDEX} has no weight_map: it is no index of weights")
+        odd = [f for f in where.values() if not isinstance(f, str) or not re.fullmatch(SHARD, f)]
+        if odd:
+            told = f"{self.name}: {INDEX} names {odd[:3]} for {len(odd)} of {len(where)} tensors"
+            raise ValueError(f"{told}, expected *.safetensors in one folder")
+        return sorted(set(where.values()))
+
+
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_small(name: str, size: int) -> bool:
+    """Whether it is read: all but weights, pickles and what is too large."""
+    return size <= LARGEST_TO_READ and not name.lower().endswith((*PICKLES, ".safetensors"))
+
+
+def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> dict[str, File]:
     """Every file by its path in the folder, but for folders whose names begin with a dot.
 
-    Raises:
-        ValueError: a link leads out of the folder, or to a folder; names it and where to. Links of
-            the Hub's cache, from a snapshot to the blobs beside it, are followed.
+    ``ValueError`` for a link that leads out of it, or to a folder; but links of the Hub's cache,
+    from a snapshot to the blobs beside it, are followed.
     """
     root = Path(os.path.realpath(folder))
     of_cache = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")
@@ -37,20 +106,63 @@ def files_of(folder: Path) -> dict[str, Path]:
     found = {}
     for where, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in [*folders, *names]:
-            path = Path(where, name)
+        for path in (Path(where, name) for name in [*folders, *names]):
+            name = path.relative_to(root).as_posix()
             if path.is_symlink():
                 end = Path(os.path.realpath(path))
                 inside = end.is_relative_to(root) or end.parent == blobs
                 if not inside or end.is_dir():
                     what = "a link to a folder" if inside else "a link that leads out of the folder"
-                    raise ValueError(
-                        f"{folder / path.relative_to(root)} is {what}, to {end}, and is not "
-                        "followed: put a copy in its place, or take it away"
-                    )
-            if path.is_file():
-                found[path.relative_to(root).as_posix()] = path
+                    told = f"{folder / name} is {what}, to {end}, and is not followed"
+                    raise ValueError(f"{told}: put a copy in its place, or take it away")
+            if path.is_file() and reads(name, path.stat().st_size):
+                content = path.read_bytes()
+                # What was read counts, whatever has become of the file since.
+                found[name] = File(len(content), content, sha256_of(content), path)
+            elif path.is_file():
+                found[name] = File(path.stat().st_size, path=path)
     return found
+
+
+def read_tree(api: HfApi, name: str, revision: str | None) -> tuple[ModelInfo, dict[str, RepoFile]]:
+    """What the Hub says of a repository, and of the files of the commit that a revision is at."""
+    info = api.model_info(name, revision=revision)
+    if not info.sha or info.siblings is None:
+        raise BadAnswer("no commit, or no list of files")
+    tree = tree_at(api, name, info.sha)
+    if info.siblings and not tree:
+        raise BadAnswer(f"no tree of a repository with {len(info.siblings)} files")
+    return info, tree
+
+
+def tree_at(api: HfApi, name: str, revision: str) -> dict[str, RepoFile]:
+    entries = api.list_repo_tree(name, revision=revision, recursive=True)
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+
+def read_repository(
+    name: str, revision: str | None, into: Path, reads: Callable[[str, int], bool] = is_small
+) -> tuple[str, dict[str, File]]:
+    """The commit that ``revision`` (main if ``None``) is at, and its files; the small ones are
+    downloaded to a new folder of ours. ``Failure`` if the Hub does not give them."""
+    with during(f"looking at {name}{f'@{revision}' if revision else ''}"):
+        info, tree = read_tree(HfApi(), name, revision)
+    assert info.sha is not None
+    download(name, info.sha, [path for path, file in tree.items() if reads(path, file.size)], into)
+    files = {p: File(f.size, sha256=f.lfs.sha256 if f.lfs else None) for p, f in tree.items()}
+    return info.sha, files | read_folder(into, reads)
+
+
+def download(name: str, commit: str, paths: list[str], into: Path) -> None:
+    """Download files to a folder of ours, and compare them with the hashes that the Hub lists."""
+    with during(f"downloading from {name}@{commit}"):
+        into.mkdir(exist_ok=True)
+        patterns = [glob.escape(path) for path in paths]
+        snapshot_download(name, revision=commit, local_dir=into, allow_patterns=patterns)
+        found = HfApi().verify_repo_checksums(name, revision=commit, local_dir=into)
+        wrong = [mismatch["path"] for mismatch in found.mismatches]
+        if wrong := wrong + [path for path in paths if path in found.missing_paths]:
+            raise BadAnswer(f"{wrong[0]} has another hash than its list of files tells")
 
 
 def is_pickle(content: bytes) -> bool:
@@ -66,115 +178,3 @@ def is_pickle(content: bytes) -> bool:
     except Exception:  # of many kinds; the loader ends there, too, and has called nothing before
         pass
     return False
-
-
-def read_object(content: bytes, name: str) -> dict:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: it holds none.
-    """
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON ({error}): download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} holds a {type(values).__name__}, expected a JSON object")
-    return values
-
-
-def shards_of_index(index: dict, name: str) -> list[str]:
-    """The files that an index names.
-
-    Raises:
-        ValueError: it is none, or names something else than safetensors in its own folder.
-    """
-    where = index.get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise ValueError(f"{name} has no weight_map: it is no index of weights")
-    odd = [file for file in where.values() if not _is_shard(file)]
-    if odd:
-        raise ValueError(
-            f"{name} names {odd[:3]} ({len(odd)} of {len(where)} tensors), expected *.safetensors "
-            "in one folder"
-        )
-    return sorted(set(where.values()))
-
-
-def _is_shard(name: object) -> bool:
-    return isinstance(name, str) and bool(re.fullmatch(_FLAT_NAME + r"\.safetensors", name))
-
-
-def read_manifest(content: bytes, name: str = MANIFEST) -> dict:
-    """A manifest as a build writes it: every field there, of its type, and every name a plain one.
-
-    Raises:
-        ValueError: it is another thing; names the field.
-    """
-    manifest = read_object(content, name)
-
-    def require(condition: object, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{name} {message}: it is none that `hub_upload build` wrote")
-
-    def require_object(values: object, where: str) -> None:
-        require(isinstance(values, dict), f"has a {type(values).__name__} as {where}")
-
-    def require_fields(values: object, fields: set[str], where: str) -> None:
-        require_object(values, where)
-        missing, unknown = sorted(fields - values.keys()), sorted(values.keys() - fields)
-        require(not missing, f"has no {', '.join(missing)} in {where}")
-        require(not unknown, f"has {unknown[:3]} in {where}, which are unknown")
-
-    fields = {"version", "upstream_revision", "code", "weights", "files"}
-    # Builds of before fine-tunes had cards of their own lack this one.
-    require_fields(manifest, fields | {"fine_tune"} & manifest.keys(), "it")
-    weights = manifest["weights"]
-    require_fields(weights, {"repository", "revision", "files"}, "weights")
-    upstream = manifest["upstream_revision"]
-    require(upstream == weights["revision"], f"has the upstream_revision {upstream!r}")
-    version = manifest["version"]
-    numbered = isinstance(version, str) and re.fullmatch(r"\d+(\.\d+){2}[\w.+-]*", version, re.A)
-    require(numbered, f"has the version {version!r}, expected one such as 0.1.0")
-    listed = {"code": r"[A-Za-z_]\w*\.py", "files": _FLAT_NAME}
-    for field, pattern in listed.items():
-        require_object(manifest[field], field)
-        for file, digest in manifest[field].items():
-            require(re.fullmatch(pattern, file, re.A), f"lists {file!r} under {field}")
-            _require_sha256(require, file, digest)
-    require(manifest["code"], "lists no code")
-    require_object(weights["files"], "files of weights")
-    for file, values in weights["files"].items():
-        require(_is_shard(file), f"lists {file!r} as weights")
-        require_fields(values, {"size", "sha256"}, file)
-        sized = type(values["size"]) is int and values["size"] >= 0
-        require(sized, f"has the size {values['size']!r} for {file}")
-        _require_sha256(require, file, values["sha256"])
-    every = [MANIFEST, *manifest["code"], *manifest["files"], *weights["files"]]
-    require(len(every) == len(set(every)), "lists a file twice")
-    source = (weights["repository"], weights["revision"])
-    pinned = all(isinstance(part, str) for part in source) and (
-        re.fullmatch(ID, source[0], re.A) and re.fullmatch(_COMMIT, source[1])
-    )
-    require(
-        source == (None, None) or pinned,
-        f"names {source[1]!r} as revision of the weights of {source[0]!r}, expected an id and a "
-        "commit (40 hex digits), or neither",
-    )
-    given = manifest.get("fine_tune")
-    if given is not None:
-        require_fields(given, {"base", "trained"}, "fine_tune")
-        told = all(isinstance(given[part], str) for part in ("base", "trained"))
-        require(told and re.fullmatch(ID, given["base"], re.A), f"has the fine_tune {given!r}")
-    return manifest
-
-
-def _require_sha256(require, file: str, digest: object) -> None:
-    known = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
-    require(known, f"has {digest!r} as sha256 of {file}")
-
-
-def files_in(manifest: dict) -> set[str]:
-    """Names of all that a build with this manifest consists of."""
-    weights = manifest["weights"]["files"]
-    return {MANIFEST, *manifest["code"], *manifest["files"], *weights}

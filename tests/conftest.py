@@ -46,6 +46,13 @@ def train_backend(reverse: bool = False) -> Tokenizer:
     return backend
 
 
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Two processes run the tests of whole folders; one runs those of a file, or those on GPUs."""
+    asked_for_gpus = config.getoption("markexpr") in ("gpu", "two_gpu")
+    whole = all(Path(argument.split("::")[0]).is_dir() for argument in config.args)
+    return 2 if whole and not asked_for_gpus else 0
+
+
 @pytest.fixture(scope="session")
 def small_backend():
     return train_backend()
@@ -109,3 +116,10 @@ def warned(caplog):
     yield caplog
     logger.removeHandler(caplog.handler)
     logger.propagate = propagate
+
+
+@pytest.fixture(autouse=True)
+def no_precision_of_earlier_tests():
+    """transformers 4 leaves the precision of a training in the environment, for the next one."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)

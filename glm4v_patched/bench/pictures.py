@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..printed import pip_install
 from .rows import DESCRIPTION, cells_of, failure, sort_rows
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ def check_drawable(folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        cure = "pip install matplotlib, or leave out --pictures"
-        raise RuntimeError(f"pictures need matplotlib: {cure}") from error
+        raise RuntimeError(f"--pictures needs matplotlib: {pip_install('matplotlib')}") from error
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; pictures need a folder")
 

@@ -120,15 +120,15 @@ def start(
     from transformers.integrations import HfDeepSpeedConfig
 
     config["zero_optimization"] |= zero_changes or {}
-    # Alive while the model is built: under stage 3 new parameters come straight into shards.
+    # Under stage 3 new parameters come straight into shards while it is alive, and transformers
+    # asks it later, too.
     hf_config = HfDeepSpeedConfig(config)
     replacements = Replacements()
     with nullcontext() if options.zero_stage == 3 else device:
         model = prepare_model(options, build, replacements=replacements)
-    del hf_config
     optimizer = make_optimizer(model, options, learning_rate)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-    return _Zero(engine, options, replacements)
+    return _Zero(engine, options, replacements, hf_config)
 
 
 def make_optimizer(
@@ -185,10 +185,12 @@ class Engine(ABC):
 class _Zero(Engine):
     """DeepSpeed at stage 1 to 3."""
 
-    def __init__(self, engine: Any, options: EngineOptions, replacements: Replacements):
+    def __init__(
+        self, engine: Any, options: EngineOptions, replacements: Replacements, hf_config: Any
+    ):
         super().__init__(options)
         self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer
-        self.replacements = replacements
+        self.replacements, self.hf_config = replacements, hf_config
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.engine(**batch).loss

@@ -154,12 +154,12 @@ def read_scalar(text: str) -> Any:
 def shown(value: Any) -> str:
     """A value as JSON has it, on one line and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return _printable(text if len(text) <= 80 else text[:77] + "...")
+    return _printable(text if len(text) <= 200 else text[:197] + "...")
 
 
 def shown_name(name: str) -> str:
     """A key, on one line and not too long."""
-    return _printable(name if len(name) <= 80 else name[:77] + "...") or '""'
+    return _printable(name if len(name) <= 200 else name[:197] + "...") or '""'
 
 
 def _printable(text: str) -> str:

@@ -50,40 +50,28 @@ def test_a_sample_of_the_real_size():
     assert set(PASSES) == set(TRAINED)
 
 
-class Step:
-    """A trainer whose model keeps one buffer for gradients, and makes 3 GiB more of them."""
-
-    def __init__(self, now: dict):
-        self.now = now
-        self.model = nn.ModuleDict({"output_layer": nn.Linear(2, 2)})
-        self.now["allocated"] = 11 * GIB  # weights, optimizer and the buffer are there already
-
-    def forward(self, _batch):
-        self.now["allocated"] += 5 * GIB
-        return torch.zeros(())
-
-    def backward(self, _loss):
-        self.now["allocated"] -= 2 * GIB
-
-    def update(self):
-        self.now["allocated"] = 11 * GIB
-
-    def optimizer_tensors(self):
-        on_gpu, on_cpu = torch.device("cuda"), torch.device("cpu")
-        sizes = [(on_gpu, 4), (on_cpu, 100)]
-        return [SimpleNamespace(device=device, nbytes=size * GIB) for device, size in sizes]
-
-    def gradient_buffers(self):
-        return [SimpleNamespace(device=torch.device("cuda"), nbytes=5 * GIB)]
-
-
 def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
-    now = {}
+    now = {"allocated": 11 * GIB}  # weights, optimizer and a buffer of gradients
+
+    def goes_to(size, given=None):
+        return lambda *_: now.update(allocated=size * GIB) or given
+
+    def tensor(size, device="cuda"):
+        return SimpleNamespace(device=torch.device(device), nbytes=size * GIB)
+
+    trainer = SimpleNamespace(
+        model=nn.ModuleDict({"output_layer": nn.Linear(2, 2)}),
+        forward=goes_to(16, torch.zeros(())),
+        backward=goes_to(14),
+        update=goes_to(11),
+        optimizer_tensors=lambda: [tensor(4), tensor(100, "cpu")],
+        gradient_buffers=lambda: [tensor(5)],
+    )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
     monkeypatch.setattr(breakdown, "_held", lambda model: 2 * GIB)
-    parts = breakdown.memory_parts(Step(now), {})
+    parts = breakdown.memory_parts(trainer, {})
     assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
     peak = parts.pop("peak")

@@ -1,14 +1,15 @@
-"""What a measurement is asked for, and the useful work that its figures are shares of."""
+"""What a measurement is asked for, what refuses it, and the processes that make it."""
 
 import json
 import re
-import subprocess
-from dataclasses import fields, replace
+import sys
+import time
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from glm4v_patched.bench import machine, worker
+from glm4v_patched.bench import command, machine, worker
 from glm4v_patched.bench.roofline import batch_of
 from glm4v_patched.bench.settings import MEASURES, Settings, ablation
 from glm4v_patched.cli import main
@@ -90,13 +91,10 @@ def test_what_is_asked_for_reaches_the_engine():
     assert {name: getattr(options, name) for name in asked} == asked
     assert (options.skip_logits, options.loss_chunk_size) == (False, 7)
     assert Settings().engine_options().skip_logits
-
-
-def test_the_original_is_left_as_it_is():
-    options = Settings(trained="lora_lm", against="folder", language="none").engine_options()
-    assert (options.tower, options.language, options.compile) == ("full", "full", False)
-    assert not options.gathers_whole_layers
-    assert (options.norms_in_place, options.layers_ahead) == (False, 0)
+    original = Settings(against="folder", language="none").engine_options()
+    assert (original.tower, original.language, original.compile) == ("full", "full", False)
+    assert not original.gathers_whole_layers
+    assert (original.norms_in_place, original.layers_ahead) == (False, 0)
 
 
 def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
@@ -144,29 +142,78 @@ def test_a_machine_that_cannot_measure_is_refused_before_anything_is_built(
     found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * number, "none here")
     monkeypatch.setattr(machine, "find_gpus", lambda: found)
     monkeypatch.setattr(machine, "free_ram", lambda: 100e9)
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("processes were started"))
+    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("processes were started"))
     assert main(["bench", *arguments]) == 1
     told = capsys.readouterr().err.strip()
     assert "\n" not in told and re.search(message, told)
 
 
-def test_on_a_cpu_the_estimated_peak_must_fit(tmp_path, monkeypatch, capsys):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(golden_json("config.json") | {"num_layers": 400}))
+@pytest.fixture
+def on_cpu(tmp_path):
+    """The command for the CPU, with the golden data's config, or a text in place of it."""
+
+    def on_cpu(*arguments, config=None):
+        text = json.dumps(golden_json("config.json")) if config is None else config
+        (tmp_path / "config.json").write_text(text)
+        config = ["--config", str(tmp_path / "config.json"), "--text-tokens", "20"]
+        return main(["bench", "--device", "cpu", *config, *arguments])
+
+    return on_cpu
+
+
+def test_on_a_cpu_the_estimated_peak_must_fit(on_cpu, monkeypatch, capsys):
     monkeypatch.setattr(machine, "free_ram", lambda: 1e6)
-    arguments = ["bench", "--device", "cpu", "--config", str(config)]
-    assert main([*arguments, "--text-tokens", "20"]) == 1
+    assert on_cpu(config=json.dumps(golden_json("config.json") | {"num_layers": 400})) == 1
     assert "GB of the machine's memory, of which 0.0 GB are free" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "{", '{"model_type": "llama", "vision_config": {}}', "{}"]
-)
-def test_a_config_of_another_model_is_refused(content, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(content)
-    assert main(["bench", "--device", "cpu", "--config", str(tmp_path / "config.json")]) == 1
+@pytest.mark.parametrize("text", ["[]", "{", '{"model_type": "a", "vision_config": {}}', "{}"])
+def test_a_config_of_another_model_is_refused(text, on_cpu, capsys):
+    assert on_cpu(config=text) == 1
     told = capsys.readouterr().err
     assert re.search("config.json (is not of a glm-4v; expected|cannot be read: Expecting)", told)
+
+
+def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
+    on_cpu, monkeypatch, tmp_path, capsys
+):
+    asked = []
+
+    def run(started, printed, environment, timeout):
+        settings, out = started[-2:]
+        asked.append(Settings(**json.loads(settings)))
+        if len(asked) == 2:
+            with open(out, "w") as file:
+                json.dump({"samples_per_s_per_gpu": 1.5}, file)
+        return "ValueError: no"
+
+    monkeypatch.setattr(command, "_run", run)
+    out = tmp_path / "rows.json"
+    assert on_cpu("--trained", "lm", "full", "--no-compile", "--out", str(out)) == 0
+    failed, made = json.loads(out.read_text())
+    assert [row["settings"] for row in (failed, made)] == [asdict(one) for one in asked]
+    assert (failed["error"], failed["device"]) == ("ValueError: no", "cpu")
+    assert made["samples_per_s_per_gpu"] == 1.5 and "error" not in made
+    assert made["command"].startswith(
+        "glm4v-patched bench --trained full --gpus 2 --text-tokens 20"
+    )
+    assert made["command"].endswith(" --device cpu")
+    assert "ValueError: no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("print('OutOfMemoryError', flush=True); 1 / 0", "OutOfMemoryError"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("print('a'); print('b')", "a\nb"),
+        ("import time; print('Error', flush=True); time.sleep(60)", "not done after 3 s"),
+    ],
+)
+def test_why_processes_failed_is_what_they_printed(code, error, tmp_path):
+    began = time.monotonic()
+    assert command._run([sys.executable, "-c", code], tmp_path / "printed", {}, 3) == error
+    assert time.monotonic() - began < 40  # what is late was ended
 
 
 def test_a_machine_that_may_do_it_is_tried(monkeypatch):
@@ -180,41 +227,17 @@ def test_a_machine_that_may_do_it_is_tried(monkeypatch):
     machine.require_machine([row], 2, on_cpu=False)
 
 
-def test_several_processes_without_zero_are_refused_before_anything_runs(capsys):
-    assert main(["bench", "--zero-stage", "0", "--gpus", "2"]) == 1
-    assert "2 GPUs with ZeRO stage 0" in capsys.readouterr().err
-
-
 def test_an_ablation_goes_from_plain_training_to_what_was_asked_for():
-    asked = Settings(
-        trained="lora_lm",
-        micro_batch=4,
-        packed=True,
-        optimizer="adamw_8bit",
-        liger=True,
-        reuse_features=True,
-        memory_limit=40,
-    )
-    steps = ablation(asked)
-    assert len(steps) == 1 + len(MEASURES)
-    settings = list(steps.values())
-    plain = settings[0]
-    assert plain.all_logits and not plain.compile and not plain.reuse_features
-    assert plain.attn_implementation == "eager" and not plain.liger and plain.optimizer == "adamw"
-    assert (plain.tower, plain.language, plain.micro_batch, plain.memory_limit) == (
-        *("full", "full"),
-        *(4, 40),
-    )
-    assert settings[-1] == asked
+    asked = {"packed": True, "optimizer": "adamw_8bit", "liger": True, "reuse_features": True}
+    settings = list(ablation(Settings(micro_batch=4, memory_limit=40, **asked)).values())
+    plain = {name: value for of in MEASURES.values() for name, value in of.items()}
+    assert settings[0] == Settings(micro_batch=4, memory_limit=40, **plain)
+    assert settings[-1] == Settings(micro_batch=4, memory_limit=40, **asked)
     changes = [
-        {field.name for field in fields(Settings) if before_after_differ(pair, field.name)}
-        for pair in zip(settings, settings[1:], strict=False)
+        {name for name, value in asdict(after).items() if value != getattr(before, name)}
+        for before, after in zip(settings, settings[1:], strict=False)
     ]
     assert changes == [set(names) for names in MEASURES.values()]
-
-
-def before_after_differ(pair: tuple[Settings, Settings], name: str) -> bool:
-    return getattr(pair[0], name) != getattr(pair[1], name)
 
 
 def test_what_was_not_asked_for_is_no_step():

@@ -80,5 +80,7 @@ def test_the_norm_is_deepspeeds_again():
 def test_a_model_that_knows_no_optimizer_of_zero_is_told_of():
     model = nn.Linear(2, 2)
     take_norms_in_place(model, Replacements())
-    with pytest.raises(RuntimeError, match="has no _z3_optimizer .*; install a tested one: pip"):
+    with pytest.raises(
+        RuntimeError, match="has no _z3_optimizer .*; install a tested one: .*pip install"
+    ):
         model(torch.ones(2))

@@ -1,27 +1,46 @@
-"""Sources to build from, tiny and of the real size, and the command line in its own process."""
+"""Sources to build from, tiny and of the real size; and the files of a build that is made up.
 
+What is made up passes all checks of verify that run nothing, and has weights as one likes.
+"""
+
+import hashlib
 import json
-import os
 import struct
-import subprocess
-import sys
 from base64 import b64encode
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
+from hub_upload.layout import ARCHITECTURE, AUTO_MAPS, INDEX, MANIFEST, REMOTE, SPECIAL_IDS
+from hub_upload.layout import UPSTREAM as UPSTREAM
 from tests.helpers.legacy_repository import write_legacy_repository
+from tests.helpers.local_hub import LocalHub, Repository, Sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "our-org/glm-4v-9b-trainable"
-INDEX = "model.safetensors.index.json"
+TAG = f"v{glm4v_patched.__version__}"
 LICENSE_TEXT = "The licence of the weights, as the original has it.\n"
 GENERATION = {"eos_token_id": [500], "pad_token_id": 500, "do_sample": True, "temperature": 0.8}
+CODE = {p.name: p.read_bytes() for p in REMOTE.glob("*.py") if p.name != "__init__.py"}
+CARD = f"""---
+license: other
+license_name: glm-4
+license_link: https://huggingface.co/{UPSTREAM}/blob/main/LICENSE
+base_model: {UPSTREAM}
+library_name: transformers
+pipeline_tag: image-text-to-text
+language: [en]
+tags: [glm]
+---
+# card
+"""
 
 
 def write_original(folder: Path) -> Path:
@@ -48,67 +67,145 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def as_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def run_cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "hub_upload", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def edit(path: Path, change: Callable[[dict], object]) -> None:
+    """Change the JSON in a file, and not in the file that it may be linked to."""
+    values = json.loads(path.read_text())
+    change(values)
+    path.unlink()
+    path.write_text(json.dumps(values))
+
+
+def sign(folder: Path, *more: str, code: tuple[str, ...] = ()) -> None:
+    """Let the manifest agree with the files that are there, and list ``more`` and ``code``."""
+
+    def digest(name: str) -> str:
+        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+    def agree(manifest: dict) -> None:
+        manifest["code"] = {name: digest(name) for name in [*manifest["code"], *code]}
+        manifest["files"] = {name: digest(name) for name in [*manifest["files"], *more]}
+        sizes = {name: (folder / name).stat().st_size for name in shards_of(folder)}
+        weights = {name: {"size": size, "sha256": digest(name)} for name, size in sizes.items()}
+        manifest["weights"]["files"] = weights
+
+    edit(folder / MANIFEST, agree)
 
 
 @cache
-def real_shapes() -> dict[str, list[int]]:
-    """Names and shapes of the parameters of glm-4v-9b."""
+def real_files(num_shards: int = 15) -> tuple[dict[str, bytes], dict[str, Sparse]]:
+    """Small files of a repository of the real size, and its shards without their content."""
     with torch.device("meta"):
-        model = GLM4VForCausalLM(ChatGLMConfig())
-    return {name: list(value.shape) for name, value in model.state_dict().items()}
-
-
-def real_files(num_shards: int = 15) -> tuple[dict[str, bytes], dict[str, tuple[bytes, int]]]:
-    """Small files of a repository of the real size, and of each shard its head and its size."""
-    shapes, shards, where, total = real_shapes(), {}, {}, 0
-    names = list(shapes)
+        state = GLM4VForCausalLM(ChatGLMConfig()).state_dict()
+    names, shards, where, total = list(state), {}, {}, 0
     each = -(-len(names) // num_shards)
     for number in range(num_shards):
         shard = f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
         header, at = {"__metadata__": {"format": "pt"}}, 0
         for name in names[number * each : (number + 1) * each]:
-            end = at + 2 * torch.Size(shapes[name]).numel()
-            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [at, end]}
+            shape = list(state[name].shape)
+            end = at + 2 * torch.Size(shape).numel()
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
             where[name], at = shard, end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        shards[shard] = (struct.pack("<Q", len(text)) + text, 8 + len(text) + at)
+        head = struct.pack("<Q", len(text)) + text
+        shards[shard] = Sparse(len(head) + at, f"{number:064x}", head + bytes(100_001))
         total += at
     config = ChatGLMConfig().to_dict() | {"architectures": ["ChatGLMModel"]}
     config = {k: v for k, v in config.items() if k not in ("auto_map", "dtype", "torch_dtype")}
-    tokenizer = {
-        "added_tokens_decoder": {
-            str(151329 + number): {"content": token, "special": True}
-            for number, token in enumerate(SPECIAL_TOKENS)
-        },
-        "image_size": 1120,
-        "tokenizer_class": "ChatGLM4Tokenizer",
-    }
+    added = {str(151329 + i): {"content": t, "special": True} for i, t in enumerate(SPECIAL_TOKENS)}
+    tokenizer = {"added_tokens_decoder": added, "image_size": 1120}
     files = {
         "config.json": config | {"torch_dtype": "bfloat16"},
-        "tokenizer_config.json": tokenizer,
+        "tokenizer_config.json": tokenizer | {"tokenizer_class": "ChatGLM4Tokenizer"},
         INDEX: {"metadata": {"total_size": total}, "weight_map": where},
     }
-    small = {name: json.dumps(values).encode() for name, values in files.items()}
-    return small | {"tokenizer.model": ranks_of_the_real_size()}, shards
-
-
-def ranks_of_the_real_size() -> bytes:
-    """As many ranks as the real vocabulary has, of tokens of one to three bytes."""
+    # As many ranks as the real vocabulary has, of tokens of one to three bytes.
     tokens = [bytes([a]) for a in range(256)]
     tokens += [bytes([a, b]) for a in range(256) for b in range(256)]
     tokens += [bytes([a, b, c]) for a in range(97, 123) for b in range(256) for c in range(256)]
     rows = (b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens[:151329]))
-    return b"".join(rows)
+    small = {name: json.dumps(values).encode() for name, values in files.items()}
+    return small | {"tokenizer.model": b"".join(rows)}, shards
+
+
+def _files() -> dict[str, bytes]:
+    ids = {token: number for number, token in enumerate(SPECIAL_IDS.values(), start=10)}
+    config = {"architectures": [ARCHITECTURE], "eos_token_id": 1, "padded_vocab_size": 64}
+    config |= {field: ids[token] for field, token in SPECIAL_IDS.items()}
+    values = {
+        "config.json": config | {"vision_config": {"image_size": 56}},
+        "tokenizer_config.json": {"image_size": 56},
+        "preprocessor_config.json": {"size": {"height": 56}},
+        "processor_config.json": {},
+    }
+    values = {name: value | {"auto_map": AUTO_MAPS[name]} for name, value in values.items()}
+    added = [{"content": token, "id": number} for token, number in ids.items()]
+    values |= {"tokenizer.json": {"added_tokens": added}}
+    values |= {"generation_config.json": {"eos_token_id": 1}}
+    files = {name: json.dumps(value).encode() for name, value in values.items()}
+    files |= {"README.md": CARD.encode(), "LICENSE": b"licence\n", "requirements.txt": b"torch\n"}
+    return files | {"chat_template.jinja": b"{{ messages }}"}
+
+
+def shard(number: int, size: int) -> bytes:
+    """Safetensors with the tensor that the index of a build expects in its shard of this number."""
+    values = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({f"layer.{number}": values}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes([number]) * size
+
+
+FILES = _files()
+# 28 GB in 15 shards, as the real ones are.
+SHARDS = {
+    f"model-{n:05d}-of-00015.safetensors": Sparse(
+        1_860_000_000 + n, hashlib.sha256(b"shard %d" % n).hexdigest()
+    )
+    for n in range(1, 16)
+}
+SMALL_SHARDS = {f"model-{n + 1:05d}-of-00003.safetensors": shard(n, 39_900) for n in range(3)}
+
+
+def add_source(hub: LocalHub, shards: dict[str, bytes | Sparse], **settings) -> Repository:
+    """The original's repository; what is on its main by now has other weights."""
+    source = hub.add_repository(UPSTREAM, {**shards, INDEX: b"{}"}, **settings)
+    source.pinned = source.head
+    later = dict.fromkeys(shards, Sparse(5, "0" * 64))
+    source.add_commit("refs/heads/main", later, "later weights")
+    return source
+
+
+def write_build(
+    folder: Path,
+    shards: dict[str, bytes | Sparse],
+    revision: str | None = None,
+    local: bool = False,
+    version: str = glm4v_patched.__version__,
+    code: dict[str, bytes] = CODE,
+    card: bytes = FILES["README.md"],
+) -> Path:
+    """Write a build whose weights are at ``revision`` of the source, in the folder, or both."""
+    folder.mkdir()
+
+    def sha256(content: bytes | Sparse) -> str:
+        sparse = isinstance(content, Sparse)
+        return content.sha256 if sparse else hashlib.sha256(content).hexdigest()
+
+    def size(content: bytes | Sparse) -> int:
+        return content.size if isinstance(content, Sparse) else len(content)
+
+    weight_map = {f"layer.{i}": name for i, name in enumerate(shards)}
+    files = FILES | {INDEX: json.dumps({"weight_map": weight_map}).encode(), "README.md": card}
+    weights = {"repository": UPSTREAM if revision else None, "revision": revision}
+    weights["files"] = {n: {"size": size(c), "sha256": sha256(c)} for n, c in shards.items()}
+    manifest = {"version": version, "upstream_revision": revision, "weights": weights}
+    manifest["code"] = {name: sha256(content) for name, content in code.items()}
+    manifest["files"] = {name: sha256(content) for name, content in files.items()}
+    contents = code | files | {MANIFEST: json.dumps(manifest).encode()}
+    for name, content in (contents | (shards if local else {})).items():
+        (folder / name).write_bytes(content)
+    return folder

@@ -1,0 +1,152 @@
+"""The model card: what it says is so, and what it tells people to run runs."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from glm4v_patched.finetune.config import Recipe
+from tests.helpers.local_hub import LocalHub
+from tests.helpers.processes import cpu_environment, run_with_limit, two_processes
+from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files
+
+
+@pytest.fixture
+def card(built) -> tuple[dict, str]:
+    _, front, body = (built / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+def test_it_has_what_the_hub_files_a_model_by(card):
+    data, body = card
+    expected = {"license": "other", "license_name": "glm-4", "base_model": UPSTREAM}
+    expected |= {"license_link": f"https://huggingface.co/{UPSTREAM}/blob/main/LICENSE"}
+    expected |= {"base_model_relation": "finetune", "library_name": "transformers"}
+    expected |= {"pipeline_tag": "image-text-to-text", "language": ["zh", "en"]}
+    assert {name: data[name] for name in expected} == expected and "custom_code" in data["tags"]
+    for wanted in ("Built with glm-4", "2406.12793", f'revision="{TAG}"', NAME, "`MODEL_LICENSE`"):
+        assert wanted in body, wanted
+    assert "{{" not in body and "{%" not in body and "requirements.txt" not in body
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = " ".join(f'"{package}"' for package in project["dependencies"])
+    assert body.count(f"pip install {named}") == 3
+
+
+def test_its_figures_are_those_of_the_pages(card):
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    ours = card[1][card[1].index("That the numbers") : card[1].index("## Use it")]
+    figures = set(re.findall(r"\d+(?:[.,]\d+)+(?:e-\d+)?", ours))
+    assert len(figures) >= 7
+    assert [figure for figure in figures if figure not in text] == []
+
+
+def test_its_memory_is_that_of_the_results(card):
+    """Every row of the table is one row of the results, by what is trained and kept."""
+    files = sorted((ROOT / "docs" / "benchmarks").glob("bench_*.json"))
+    results = [row for file in files for row in json.loads(file.read_text())]
+    table = card[1][card[1].index("## Memory") : card[1].index("## Pin the revision")]
+    rows = [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("| `") and not line.startswith("| `trained`")
+    ]
+    assert len(rows) >= 7
+    measured = [cells_of(result) for result in results if "error" not in result]
+    assert [row for row in rows if row not in measured] == []
+
+
+def cells_of(result: dict) -> list[str]:
+    """What the card would say of a measured row."""
+    chosen = result.get("policies") or result["settings"]
+    # A frozen tower keeps nothing in any case.
+    tower = chosen["tower"] if result["workload"] in ("full", "lora_all") else "-"
+    cap = result["memory_limit_gib"]
+    trained = result["workload"]
+    optimizer = result["settings"].get("optimizer", "adamw")
+    trained += "" if optimizer == "adamw" else f", engine.optimizer: {optimizer}"
+    trained += ", engine.offload: true" if result["offload"] else ""
+    trained += ", engine.zero_stage: 0" if result["zero_stage"] == 0 else ""
+    return [
+        trained,
+        f"{result['micro_batch']}, {result['text_tokens']}",
+        f"{result['gpus']}" + ("" if cap is None else f", {cap:g}"),
+        f"{tower}, {chosen['language']}",
+        f"{result['peak_allocated_gib']:.1f}, {result['peak_reserved_gib']:.1f}",
+        f"{result['samples_per_s_per_gpu']:.2f}",
+    ]
+
+
+@pytest.fixture
+def blocks(card, built, tmp_path, monkeypatch) -> list[str]:
+    """Its Python, with the folder in place of the repository; its picture is drawn."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "picture.png")
+    found = re.findall(r"```python\n(.*?)```", card[1], re.DOTALL)
+    pinned = f'name, revision = "{NAME}", "{TAG}"'
+    assert all(pinned in block for block in found)
+    return [block.replace(pinned, f'name, revision = "{built}", None') for block in found]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """That of a stranger, with caches of its own."""
+    caches = {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    return cpu_environment() | caches
+
+
+def succeed(command: list[str], variables: dict[str, str]) -> None:
+    ended = run_with_limit(command, 900, variables)
+    assert ended.status == 0, ended.output[-6000:]
+
+
+def test_its_code_answers_a_question(blocks, tmp_path):
+    (tmp_path / "use.py").write_text(blocks[0])
+    succeed([sys.executable, "use.py"], environment(tmp_path))
+
+
+@pytest.mark.slow
+def test_its_code_trains_on_two_processes(blocks, tmp_path):
+    (tmp_path / "train.py").write_text(blocks[1])
+    succeed(two_processes(tmp_path / "train.py"), environment(tmp_path))
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    learned = [name for name, value in adapter.items() if "lora_B" in name and value.any()]
+    assert len(learned) == 4  # two layers of each tower
+
+
+def test_its_recipe_can_be_read(card, tmp_path):
+    (recipe,) = re.findall(r"```yaml\n(.*?)\n```", card[1], re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert Recipe.read(tmp_path / "recipe.yaml").model == NAME
+    assert len(recipe.splitlines()) <= 10
+
+
+@pytest.mark.slow
+def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tmp_path):
+    """As written, but for its steps; and what is saved loads as the card says."""
+    recipe, line = re.findall(r"```(?:yaml|json)\n(.*?)\n```", card[1], re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    (tmp_path / "train.jsonl").write_text(f"{line}\n" * 16)
+    use = blocks[0].replace(f'"{built}", None', f'"{NAME}", "{TAG}"')
+    (command,) = re.findall(r"`glm4v-patched (train .*?)`", card[1])
+    statements = re.findall(r"`([^`]*PeftModel[^`]*)`", card[1])
+    assert len(statements) == 2
+    answer = use.index("answer = ")
+    script = 'import sys\nsys.modules["glm4v_patched"] = None  # cannot be imported\n'
+    script += use[:answer] + "\n".join(statements) + "\n" + use[answer:]
+    script += "learned = [n for n, p in model.named_parameters() if 'lora_B' in n and p.any()]\n"
+    (tmp_path / "loads.py").write_text(f"{script}assert len(learned) == 2, learned\n")
+    with LocalHub() as hub:
+        repository = hub.add_repository(NAME, as_files(built))
+        repository.refs[f"refs/tags/{TAG}"] = repository.head
+        repository.add_commit("refs/heads/main", {"config.json": b"no JSON"}, "not pinned")
+        online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")} | hub.environment
+        train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]
+        train += ["trainer.max_steps=4", "--device", "cpu"]
+        for part in (train, [sys.executable, "loads.py"]):
+            succeed(part, environment(tmp_path) | online)

@@ -1,0 +1,404 @@
+"""What servers, connections, disks and kills do to all three commands: one line that says what to
+do, without the token; nothing wrong or half-written; and the next run completes."""
+
+import json
+import os
+import queue
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from hub_upload.build import differences, read_source
+from hub_upload.checks import CHECKS
+from hub_upload.layout import INDEX, MANIFEST
+from hub_upload.load_check import STEPS
+from tests.helpers.hub_repositories import File
+from tests.helpers.local_hub import redirect_client
+from tests.helpers.publishable import (
+    CODE,
+    FILES,
+    GENERATION,
+    NAME,
+    ROOT,
+    SMALL_SHARDS,
+    TAG,
+    UPSTREAM,
+    add_source,
+    as_files,
+    write_build,
+)
+
+REPO = "our-org/model"
+by_name = pytest.mark.parametrize("command", ["build", "verify"])
+
+
+@pytest.fixture
+def ask(hub, original, built, run, nothing_runs, tmp_path):
+    """Run build or verify by name; its status and its line of error."""
+    source = f"{UPSTREAM}@{hub.add_repository(UPSTREAM, as_files(original)).head}"
+    hub.add_repository(NAME, as_files(built))
+    out = tmp_path / "into" / "out"
+    commands = {"build": ("build", "--weights", source, "--out", out, "--name", NAME)}
+    commands["verify"] = ("verify", NAME)
+    ask = lambda command, *more: run(*commands[command], *more)  # noqa: E731
+    ask.out, ask.source = out, source
+    return ask
+
+
+def completes(hub, ask, command: str) -> bool:
+    """Whether the next run does, and what the one before has left."""
+    into = ask.out.parent
+    assert not into.exists() or [*into.iterdir()] == []
+    hub.faults.clear()
+    assert ask(command)[0] == 0
+    if command == "build":
+        assert differences(read_source(ask.source), ask.out, NAME) == []
+        assert [path.name for path in into.iterdir()] == ["out"]
+    return True
+
+
+LISTING, CONFIG = "/api/models/", "/resolve/.*/config.json"
+NO_HUB = "the server's answer is not that of a Hub"
+LISTED = {"id": NAME, "sha": "b" * 40}
+FAULTS = [
+    ("*", LISTING, {"status": 401}, "the token is not valid.*hf auth login.*(401: "),
+    ("*", LISTING, {"status": 403}, "the token may not do this.*(403: "),
+    ("*", LISTING, {"status": 404}, "it is not there, or not for this token: check.*(404: "),
+    ("*", LISTING, {"status": 429}, "too many requests: wait a little (429: "),
+    ("*", LISTING, {"status": 500}, "the server fails: wait a little (500: "),
+    ("*", LISTING, {"cut_response": 0}, "the connection failed ("),
+    ("*", LISTING, {"cut_response": 10}, "the connection failed ("),
+    ("*", LISTING, {"answer": {}}, NO_HUB),
+    ("*", LISTING, {"answer": []}, NO_HUB),
+    ("*", LISTING, {"answer": {"id": NAME}}, NO_HUB),
+    ("*", LISTING, {"answer": LISTED}, NO_HUB),
+    ("*", LISTING, {"answer": LISTED | {"siblings": [{}]}}, NO_HUB),
+    ("*", "/tree/", {"answer": [{"type": "file", "path": "config.json"}]}, NO_HUB),
+    ("*", CONFIG, {"status": 401}, "(401: "),
+    ("*", CONFIG, {"status": 403}, "(403: "),
+    ("*", CONFIG, {"status": 404}, "(404: "),
+    ("*", CONFIG, {"status": 429}, "too many requests: wait a little (429: "),
+    ("*", CONFIG, {"status": 500}, "the server fails: wait a little (500: "),
+    ("*", CONFIG, {"cut_response": 0}, "the connection failed ("),
+    ("*", CONFIG, {"answer": []}, NO_HUB),
+    ("GET", CONFIG, {"answer": {}}, "Consistency check failed"),
+]
+
+
+@by_name
+@pytest.mark.parametrize(("method", "path", "fault", "message"), FAULTS, ids=str)
+def test_a_fault_of_a_server_is_one_line(command, method, path, fault, message, hub, ask):
+    hub.fail(method, path, times=999, message=f"echo of {hub.token}", **fault)
+    status, told = ask(command)
+    wanted = ".*".join(map(re.escape, message.split(".*")))
+    assert status == 1 and re.search(wanted, told) and "run the same command again" in told, told
+    assert completes(hub, ask, command)
+
+
+@by_name
+def test_no_server_is_one_line(command, hub, ask, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        redirect_client("http://127.0.0.1:9", elsewhere)  # nothing listens there
+        status, told = ask(command)
+    assert status == 1 and re.search(r"the connection failed \(.*refused", told), told
+    assert completes(hub, ask, command)
+
+
+@by_name
+def test_a_file_of_the_right_size_and_other_content_is_one_line(command, hub, ask):
+    files = hub.repositories[UPSTREAM if command == "build" else NAME].files
+    given = files["config.json"]
+    other = File(b" " * len(given.content), False)
+    hub.fail("HEAD", CONFIG, times=99, call=lambda: files.update({"config.json": other}))
+    hub.fail("GET", "/tree/", after=2, times=99, call=lambda: files.update({"config.json": given}))
+    status, told = ask(command)
+    assert status == 1 and "config.json has another hash" in told, told
+    files["config.json"] = given
+    assert completes(hub, ask, command)
+
+
+@pytest.mark.parametrize("fault", [{"answer": {}}, {"answer": []}, {"status": 403}], ids=str)
+def test_a_header_of_weights_that_cannot_be_read_fails_its_check(fault, hub, ask):
+    hub.fail("GET", r"\d\.safetensors", times=99, message=f"echo of {hub.token}", **fault)
+    status, told = ask("verify")
+    (row,) = [line for line in told.splitlines() if line.startswith("weight files")]
+    assert status == 1 and "failed" in row and "reading the header of" in row
+    assert completes(hub, ask, "verify")
+
+
+def test_what_a_stopped_run_left_is_not_taken_for_all(hub, ask):
+    """An optional file is missing there: without it, the build would be another one."""
+    hub.fail("GET", "/resolve/.*/generation_config.json", times=99, status=403)
+    assert ask("build")[0] == 1 and completes(hub, ask, "build")
+    assert json.loads((ask.out / "generation_config.json").read_text()) == GENERATION
+
+
+# Silence
+
+COMMANDS = {
+    "build": ["build", "--weights", f"{REPO}@{'a' * 40}", "--out", "built"],
+    "build of no commit": ["build", "--weights", REPO, "--out", "built"],
+    "verify": ["verify", REPO],
+    "publish": ["publish", "build", "--repo", REPO],
+    "publish --push": ["publish", "build", "--repo", REPO, "--push"],
+}
+
+
+@pytest.fixture
+def silent(monkeypatch, hub):
+    """A server that accepts whoever comes, and says nothing; it is waited for a second."""
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+
+    def give_up(*_):
+        raise AssertionError("it still waits")
+
+    signal.signal(signal.SIGALRM, give_up)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        signal.alarm(100)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        signal.alarm(0)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_server_that_never_answers_is_named(name, silent, run, tmp_path, monkeypatch):
+    write_build(tmp_path / "build", SMALL_SHARDS, local=True)
+    monkeypatch.chdir(tmp_path)
+    redirect_client(silent, monkeypatch)
+    begun = time.monotonic()
+    status, told = run(*COMMANDS[name])
+    assert status == 1 and time.monotonic() - begun < 30
+    assert f"{silent} did not answer within 1 s" in told and told.count("\n") == 0, told
+    assert not (tmp_path / "built").exists()
+
+
+PATCHED = """
+import time, transformers, glm4v_patched
+glm4v_patched.apply()
+names = ["AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor"]
+for auto, model in [(name, "our-org/model") for name in names] + [("AutoConfig", "our-org/cached")]:
+    begun = time.monotonic()
+    try:
+        print(auto, type(getattr(transformers, auto).from_pretrained(model)).__name__)
+    except TimeoutError as error:
+        print(auto, error)
+    assert time.monotonic() - begun < 10
+"""
+
+
+def test_patched_auto_classes_name_a_server_that_never_answers_or_take_the_cache(
+    silent, built, tmp_path
+):
+    cache = tmp_path / "home" / "hub" / "models--our-org--cached"
+    (cache / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    config = (built / "config.json").read_bytes()
+    (cache / "snapshots" / ("a" * 40) / "config.json").write_bytes(config)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    variables = {"HF_ENDPOINT": silent, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | variables | {"HF_HUB_ETAG_TIMEOUT": "1"}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    ended = subprocess.run([sys.executable, "-c", PATCHED], timeout=120, **options)
+    assert ended.returncode == 0, ended.stderr
+    *refused, loaded = ended.stdout.splitlines()
+    assert len(refused) == 4 and loaded == "AutoConfig ChatGLMConfig"
+    for line in refused:
+        assert f"{silent} did not answer within 1 s" in line, line
+        assert line.endswith(f"and {REPO} is not in the cache")
+    assert "did not answer within 1 s" in ended.stderr and "the cache is loaded" in ended.stderr
+
+
+# Disks
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """What this process writes fails beyond that, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@by_name
+def test_a_disk_that_is_full_for_downloads_is_one_line(command, hub, ask):
+    with files_of_at_most(1000):
+        status, told = ask(command)
+    assert status == 1 and "no space left" in told and "make room" in told, told
+    assert completes(hub, ask, command)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("file", ["tokenizer.json", "modeling_chatglm.py"])
+def test_a_disk_that_is_full_for_the_output_is_one_line(
+    file, earlier, original, built, run, tmp_path
+):
+    """The one is written by a library in Rust, the other by this program."""
+    out = tmp_path / "into" / "out"
+    command = ("build", "--weights", original, "--out", out, "--name", NAME)
+    assert not earlier or run(*command)[0] == 0
+    with files_of_at_most((built / file).stat().st_size - 1):
+        status, told = run(*command)
+    assert status == 1 and "no space left" in told and "make room" in told, told
+    assert [path.name for path in out.parent.glob("*")] == ["out"] * earlier
+    assert not earlier or as_files(out) == as_files(built)
+    assert run(*command)[0] == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, ask, run, tmp_path, monkeypatch):
+    status, told = ask("verify", "--json", "/dev/full")
+    assert status == 1 and "hub_upload: no space left on a disk" in told
+    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
+    with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
+        patch.setattr(sys, "stdout", disk)
+        status, told = run("publish", build, "--repo", REPO, "--push")
+        assert status == 1 and told.startswith("hub_upload: no space left on a disk")
+    assert REPO not in hub.repositories
+
+
+# Every kind of fault at every request
+
+KINDS = {
+    **{str(status): {"status": status} for status in (400, 401, 403, 404, 412, 500)},
+    "429": {"status": 429, "headers": {"Retry-After": "0"}},
+    "an empty object": {"answer": {}},
+    "an empty list": {"answer": []},
+    "a cut request": {"cut_request": 1},
+    "no answer to what was done": {"cut_response": 0},
+    "half an answer": {"cut_response": 10},
+    "silence": {"call": lambda: time.sleep(1.5)},
+}
+# Of a sound run. verify asks for each file in the same way, so some of them stand for all.
+REQUESTS = {"publish": range(19), "verify": [*range(4), *range(4, 50, 6), *range(50, 62)]}
+
+
+def pairs(command: str) -> list:
+    """Each fault at one request, always; all others behind the marker."""
+    requests, found = REQUESTS[command], []
+    for i, fault in enumerate(KINDS):
+        for at in requests:
+            marks = () if at == requests[5 * i % len(requests)] else pytest.mark.exhaustive
+            found.append(pytest.param(fault, at, id=f"{fault} at {at}", marks=marks))
+    return found
+
+
+def is_whole(hub, commit: str) -> bool:
+    files = hub.repositories[REPO].commits[commit].files
+    wanted = CODE | FILES | SMALL_SHARDS
+    assert set(files) == {*wanted, INDEX, MANIFEST, ".gitattributes"}
+    return all(files[name].content == content for name, content in wanted.items())
+
+
+@pytest.fixture
+def plant(hub, monkeypatch):
+    """Plan a fault; the Hub is waited for a second."""
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.setattr(constants, name, 1)
+    yield lambda fault, at: hub.fail(
+        "*", "", after=at, message=f"echo of {hub.token}", **KINDS[fault]
+    )
+    hub.errors.clear()
+
+
+@pytest.mark.parametrize(("fault", "at"), pairs("publish"))
+def test_publish_leaves_nothing_wrong(fault, at, hub, plant, run, tmp_path):
+    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
+    command = ("publish", build, "--repo", REPO, "--push")
+    plant(fault, at)
+    status, told = run(*command)
+    repository = hub.repositories.get(REPO)
+    assert status == 1 or repository.tags == {TAG: repository.head}, told
+    if repository:
+        initial, *others = repository.commits
+        assert len(others) <= 1 and all(is_whole(hub, commit) for commit in others)
+        assert repository.tags in ({}, {TAG: repository.head} if others else {})
+    hub.faults.clear()
+    assert run(*command)[0] == 0
+    repository = hub.repositories[REPO]
+    assert len(repository.commits) == 2 and is_whole(hub, repository.head)
+    assert repository.tags == {TAG: repository.head}
+
+
+@pytest.mark.parametrize(("fault", "at"), pairs("verify"))
+def test_verify_passes_only_what_it_has_seen(fault, at, hub, plant, run, nothing_runs, tmp_path):
+    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
+    hub.add_repository(REPO, as_files(build))
+    plant(fault, at)
+    status, told = run("verify", REPO)
+    passed = f"{len(CHECKS) + len(STEPS)} passed"
+    last = told.splitlines()[-1]
+    assert passed in last if status == 0 else "hub_upload: " in last or " failed" in last, told
+    hub.faults.clear()
+    status, told = run("verify", REPO)
+    assert status == 0 and passed in told, told
+
+
+def test_the_sweeps_reach_every_request(hub, run, nothing_runs, monkeypatch, tmp_path):
+    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
+    assert run("publish", build, "--repo", REPO, "--push")[0] == 0
+    sent = len(hub.requests)
+    assert sent == len(REQUESTS["publish"])
+    assert run("verify", REPO)[0] == 0
+    assert len(hub.requests) - sent == max(REQUESTS["verify"]) + 1
+
+
+@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
+    """A forked child publishes and is killed; importing anew for each would take minutes."""
+    pinned = add_source(hub, SMALL_SHARDS).pinned if copied else None
+    build = write_build(tmp_path / "build", SMALL_SHARDS, pinned, local=not copied)
+    from huggingface_hub import close_session
+
+    from hub_upload.__main__ import main
+
+    close_session()
+
+    def publish(started: queue.Queue | None = None) -> int:
+        pid = os.fork()
+        if pid == 0:
+            status = 70
+            with open(tmp_path / "output", "w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                try:
+                    status = main(["publish", str(build), "--repo", REPO, "--push"])
+                finally:
+                    os._exit(status)
+        if started:
+            started.put(pid)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def published() -> bool:
+        there = hub.repositories[REPO]
+        return (
+            len(there.commits) == 2
+            and is_whole(hub, there.head)
+            and (there.tags == {TAG: there.head})
+        )
+
+    begin = len(hub.requests)
+    assert publish() == 0 and published(), (tmp_path / "output").read_text()
+    number = len(hub.requests) - begin
+    assert number > 10
+    for killed_at in range(number):
+        del hub.repositories[REPO]
+        started = queue.Queue()
+        hub.fail("*", "", after=killed_at, call=lambda q=started: os.kill(q.get(), signal.SIGKILL))
+        assert publish(started) == -signal.SIGKILL, f"not killed at request {killed_at}"
+        there = hub.repositories.get(REPO)
+        assert there is None or not there.tags or published()
+        assert publish() == 0 and published(), f"killed at request {killed_at}"
+    assert hub.token not in (tmp_path / "output").read_text()
