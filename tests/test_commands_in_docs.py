@@ -40,6 +40,8 @@ ELSEWHERE = {
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
     ".venv/bin/pytest": ".ci/run: its second block",
     "apt-get install g++": ".ci/run",
+    'pip install -e ".[train]"': ".ci/run: its first block",
+    "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
     ".venv/bin/nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
