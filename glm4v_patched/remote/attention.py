@@ -1,4 +1,4 @@
-"""One way into transformers' attention registry, shared by both towers.
+"""One way into transformers' attention registry, shared by vision tower and language model.
 
 Rows that hold several samples are attended to sample by sample (:class:`PackedSamples`), so that no
 mask over the whole row is ever made.

@@ -4,7 +4,7 @@ Computes what the published code of glm-4v-9b computes, under the same parameter
 from it, each with a test:
 
 - images: any number per row, any padding, one path for training and evaluation   (sequence.py)
-- checkpointing: both towers, through the current API, safe under ZeRO-3     (checkpointing.py)
+- checkpointing: all layers, through the current API, safe under ZeRO-3      (checkpointing.py)
 - loss: fp32, supervised positions only, on the device of the logits                  (loss.py)
 - attention: any implementation transformers registers                           (attention.py)
 """
