@@ -154,12 +154,18 @@ def read_scalar(text: str) -> Any:
 def shown(value: Any) -> str:
     """A value as JSON has it, on one line and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return _printable(text if len(text) <= 200 else text[:197] + "...")
+    return _on_one_line(text)
 
 
 def shown_name(name: str) -> str:
     """A key, on one line and not too long."""
-    return _printable(name if len(name) <= 200 else name[:197] + "...") or '""'
+    return _on_one_line(name) or '""'
+
+
+def _on_one_line(text: str) -> str:
+    """Printable, and not longer than a path may well be."""
+    printable = _printable(text[:201])
+    return printable if len(printable) <= 200 else printable[:197] + "..."
 
 
 def _printable(text: str) -> str:

@@ -365,7 +365,7 @@ def recipe_or_error(path: Path) -> Recipe | None:
     except RecipeError as error:
         lines = str(error).split("\n")
         assert all(line.startswith((f"{path}:", "and ")) for line in lines), lines
-        assert all(len(line) < 400 and line.isprintable() for line in lines), lines
+        assert all(len(line) < 700 and line.isprintable() for line in lines), lines
         return None
 
 
