@@ -91,6 +91,8 @@ class Settings:
             yield "the original's code takes no packed rows: leave out packed"
         if self.trained == "qlora" and stage != 0:
             yield f"qlora with ZeRO stage {stage}: weights of 4 bits cannot be sharded; use stage 0"
+        if self.trained == "qlora" and self.compile:
+            yield "qlora is not compiled, as in a recipe that does not ask for it: add --no-compile"
         if self.offload and stage == 0:
             yield "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
         if self.offload and self.optimizer == "adamw_8bit":

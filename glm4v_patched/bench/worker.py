@@ -48,6 +48,10 @@ def measure(settings: Settings) -> dict | None:
     options = decide(config, asked, sizes, free_memory(limit))
     build = partial(_build, settings, config)
     trainer = start(options, build, settings.micro_batch, LEARNING_RATE, settings.zero_changes())
+    if settings.against is not None:
+        # Behind peft, which would otherwise have gradients computed for the embeddings, too.
+        original: Any = trainer.model
+        original.gradient_checkpointing_enable()
     batch = _batch(config, settings)
     if settings.reuse_features:  # what a first epoch would have kept of these pictures
         model: Any = trainer.model
@@ -103,23 +107,28 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
     """Random weights, where the recipe gives ``from_pretrained`` a folder and what is ``given``."""
     is_quantised = given.pop("quantization_config", None) is not None
     given.pop("device_map", None)
-    if settings.liger:
-        apply(rms_norm=True, swiglu=True)
+    if not is_quantised:
+        _cap_memory(settings)
     if settings.against is not None:
         theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
         options = {"trust_remote_code": True, "dtype": given["dtype"]}
-        model = AutoModelForCausalLM.from_config(theirs, **options)
-        model.gradient_checkpointing_enable()
-    else:
-        model = GLM4VForCausalLM._from_config(config, **given)
+        return AutoModelForCausalLM.from_config(theirs, **options)
+    if settings.liger:
+        apply(rms_norm=True, swiglu=True)
+    model = GLM4VForCausalLM._from_config(config, **given)
     if is_quantised:
+        # The cap comes after: a model that is loaded is never whole on the GPU, this one is.
         quantise(model, local_device())
+        _cap_memory(settings)
+    return model
+
+
+def _cap_memory(settings: Settings) -> None:
+    """Let torch allocate no more than the limit; the driver's and NCCL's own are beside it."""
     if settings.memory_limit is not None and torch.cuda.is_available():
-        # Only now: a model that is quantised while it is loaded is never whole on the GPU.
         torch.cuda.empty_cache()
         share = settings.memory_limit * GIB / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(share)
-    return model
 
 
 def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 Under ZeRO-3 this helps only if the hooks that gather weights are outside of compiled code: each
 layer is gathered as a whole (:mod:`deepspeed.gather`), and DeepSpeed must leave ``F.linear`` alone
-(:func:`deepspeed.config.zero_config` with ``whole_layers``), because its own one asks every weight
-for its number, and each layer would be compiled anew.
+(:mod:`deepspeed.config`), because its own one asks every weight for its number, and each layer
+would be compiled anew.
 """
 
 import torch

@@ -20,7 +20,7 @@ BF16, FP32 = 2, 4
 CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "attention", "full")
 # Weights that may stay gathered where not all do: some layers, and just enough to gather ahead.
 SOME_GATHERED = (1e9, 5e8)
-GATHERED_AHEAD = 2e8  # zero_config's prefetch bucket; as many are on their way back
+GATHERED_AHEAD = 2e8  # deepspeed_config's prefetch bucket; as many are on their way back
 # What a GPU keeps beside torch's own memory: the driver's context and NCCL's buffers.
 OUTSIDE_TORCH = 2 * GIB
 # Freed memory that gathers of weights still hold, and what the allocator cannot use.
@@ -164,18 +164,18 @@ def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
 def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Weights, gradients and optimizer between two steps; adapters are too small to count."""
     of_tower, of_language = count_parameters(config)
-    shards, stage = batch.processes, options.zero_stage
-    weights = BF16 * (of_tower + of_language) / (shards if stage == 3 else 1)
+    shards, stage, width = batch.processes, options.zero_stage, _width(options)
+    weights = width * (of_tower + of_language) / (shards if stage == 3 else 1)
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
         weights = BF16 * embeddings + (of_tower + of_language - embeddings) * 0.55
     trained = {"full": of_tower + of_language, "lm": of_language}.get(options.trained, 0)
     moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
     if stage == 0:  # trained weights are held in fp32, as are their gradients
-        return weights + (FP32 - BF16 + FP32 + moments) * trained
+        return weights + (FP32 - width + FP32 + moments) * trained
     if options.offload is True:
         return weights
-    gradients = BF16 * trained / (shards if stage >= 2 else 1)
+    gradients = width * trained / (shards if stage >= 2 else 1)
     return weights + gradients + (FP32 + moments) * trained / shards
 
 
@@ -191,7 +191,7 @@ def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> 
         channels += tower_tokens * _channels(
             options, options.tower, layers, of_tower, NOT_COMPILED_TOWER
         )
-    return BF16 * channels
+    return _width(options) * channels
 
 
 def _channels(
@@ -220,7 +220,8 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
         min(options.loss_chunk_size or config.loss_chunk_size, language_tokens)
         * config.padded_vocab_size
     )
-    return BF16 * (gathered + inside) + (BF16 + 2 * FP32) * logits
+    width = _width(options)
+    return width * (gathered + inside) + (width + 2 * FP32) * logits
 
 
 def recomputed_flop(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
@@ -287,6 +288,11 @@ def _all_that_return(config: ChatGLMConfig, options: EngineOptions) -> float:
     backward pass; a larger number keeps a frozen tower, too, until the step ends.
     """
     return ALL_WEIGHTS if trains_tower(options.trained) else float(count_parameters(config)[1])
+
+
+def _width(options: EngineOptions) -> int:
+    """Bytes of a number that is computed with."""
+    return FP32 if options.precision == "fp32" else BF16
 
 
 def _room(free: float) -> float:

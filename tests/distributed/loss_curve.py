@@ -44,7 +44,7 @@ from glm4v_patched.demo.tiny_model import (
     build_processor,
     tiny_config,
 )
-from glm4v_patched.engine.options import MAX_GRAD_NORM, EngineOptions
+from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import Engine, start
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
@@ -100,7 +100,7 @@ class Size:
     """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained.
 
     ``micro_batch`` counts samples, ``samples`` is how many are drawn, ``kept_gathered`` weights
-    may stay gathered on the fast path (:func:`zero_config`).
+    may stay gathered on the fast path (:func:`deepspeed_config`).
     """
 
     language: dict
@@ -485,11 +485,12 @@ def train_all(options: argparse.Namespace) -> dict:
         "precision": "bf16 weights and gradients, fp32 master weights",
         "optimizer": {
             "AdamW": {"clipping": MAX_GRAD_NORM, "warm_up": WARM_UP, "schedule": "cosine"}
+            | {name: ADAMW[name] for name in ("eps", "weight_decay")}
         },
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
-        "runs": earlier_runs(options.out, options.steps, asdict(size)) if options.resume else [],
     }
+    report["runs"] = earlier_runs(options.out, report) if options.resume else []
     trained = {(run["path"], run["seed"]) for run in report["runs"]}
     with tempfile.TemporaryDirectory() as folder:
         started = time.time()
@@ -547,15 +548,17 @@ def train_one(
     return {"path": name, "seed": seed, "total_s": round(time.time() - start)} | seen
 
 
-def earlier_runs(path: Path, steps: int, size: dict) -> list[dict]:
-    """The trainings that a report holds, which must be of these steps and this size."""
+def earlier_runs(path: Path, wanted: dict) -> list[dict]:
+    """The trainings that a report holds, which must be trained as the new one's."""
     if not path.exists():
         return []
     report = json.loads(path.read_text())
-    if (report["steps"], report["size"]) != (steps, size):
+    differing = [n for n in ("steps", "size", "optimizer") if report.get(n) != wanted[n]]
+    if differing:
+        told = ", ".join(f"{name} {report.get(name)}, not {wanted[name]}" for name in differing)
         raise ValueError(
-            f"{path} holds trainings of {report['steps']} steps of another size or learning rate "
-            f"than the {steps} asked for: name another --out, or leave out --resume"
+            f"{path} holds other trainings than are asked for ({told}): name another --out, or "
+            "leave out --resume"
         )
     return report["runs"]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import sys
 
 import pytest
@@ -159,8 +160,11 @@ def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path):
 
 def test_trainings_of_another_length_are_not_resumed(tmp_path):
     out = tmp_path / "curves.json"
-    out.write_text(json.dumps({"steps": 100, "size": {}, "runs": [1]}))
-    assert earlier_runs(out, 100, {}) == [1]
-    assert earlier_runs(tmp_path / "none.json", 100, {}) == []
-    with pytest.raises(ValueError, match="holds trainings of 100 steps .* than the 60 asked for"):
-        earlier_runs(out, 60, {})
+    wanted = {"steps": 100, "size": {}, "optimizer": {"AdamW": {"weight_decay": 0.0}}}
+    out.write_text(json.dumps(wanted | {"runs": [1]}))
+    assert earlier_runs(out, wanted) == [1]
+    assert earlier_runs(tmp_path / "none.json", wanted) == []
+    for name, other in (("steps", 60), ("optimizer", {"AdamW": {"weight_decay": 0.01}})):
+        told = re.escape(f"({name} {wanted[name]}, not {other})")
+        with pytest.raises(ValueError, match=f"holds other trainings than are asked for {told}"):
+            earlier_runs(out, wanted | {name: other})

@@ -133,6 +133,8 @@ def test_states_by_stage_optimizer_and_offload():
     assert bytes_a_weight(zero_stage=3, optimizer="adamw_8bit") == 10 / 2
     assert bytes_a_weight(zero_stage=3, offload=True) == 2 / 2
     assert bytes_a_weight(zero_stage=3, trained="lora_all") == 2 / 2
+    # In fp32 all of it takes 4 bytes, and DeepSpeed keeps its own copies all the same.
+    assert bytes_a_weight(zero_stage=3, precision="fp32") == 20 / 2
     # Without ZeRO all in fp32.
     assert bytes_a_weight(zero_stage=0, processes=1) == 4 + 4 + 8
     trained = bytes_a_weight(zero_stage=3, trained="lm") - 2 / 2

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 import glm4v_patched
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.environment import training_environment
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
@@ -150,3 +151,11 @@ def test_what_is_asked_reaches_the_model():
     model = prepare_model(options, partial(build, extra=1))
     assert given == {"dtype": torch.float32, "attn_implementation": "eager", "extra": 1}
     assert model.config.skip_logits and model.config.loss_chunk_size == 7 and model.training
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_continued_run_may_change_changes_no_group_of_a_checkpoint(policy, compiled):
+    """ZeRO-3 saves and loads fp32 weights by its groups."""
+    options = replace(PLAIN, tower=policy, language=policy, compile=compiled)
+    assert deepspeed_config(options)["zero_optimization"]["sub_group_size"] == 5e8

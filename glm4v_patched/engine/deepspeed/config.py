@@ -34,6 +34,9 @@ def deepspeed_config(
         "overlap_comm": True,
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
+        # Weights whose gradients are held in fp32 during an update. A checkpoint is loaded by these
+        # groups, so that it may not depend on policies, which are free when a run is resumed.
+        "sub_group_size": 5e8,
     }
     if options.gathers_whole_layers:
         zero |= {
@@ -47,7 +50,6 @@ def deepspeed_config(
             "stage3_max_reuse_distance": options.stage3_max_live_parameters,
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
-            "sub_group_size": 5e8,  # weights whose gradients are held in fp32 during an update
         }
     config = {
         "bf16": {"enabled": options.precision == "bf16"},
