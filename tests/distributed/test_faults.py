@@ -198,7 +198,9 @@ def own_extensions(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(endless, start):
+def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
+    endless, start, monkeypatch
+):
     run = start(endless)
     run.wait_for_checkpoint()
     worker = run.rank(1)
@@ -209,6 +211,7 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(en
     assert "rank      : 1" in run.output
     checkpoint = last_complete_checkpoint(run.folder)
     settings = str(run.folder / "recipe.json")
+    monkeypatch.setenv("PATH", cpu_environment()["PATH"])  # where the run was started
     resume = own_command("train", settings, *["--processes", "2", "--device", "cpu", "--resume"])
     assert run.output.endswith(f"to continue from {checkpoint}:\n  {resume}\n")
 
