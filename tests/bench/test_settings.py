@@ -45,6 +45,7 @@ from tests.helpers.tiny import golden_json, tiny_model
         ({"steps": 0, "zero_stage": 4}, "(?s)zero_stage is 4.*\nsteps is 0"),
         ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
         ({"trained": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
+        ({"trained": "qlora", "zero_stage": 0}, "qlora is not compiled.*add --no-compile"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
         ({"trained": "full", "reuse_features": True}, "full trains the vision tower"),
     ],
@@ -101,9 +102,27 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(worker, "apply", lambda **options: asked.append(options))
     settings = Settings(trained="lm", compile=False)
-    for liger in (False, True):
+    for liger, expected in ((False, []), (True, [{"rms_norm": True, "swiglu": True}])):
         worker._build(replace(settings, liger=liger), tiny_model().config, dtype=torch.bfloat16)
-    assert asked == [{"rms_norm": True, "swiglu": True}]
+        assert asked == expected
+
+
+def test_the_limit_holds_while_the_model_is_built_unless_it_is_quantised(monkeypatch):
+    done = []
+    settings, config = Settings(trained="lm", compile=False), tiny_model().config
+    build = worker.GLM4VForCausalLM._from_config
+    monkeypatch.setattr(worker, "_cap_memory", lambda settings: done.append("limit"))
+    monkeypatch.setattr(worker, "quantise", lambda *given: done.append("quantise"))
+    monkeypatch.setattr(
+        worker.GLM4VForCausalLM,
+        "_from_config",
+        lambda *given, **options: done.append("build") or build(*given, **options),
+    )
+    worker._build(settings, config, dtype=torch.bfloat16)
+    assert done == ["limit", "build"]
+    done.clear()
+    worker._build(settings, config, dtype=torch.bfloat16, quantization_config={}, device_map={})
+    assert done == ["build", "quantise", "limit"]
 
 
 @pytest.mark.parametrize(
