@@ -26,7 +26,7 @@ from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
-from tests.helpers.processes import cpu_environment, run_with_limit
+from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit
 from tests.helpers.publishable import as_files, write_original
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
@@ -189,7 +189,12 @@ def trained(reader) -> Path:
     log = reader.folder / "train.log"
     with log.open("w") as output:
         running = subprocess.Popen(
-            shell, cwd=reader.folder, env=reader.environment, stdout=output, stderr=output
+            shell,
+            cwd=reader.folder,
+            env=reader.environment,
+            stdout=output,
+            stderr=output,
+            preexec_fn=heed_ctrl_c,
         )
     out = reader.folder / "trained"
     end = time.monotonic() + 300

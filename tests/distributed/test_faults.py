@@ -24,7 +24,13 @@ from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, starting_point
 from glm4v_patched.printed import own_command
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.processes import WORKERS, cpu_environment, run_with_limit, two_processes
+from tests.helpers.processes import (
+    WORKERS,
+    cpu_environment,
+    heed_ctrl_c,
+    run_with_limit,
+    two_processes,
+)
 from tests.helpers.recipes import drawn_recipe
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
@@ -111,8 +117,7 @@ class CommandLine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Tests that run in a shell's background have inherited that it is ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=heed_ctrl_c,
             )
 
     @property

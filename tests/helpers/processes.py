@@ -1,6 +1,7 @@
 """Start real training processes; a hang or an orphan is a failure and not a stuck run."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -54,6 +55,12 @@ def in_plain_shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, shell=True, env=environment, capture_output=True, text=True, check=False
     )
+
+
+def heed_ctrl_c() -> None:
+    """As ``preexec_fn`` of a process that will be sent SIGINT: a test that runs in a script's
+    background has inherited that it is ignored, and hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_with_limit(

@@ -19,7 +19,7 @@ import pytest
 import glm4v_patched
 from glm4v_patched.run import find_script
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.processes import cpu_environment, run_with_limit, two_processes
+from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, two_processes
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 RUN = [sys.executable, "-m", "glm4v_patched.run"]
@@ -164,8 +164,7 @@ def test_an_interrupt_reaches_the_script(quick):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Where the tests run in the background, it is ignored and inherited so.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_ctrl_c,
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
