@@ -1,4 +1,4 @@
-"""Command line: ``glm4v-patched demo``, ``train`` and ``bench``."""
+"""Command line: ``glm4v-patched demo``, ``train``, ``answer`` and ``bench``."""
 
 import argparse
 import platform
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
+from .inference.command import add_commands as add_inference_commands
 
 DEVICES = ("cuda", "cpu")
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
@@ -81,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="continue although rows or pictures have changed, and say which",
     )
+
+    add_inference_commands(commands)
 
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_bench)

@@ -140,13 +140,17 @@ def read_messages(row: dict) -> Any:
 
 
 def read_rows(
-    path: str | Path, read_row: Callable[[dict], Any] = read_messages
+    path: str | Path,
+    read_row: Callable[[dict], Any] = read_messages,
+    to_learn: bool = True,
 ) -> Iterator[Row | Fault]:
     """Each line that is not blank, in order.
 
     Args:
         read_row: Of some format: makes messages of our form, unchecked, of a row. Raises ValueError
             for keys that it does not understand.
+        to_learn: Whether each row has to end with the assistant. Without, it may also end with a
+            question, to be answered.
 
     Raises:
         ValueError: the file cannot be read, is no JSON lines in UTF-8, or has no row.
@@ -155,7 +159,7 @@ def read_rows(
     for line, text in _lines(path):
         number += 1
         try:
-            yield Row(line, _parse(text, read_row, path.parent))
+            yield Row(line, _parse(text, read_row, path.parent, to_learn))
         except ValueError as error:
             yield Fault(line, str(error))
         except RecursionError:
@@ -200,7 +204,7 @@ def _require_rows(path: Path, first: str) -> None:
         raise ValueError(f"{path} is one JSON object over several lines; {expected}")
 
 
-def _parse(text: str, read_row: Callable[[dict], Any], folder: Path) -> list[dict]:
+def _parse(text: str, read_row: Callable[[dict], Any], folder: Path, to_learn: bool) -> list[dict]:
     if undecoded := UNDECODED.search(text):
         byte = ord(undecoded[0]) - 0xDC00
         at = undecoded.start() + 1
@@ -215,14 +219,15 @@ def _parse(text: str, read_row: Callable[[dict], Any], folder: Path) -> list[dic
         raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
     messages = read_row(row)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {_value(messages)}; expected a list of at least 2")
+        least = 2 if to_learn else 1
+        raise ValueError(f"messages is {_value(messages)}; expected a list of at least {least}")
     checked = []
     for number, message in enumerate(messages, start=1):
         try:
             checked.append(_checked_message(message, folder))
         except ValueError as error:
             raise ValueError(f"message {number} of {len(messages)}: {error}") from None
-    _check_turns(checked)
+    _check_turns(checked, to_learn)
     return checked
 
 
@@ -379,9 +384,11 @@ def _without_place(content: str, role: str, has_picture: bool) -> str:
     return content[: found.start()] + content[found.end() :]
 
 
-def _check_turns(messages: list[dict]) -> None:
+def _check_turns(messages: list[dict], to_learn: bool) -> None:
     roles = [message["role"] for message in messages]
-    if roles[-1] != "assistant":
+    if roles == ["system"] and not to_learn:
+        raise ValueError("is a message of system alone; expected a question of the user after it")
+    if roles[-1] != "assistant" and to_learn:
         raise ValueError(
             f"ends with a message of {roles[-1]}; expected one of the assistant, to be learned"
         )
