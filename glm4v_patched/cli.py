@@ -1,4 +1,4 @@
-"""Command line: ``glm4v-patched demo``, ``train``, ``answer`` and ``bench``."""
+"""Command line: ``glm4v-patched demo``, ``train``, ``answer``, ``evaluate`` and ``bench``."""
 
 import argparse
 import platform
@@ -99,12 +99,14 @@ def _demo(options: argparse.Namespace) -> None:
 
     placement = place_demo(options.processes, options.device)
     metrics = run_demo(options.out, placement, options.steps, options.data)
+    swapped = metrics["accuracy_swapped"]
+    told = "no rows to swap" if swapped is None else f"{swapped:.3f}"
     print(
         f"""
 exact match on pictures it has not seen, answered by a fresh process without this package:
   before training       {metrics["accuracy_before"]:.3f}
   after training        {metrics["accuracy_after"]:.3f}
-  with pictures swapped {metrics["accuracy_swapped"]:.3f}
+  with pictures swapped {told}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}

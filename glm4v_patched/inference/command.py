@@ -17,6 +17,17 @@ def add_commands(commands) -> None:
     answer.add_argument("--overwrite", action="store_true", help=replaced)
     _add_generation(answer, 512)
 
+    evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
+    evaluate.set_defaults(run=_evaluate)
+    _add_source(evaluate)
+    _add_data(evaluate)
+    folder = "folder for answers, picture sheet and metrics.json; default: nothing is written"
+    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help=folder)
+    own = "a function of your own, given an answer and a reference, that returns a number"
+    evaluate.add_argument("--metric", metavar="FILE.py:FUNCTION", help=own)
+    evaluate.add_argument("--overwrite", action="store_true", help=replaced)
+    _add_generation(evaluate, 512)
+
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
@@ -87,3 +98,10 @@ def _answer(options: argparse.Namespace) -> None:
     cut = sum(line.finish_reason == "length" for line in lines)
     told = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
     print(f"{len(lines):,} answers{told}: {options.out}")
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from .evaluate import describe, evaluate
+
+    report = evaluate(_request(options), options.out, options.metric, options.overwrite)
+    print(describe(report, options.out))

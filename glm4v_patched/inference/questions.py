@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ def read_questions(path: Path, with_reference: bool = False) -> list[Question]:
     faults: list[Fault] = []
     for row in read_rows(path, to_learn=False):
         if isinstance(row, Row):
-            question = _question(row)
+            question = question_of(row.line, row.messages)
             fault = _fault_of(row, question, with_reference)
             if fault is None:
                 questions.append(question)
@@ -100,12 +100,13 @@ def read_questions(path: Path, with_reference: bool = False) -> list[Question]:
     return questions
 
 
-def _question(row: Row) -> Question:
-    *prompt, last = row.messages
+def question_of(row: int, messages: list[dict]) -> Question:
+    """Of a conversation; what the assistant says at its end is the reference."""
+    *prompt, last = messages
     if last["role"] != "assistant":
-        return Question(row.line, row.messages)
+        return Question(row, messages)
     tool = last.get("metadata")
-    return Question(row.line, prompt, f"{tool}\n{last['content']}" if tool else last["content"])
+    return Question(row, prompt, f"{tool}\n{last['content']}" if tool else last["content"])
 
 
 def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
@@ -123,14 +124,24 @@ def pictures_of(prompt: list[dict]) -> list[str]:
     return [message["image"] for message in prompt if "image" in message]
 
 
+def replace_pictures(messages: list[dict], new: Callable[[str], Any]) -> list[dict]:
+    """A copy of a conversation with others in place of its pictures."""
+    return [
+        message | {"image": new(message["image"])} if "image" in message else message
+        for message in messages
+    ]
+
+
+def text_of(message: dict) -> str:
+    """The words of a message."""
+    return message["content"]
+
+
 def digest_questions(questions: Sequence[Question]) -> str:
     """sha256 of rows and references; of pictures, their sizes in bytes, so that they may move."""
     digest = hashlib.sha256()
     for question in questions:
-        prompt = [
-            message | ({"image": os.path.getsize(message["image"])} if "image" in message else {})
-            for message in question.prompt
-        ]
-        row = [question.row, prompt, question.reference, question.swapped]
+        sizes = replace_pictures(question.prompt, os.path.getsize)
+        row = [question.row, sizes, question.reference, question.swapped]
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
