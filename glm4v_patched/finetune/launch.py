@@ -19,9 +19,10 @@ from ..engine.environment import training_environment
 from ..engine.options import require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Base, Rows, base_of, pin, require_recorded_base
+from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
+from .trainer_fields import save_strategy
 
 if TYPE_CHECKING:
     from ..data.check import CheckedData
@@ -84,7 +85,10 @@ def launch(
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
         inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
-        remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
+        extends = is_longer(read_report(folder).get("length"), length_of(recipe))
+        remove = require_usable(
+            folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
+        )
         base = pin(base)
         require_recorded_base(base)
         if not Path(base.model).is_dir():
@@ -111,6 +115,11 @@ def _launch(
     folder = Path(recipe.out)
     # What is to be removed is nothing to continue from.
     checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+    if resume and checkpoint is None and read_report(folder).get("finished"):
+        raise ValueError(
+            f"the training in {folder} is finished and left no checkpoint, so that it cannot be "
+            "made longer; to train further, give a new run that folder as model"
+        )
     checked = check_data(recipe, base)
     if checkpoint is not None:
         rows = Rows(checked.row_digests, checked.row_lines)
@@ -242,7 +251,7 @@ def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> s
 def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     from .checkpoints import last_complete_checkpoint
 
-    if recipe.trainer.save_steps is None:
+    if save_strategy(recipe.trainer.model_dump()) == "no":
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"
