@@ -1,4 +1,4 @@
-"""Command line: ``glm4v-patched demo``, ``train`` and ``bench``."""
+"""Command line: ``glm4v-patched demo``, ``train``, ``bench`` and ``doctor``."""
 
 import argparse
 import platform
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
+from .doctor.command import add_arguments as add_doctor_arguments
 
 DEVICES = ("cuda", "cpu")
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
@@ -17,7 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     # argparse takes field=value only where no option stands before it.
-    if rest and (options.command != "train" or any(text.startswith("-") for text in rest)):
+    takes_fields = options.command in ("train", "doctor")
+    if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
     try:
@@ -85,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_bench)
     add_bench_arguments(bench)
+
+    doctor = commands.add_parser("doctor", help="say what will fail here, and the cure")
+    doctor.set_defaults(run=_doctor)
+    add_doctor_arguments(doctor)
     return parser
 
 
@@ -136,6 +142,12 @@ def _bench(options: argparse.Namespace) -> None:
     from .bench.command import run
 
     run(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor.command import run
+
+    return run(options)
 
 
 class _Version(argparse.Action):
