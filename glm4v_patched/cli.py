@@ -1,4 +1,5 @@
-"""Command line: ``glm4v-patched demo``, ``train``, ``bench`` and ``doctor``."""
+"""Command line: ``glm4v-patched demo``, ``train``, ``bench``, ``doctor``
+and ``compare``."""
 
 import argparse
 import platform
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
+from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
 
 DEVICES = ("cuda", "cpu")
@@ -91,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what will fail here, and the cure")
     doctor.set_defaults(run=_doctor)
     add_doctor_arguments(doctor)
+
+    compare = commands.add_parser("compare", help="the published code and ours, on one model")
+    compare.set_defaults(run=_compare)
+    add_compare_arguments(compare)
     return parser
 
 
@@ -146,6 +152,12 @@ def _bench(options: argparse.Namespace) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     from .doctor.command import run
+
+    return run(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from .compare.command import run
 
     return run(options)
 

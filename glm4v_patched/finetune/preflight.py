@@ -176,7 +176,7 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
 
 def _fault_of_model(model: str) -> str | None:
     if os.path.isdir(model):
-        return _fault_of_model_folder(Path(model))
+        return fault_of_model_folder(Path(model))
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
     if os.path.lexists(model):
         return f"a file, or a link to nothing; {expected}"
@@ -184,7 +184,7 @@ def _fault_of_model(model: str) -> str | None:
     return None if is_id else f"there is no such folder; {expected}"
 
 
-def _fault_of_model_folder(folder: Path) -> str | None:
+def fault_of_model_folder(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         return None
     try:
