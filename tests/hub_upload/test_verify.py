@@ -1,7 +1,6 @@
 """What verify finds, and what it leaves alone: each defect fails its own check and no other."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import FAILED, PASSED, SKIPPED, STEPS, Check, Skip, run_check
 from hub_upload.verify import Report, verify
 from tests.helpers.publishable import (
-    CODE,
     NAME,
     UPSTREAM,
     as_files,
     edit,
+    flip,
     real_files,
     shards_of,
     sign,
@@ -43,18 +42,6 @@ def failures_of_files(folder: Path, check_weights: bool = False) -> list[str]:
     """What fails of all that runs nothing."""
     target = Target(str(folder), read_folder(folder), check_weights=check_weights)
     return [check.name for check in check_files(target) if check.status == FAILED]
-
-
-def test_a_build_passes_every_check(built, run):
-    status, output = run("verify", built, "--weights", "--json", "-")
-    answer = json.loads(output)
-    assert status == 0 and answer["passed"] is True and answer["target"] == str(built)
-    assert {check["status"] for check in answer["checks"]} == {PASSED}
-    details = {check["name"]: check["detail"] for check in answer["checks"]}
-    assert list(details) == [*CHECKS, *STEPS]
-    assert details["training step"].endswith("2 of the vision tower; real weights")
-    assert "2 of the language model" in details["training step"]
-    assert details["generation"].endswith("real weights")
 
 
 def test_failures_are_told_by_table_file_and_status(copy, run, tmp_path):
@@ -213,13 +200,11 @@ DEFECTS = {
         "another architecture": amended("config.json", architectures=["ChatGLMModel"]),
         "other ids": amended("config.json", boi_token_id=4),
         "an end outside": amended("generation_config.json", eos_token_id=[500, 512]),
+        "another image size": amended("tokenizer_config.json", image_size=112),
     },
-    "image size": {"another": amended("tokenizer_config.json", image_size=112)},
     "card": {
         "no yaml": replaced(CARD, "license: other", "license: [other"),
         "no base": replaced(CARD, BASE, ""),
-        "a link the Hub refuses": replaced(CARD, "license_link: https://hugg", "license_link: ./h"),
-        "a tag that is no word": replaced(CARD, "- custom_code\n", "- {custom: code}\n"),
         "another version": replaced(CARD, f'"v{__version__}"', '"v0.0.7"'),
         "not filled in": replaced(CARD, "## Use it", "## Use {{ name }}"),
         "unchanged, of a folder": replaced(CARD, "## Use it", "Nothing was finetuned.\n## Use it"),
@@ -238,27 +223,21 @@ DEFECTS = {
     },
     "weights load": {"not a number": rewritten(lambda weights: weights[EOI].fill_(float("nan")))},
 }
-# Those that are found by running the code take seconds each: one of them runs always.
 PLANTED = [
-    pytest.param(
-        name,
-        plant,
-        id=f"{name}: {title}",
-        marks=pytest.mark.slow if name in STEPS and title != "another shape" else (),
-    )
+    pytest.param(name, plant, id=f"{name}: {title}")
     for name, plants in DEFECTS.items()
     for title, plant in plants.items()
 ]
 
 
 @pytest.mark.parametrize(("name", "plant"), PLANTED)
-def test_a_defect_fails_its_own_check_and_no_other(name, plant, copy):
+def test_a_defect_fails_its_own_check_and_no_other(name, plant, copy, in_process):
     plant(copy)
     report = verify(str(copy))
     assert report.failures == [name], report.as_table()
     assert detail(report, name)
     # The files are all looked at whatever else is wrong; what runs stops at the first failure.
-    assert len([c for c in CHECKS if results(report)[c] == PASSED]) >= 4, report.as_table()
+    assert len([c for c in CHECKS if results(report)[c] == PASSED]) >= 3, report.as_table()
     after = STEPS[STEPS.index(name) + 1 :] if name in STEPS else STEPS
     assert {results(report)[step] for step in after} <= {SKIPPED}
 
@@ -273,25 +252,18 @@ def test_a_config_that_cannot_be_read_is_a_failed_check(content, copy):
     assert {"config", "manifest"} <= {*failures_of_files(copy)}
 
 
-@pytest.mark.parametrize("name", sorted([*CODE, MANIFEST, "config.json", "tokenizer.json", INDEX]))
-def test_a_changed_byte_of_a_file_is_found(name, copy):
-    content = (copy / name).read_bytes()
-    for at in (0, len(content) // 2, len(content) - 2):
-        changed = bytearray(content)
-        changed[at] ^= 1
-        (copy / name).write_bytes(changed)
-        assert failures_of_files(copy, check_weights=True), at
-    (copy / name).unlink()
-    assert failures_of_files(copy)
-
-
-def test_a_changed_byte_of_weights_is_found_where_it_is_asked_for(copy):
-    path = copy / shards_of(copy)[0]
-    content = path.read_bytes()
-    path.unlink()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_for(copy):
+    for name, content in as_files(copy).items():
+        if name == "README.md":  # people edit it
+            continue
+        for at in (0, len(content) // 2, len(content) - 2):
+            changed = bytearray(content)
+            changed[at] ^= 1
+            (copy / name).write_bytes(changed)
+            assert failures_of_files(copy, check_weights=True), name
+        (copy / name).write_bytes(content)
+    flip(copy / shards_of(copy)[0])
     assert failures_of_files(copy) == []
-    assert failures_of_files(copy, check_weights=True) == ["sha256 of weights"]
 
 
 def test_this_clone_s_code_is_that_under_whatever_version(copy):
@@ -312,7 +284,7 @@ def test_caches_of_git_and_of_the_client_are_no_part_of_a_build(copy):
 ENDS = {
     "os._exit(9)": "the process ended with status 9 here: it said nothing",
     "raise MemoryError('no room')": "status 1 here: MemoryError: no room",
-    "import time; time.sleep(60)": "stopped here, not done after 1 s",
+    "import time; time.sleep(60)": "stopped here, not done after 0.5 s",
 }
 
 
@@ -321,7 +293,7 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
     """It has told of one check before it ends."""
     told = json.dumps([STEPS[0], PASSED, "-"])
     load_check(f"with open(request['results'], 'w') as f:\n    f.write({told!r})\n{program}")
-    monkeypatch.setattr(verifying, "SECONDS", 1)
+    monkeypatch.setattr(verifying, "SECONDS", 0.5)
     report = verify(str(built))
     assert report.failures == [STEPS[1]] and ENDS[program] in detail(report, STEPS[1])
     assert [results(report)[name] for name in STEPS[2:]] == [SKIPPED] * (len(STEPS) - 2)
@@ -368,14 +340,13 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     hub.add_repository(NAME, files | {"training_args.bin": b"pickled"})
     report = verify(NAME)
     assert report.failures == ["nothing pickled", "weight files"]
-    assert "the Hub has sha256" in detail(report, "weight files")
+    assert f"{name}: sha256 " in detail(report, "weight files")
     # Nor is a pickle downloaded.
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
 
 
-@pytest.mark.slow
-def test_a_repository_of_code_only_is_verified_as_such_and_only_as_such(built, hub):
+def test_a_repository_of_code_only_is_verified_as_such_and_only_as_such(built, hub, in_process):
     files = {n: c for n, c in as_files(built).items() if ".safetensors" not in n}
     hub.add_repository(NAME, files)
     report = verify(NAME, code_only=True)
@@ -389,11 +360,13 @@ def test_a_repository_of_code_only_is_verified_as_such_and_only_as_such(built, h
 
 def test_a_repository_that_does_not_exist_is_said_so(hub, run):
     status, told = run("verify", "our-org/nothing")
-    assert status == 1 and "it is not there, or not" in told
+    assert status == 1 and "404" in told and "our-org/nothing" in told
 
 
 @pytest.mark.slow
-def test_the_real_size_is_verified_without_a_byte_of_its_weights(hub, tmp_path):
+def test_the_real_size_is_published_and_verified_without_a_byte_of_its_weights(
+    hub, run, in_process, tmp_path
+):
     small, shards = real_files()
     commit = hub.add_repository(UPSTREAM, small | shards).head
     out = tmp_path / "out"
@@ -406,16 +379,19 @@ def test_the_real_size_is_verified_without_a_byte_of_its_weights(hub, tmp_path):
     assert "13,906,320,896 parameters, compared with the index" in detail(report, "parameters")
     assert "random weights, 2 + 2 layers" in detail(report, "training step")
 
-    hub.add_repository(NAME, as_files(out) | shards)
+    begin = len(hub.requests)
+    assert run("publish", out, "--repo", NAME, "--push")[0] == 0
+    received, sent = (
+        sum(getattr(r, w) for r in hub.requests[begin:]) for w in ("received", "sent")
+    )
+    print(f"the Hub received {received:,} and sent {sent:,} bytes")
+    published = hub.repositories[NAME].files
+    assert all(published[name].content is weight for name, weight in shards.items())
+    assert sum(weight.size for weight in shards.values()) > 27e9
+    # Code and tokenizer.json.
+    assert received < 6 * sum(len(content) for content in small.values()) + 5e6
+    assert not any(name in request.path for name in shards for request in hub.requests)
+
     report = verify(NAME)
     assert not report.failures, report.as_table()
     assert "compared with the files of weights" in detail(report, "parameters")
-
-    shutil.copytree(out, tmp_path / "copy")
-    edit(tmp_path / "copy" / INDEX, lambda index: index["metadata"].update(total_size=2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.helpers.publishable.shards_of", lambda folder: [])
-        listed = json.loads((out / MANIFEST).read_text())["weights"]
-        sign(tmp_path / "copy")
-        edit(tmp_path / "copy" / MANIFEST, lambda manifest: manifest.update(weights=listed))
-    assert verify(str(tmp_path / "copy")).failures == ["parameters"]
