@@ -3,11 +3,10 @@
 import glob
 import hashlib
 import os
-import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, snapshot_download
@@ -19,13 +18,8 @@ from .manifest import read_object
 
 # A tokenizer.json takes 20 MB; what is larger is no small file of a model.
 LARGEST_TO_READ = 100_000_000
-# Loading these can run code that lies in them.
-PICKLES: tuple[str, ...] = (".bin", ".ckpt", ".dill", ".h5", ".joblib", ".keras", ".msgpack")
-PICKLES += (".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
-PICKLE_STARTS = (b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
-# A stream without such a start, which protocols 0 and 1 lack, reaches code by a name and a call.
-NAMES_CODE = {"GLOBAL", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"}
-CALLS_CODE = {"REDUCE", "BUILD", "OBJ", "NEWOBJ", "NEWOBJ_EX"}
+# Only text is read: no weights, and nothing that Python or torch would unpickle.
+TEXT = {"", ".jinja", ".json", ".md", ".model", ".py", ".txt"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class File:
     """A file of a folder or of a repository."""
 
     size: int
-    content: bytes | None = None  # as it was hashed; None for weights, pickles and large files
+    content: bytes | None = None  # as it was hashed; None for weights and whatever is not read
     sha256: str | None = None  # or what the Hub or a manifest says; None if nobody has read it
     path: Path | None = None  # None if it is only on the Hub
 
@@ -80,8 +74,8 @@ def sha256_of_file(path: Path) -> str:
 
 
 def is_small(name: str, size: int) -> bool:
-    """Whether it is read: all but weights, pickles and what is too large."""
-    return size <= LARGEST_TO_READ and not name.lower().endswith((*PICKLES, ".safetensors"))
+    """Whether it is read: text that is not too large."""
+    return size <= LARGEST_TO_READ and PurePosixPath(name).suffix in TEXT
 
 
 def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> dict[str, File]:
@@ -150,18 +144,3 @@ def download(name: str, commit: str, paths: list[str], into: Path) -> None:
         wrong = [mismatch["path"] for mismatch in found.mismatches]
         if wrong := wrong + [path for path in paths if path in found.missing_paths]:
             raise ValueError(f"{wrong[0]} has another hash than its list of files tells")
-
-
-def is_pickle(content: bytes) -> bool:
-    """Whether Python's or torch's loader would find objects to make in it."""
-    if content.startswith(PICKLE_STARTS):
-        return True
-    named = False
-    try:
-        for code, _, _ in pickletools.genops(content):
-            named = named or code.name in NAMES_CODE
-            if code.name == "INST" or (named and code.name in CALLS_CODE):
-                return True
-    except Exception:  # of many kinds; the loader ends there, too, and has called nothing before
-        pass
-    return False
