@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import socket
+import ssl
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ from huggingface_hub.utils import _http
 
 from tests.helpers.legacy_repository import remote_code_under
 
+# The local Hub speaks plain HTTP, and a context takes longer to make than all that is asked of it.
+CERTIFICATES = ssl.create_default_context()
 OLD = tuple(map(int, huggingface_hub.__version__.split(".")[:2])) < (1, 33)
 
 
@@ -77,6 +80,7 @@ def hub(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
+        monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: CERTIFICATES)
         yield hub
     monkeypatch.undo()
     limit_silence()
