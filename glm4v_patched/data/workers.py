@@ -26,11 +26,17 @@ class Ended(NamedTuple):
     status: int
 
 
-def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) -> Iterator[Any]:
+def ask_all(
+    command: Sequence[str],
+    questions: Iterable[Any],
+    processes: int,
+    at_once: int = QUESTIONS_AT_ONCE,
+) -> Iterator[Any]:
     """The answer to each question, in order; an :class:`Ended` process is replaced.
 
     Args:
         command: Of a process that calls :func:`answer_until_input_ends`.
+        at_once: How many questions are held in memory.
 
     Raises:
         RuntimeError: the process does not start.
@@ -51,7 +57,7 @@ def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) ->
             workers.append(_Worker(command))
             free.put(workers[-1])
         questions = iter(questions)
-        while some := list(islice(questions, QUESTIONS_AT_ONCE)):
+        while some := list(islice(questions, at_once)):
             yield from pool.map(ask, some)
     finally:
         for worker in workers:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
+from ..data.sets import Source, make_sources
 from ..engine.activation_policies import POLICIES, check_policy
 from ..engine.options import trains_tower
 from ..printed import pip_install
@@ -91,13 +92,31 @@ Text = Annotated[
     _Expected("text without control characters"),
 ]
 Folder = Annotated[Text, _Expected("a folder")]
+Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+SETS = "a file, a folder, an id of the Hub, a list of sets"
 
 
 class Data(_Section):
     """What is learned."""
 
-    train: Annotated[Text, _Expected("a file")]
-    """JSONL file of conversations."""
+    train: Annotated[Text | list[Any], _Expected(SETS)]
+    """Conversations: a file (JSONL, JSON, Parquet, Arrow), a folder or an id of the Hub that the
+    library datasets reads; or a list of these and of {path: FILE, weight: 2.0}, where weight says
+    how often each row comes in an epoch. Of a set may also be given: format, image_folder, ignore,
+    allow_urls, and split, subset and revision of what datasets reads."""
+    eval: Annotated[
+        Text | list[Any] | Share | None, _Expected(f"{SETS}, a number between 0 and 1 or null")
+    ] = None
+    """Conversations to evaluate on, named as those to train on; or the share of the rows that is
+    held out, by their digests: always the same rows, and equal rows together."""
+    format: Literal["auto", "messages", "conversations", "prompt_completion"] = "auto"
+    """Of the rows; "auto": by the keys of a file's first row."""
+    image_folder: Folder | None = None
+    """What paths of pictures are relative to; null: the folder of their file."""
+    ignore: Annotated[list[Text], _Expected("a list of names")] = []
+    """Keys of rows, or columns, that are left out."""
+    allow_urls: bool = False
+    """Fetch pictures that rows name by http:// or https://, once; they are kept in the cache."""
     pack_to: AtLeastOne | None = None
     """Pack conversations into rows of at most so many positions, none longer; the batch size then
     counts such rows."""
@@ -107,6 +126,20 @@ class Data(_Section):
     """A picture goes through the vision tower, which must be frozen, only the first time. What came
     out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
     is of use to a single process: others draw other pictures in each epoch."""
+
+    def sources(self) -> tuple[Source, ...]:
+        """The sets of ``train``."""
+        return make_sources(self.train, self._of_every_set())
+
+    def evaluated(self) -> float | tuple[Source, ...] | None:
+        """The sets of ``eval``, or the share that is held out."""
+        if self.eval is None or isinstance(self.eval, float):
+            return self.eval
+        return make_sources(self.eval, self._of_every_set())
+
+    def _of_every_set(self) -> dict[str, Any]:
+        names = ("format", "image_folder", "ignore", "allow_urls")
+        return {name: getattr(self, name) for name in names}
 
 
 class Lora(_Section):
@@ -494,6 +527,24 @@ def _folders_have_no_revision(revision, model) -> str | None:
         return None  # it is of the model under the adapters
     if revision is not None and os.path.isdir(model):
         return f"revision is {shown(revision)} of {model}, a folder; expected null"
+    return None
+
+
+@_rule("data.train")
+def _sets_to_train_on(train) -> str | None:
+    return _fault_of_sets("data.train", train)
+
+
+@_rule("data.eval")
+def _sets_to_evaluate_on(sets) -> str | None:
+    return None if sets is None or isinstance(sets, float) else _fault_of_sets("data.eval", sets)
+
+
+def _fault_of_sets(name: str, value: Any) -> str | None:
+    try:
+        make_sources(value, {})
+    except ValueError as error:
+        return f"{name}: {error}"
     return None
 
 

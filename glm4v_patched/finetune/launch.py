@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ..data.sets import Source
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.environment import training_environment
 from ..engine.options import require_packages
@@ -25,7 +26,7 @@ from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 
 if TYPE_CHECKING:
-    from ..data.check import CheckedData
+    from ..data.checked import CheckedData
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -84,13 +85,19 @@ def launch(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
+        inputs = [Path(source.path) for source in _sources_of(recipe) if source.is_local]
+        inputs += [file for model in models for file in model.iterdir()]
         remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
         base = pin(base)
         _require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
+
+
+def _sources_of(recipe: Recipe) -> list[Source]:
+    evaluated = recipe.data.evaluated()
+    return [*recipe.data.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
 
 
 def _has_adapters(recipe: Recipe) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..data.sets import fault_of_path, make_sources
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..patch.recognition import is_glm4v
@@ -120,7 +121,9 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
         "model": _fault_of_model,
-        "data.train": _fault_of_file,
+        "data.train": fault_of_path,
+        "data.eval": fault_of_path,
+        "data.image_folder": _fault_of_image_folder,
         "data.reuse_features": _fault_of_folder,
         "out": _fault_of_folder,
     }
@@ -133,6 +136,11 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             text = text or _fault_of_space(known)
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
+    for name in ("data.train", "data.eval"):
+        if isinstance(sets := known.get(name), list):
+            for source in make_sources(sets, {}):
+                if text := fault_of_path(source.path):
+                    yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
         yield Fault(
             "engine.optimizer",
@@ -202,14 +210,8 @@ def _begins(file: Path, start: bytes) -> bool:
         return False  # reported when it is loaded
 
 
-def _fault_of_file(file: str) -> str | None:
-    if not os.path.lexists(file):
-        return "there is no such file"
-    if not os.path.isfile(file):
-        return "no file, but a folder or a link to nothing"
-    if not os.access(file, os.R_OK):
-        return "it may not be read"
-    return None if os.path.getsize(file) else "it is empty"
+def _fault_of_image_folder(folder: str) -> str | None:
+    return None if os.path.isdir(folder) else "there is no such folder"
 
 
 def _fault_of_folder(folder: str) -> str | None:
