@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.sets import fault_of_path, make_sources
+from ..data.sets import Source, fault_of_path, make_sources
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..patch.recognition import is_glm4v
@@ -137,10 +137,9 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):
-        if isinstance(sets := known.get(name), list):
-            for source in make_sources(sets, {}):
-                if text := fault_of_path(source.path):
-                    yield Fault(name, f"{name} has {shown(source.path)}: {text}")
+        for source in _sets_of(known.get(name)):
+            if text := fault_of_path(source.path):
+                yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
         yield Fault(
             "engine.optimizer",
@@ -208,6 +207,15 @@ def _begins(file: Path, start: bytes) -> bool:
             return opened.read(len(start)) == start
     except OSError:
         return False  # reported when it is loaded
+
+
+def _sets_of(value: Any) -> Sequence[Source]:
+    if not isinstance(value, list):
+        return ()
+    try:
+        return make_sources(value, {})
+    except ValueError:
+        return ()  # which is reported elsewhere
 
 
 def _fault_of_image_folder(folder: str) -> str | None:
