@@ -133,13 +133,16 @@ def check_sets(
     return replace(checked, eval=evaluated, asked=asked)
 
 
-def require_pictures(path: str | Path, memory: Path | None = None) -> None:
+def require_pictures(path: str | Path, memory: Path | None = None, to_learn: bool = True) -> None:
     """Decode every picture of a file's rows, as :func:`check_file` does.
+
+    Args:
+        to_learn: As :func:`read_rows` takes it.
 
     Raises:
         ValueError: some cannot be learned from: lists up to 20 rows.
     """
-    rows = [row for row in read_rows(path) if isinstance(row, Row)]
+    rows = [row for row in read_rows(path, to_learn=to_learn) if isinstance(row, Row)]
     shown = dict.fromkeys(picture for row in rows for picture in row.pictures)
     with closing(Memory(memory or default_path())) as remembered:
         pictures = _check_pictures(shown, remembered)

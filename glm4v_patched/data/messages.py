@@ -48,24 +48,27 @@ PathOf = Callable[[Any], str]
 """The absolute path of a picture's file. Raises ValueError."""
 
 
-def check_messages(messages: Any, path_of: PathOf) -> list[dict]:
+def check_messages(messages: Any, path_of: PathOf, to_learn: bool = True) -> list[dict]:
     """The messages in the form that is described above.
 
     Args:
         messages: A reader's.
+        to_learn: Whether they have to end with the assistant. Without, they may also end with a
+            question, to be answered.
 
     Raises:
         ValueError: says which message is wrong, and what to write.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {as_words(messages)}; expected a list of at least 2")
+        least = 2 if to_learn else 1
+        raise ValueError(f"messages is {as_words(messages)}; expected a list of at least {least}")
     checked = []
     for number, message in enumerate(messages, start=1):
         try:
             checked.append(_checked_message(message, path_of))
         except ValueError as error:
             raise ValueError(f"message {number} of {len(messages)}: {error}") from None
-    _check_turns(checked)
+    _check_turns(checked, to_learn)
     return checked
 
 
@@ -274,9 +277,11 @@ def _without_places(content: str, role: str, pictures: int) -> str:
     return words
 
 
-def _check_turns(messages: list[dict]) -> None:
+def _check_turns(messages: list[dict], to_learn: bool) -> None:
     roles = [message["role"] for message in messages]
-    if roles[-1] != "assistant":
+    if roles == ["system"] and not to_learn:
+        raise ValueError("is a message of system alone; expected a question of the user after it")
+    if roles[-1] != "assistant" and to_learn:
         raise ValueError(
             f"ends with a message of {roles[-1]}; expected one of the assistant, to be learned"
         )
@@ -297,7 +302,7 @@ def _check_turns(messages: list[dict]) -> None:
             f"message {at + 1} of {len(roles)} is of {role}, {place}: expected one of "
             f"{' or '.join(expected[before])}{cure}"
         )
-    if not any(learned_turns(messages)):
+    if to_learn and not any(learned_turns(messages)):
         raise ValueError(
             f"has train: false in each of its {len(learned_turns(messages))} turns of the "
             "assistant: nothing of it would be learned; leave the row out"

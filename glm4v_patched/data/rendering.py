@@ -33,7 +33,7 @@ def measure_all(
     with TemporaryDirectory() as folder:
         collator.processor.save_pretrained(folder)
         command = (sys.executable, "-m", __name__, folder)
-        for answer in ask_all(command, parts, processes, PARTS_AT_ONCE):
+        for answer in ask_all(command, parts, processes, at_once=PARTS_AT_ONCE):
             if isinstance(answer, Ended):
                 raise RuntimeError(f"a process that renders rows ended with status {answer.status}")
             for size in answer:

@@ -93,8 +93,11 @@ def as_source(path: str | Path | Source) -> Source:
     return path if isinstance(path, Source) else Source(str(path))
 
 
-def read_rows(path: str | Path | Source) -> Iterator[Row | Fault]:
+def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row | Fault]:
     """Each row, in order; lines that are blank are none.
+
+    Args:
+        to_learn: As :func:`check_messages` takes it.
 
     Raises:
         ValueError: the source cannot be read, or has no row.
@@ -119,7 +122,7 @@ def read_rows(path: str | Path | Source) -> Iterator[Row | Fault]:
             if read_row is None:
                 read_row = FORMATS[find_format(row)][1]
             row = {key: value for key, value in row.items() if key not in source.ignore}
-            yield Row(line, check_messages(read_row(row), pictures.path_of))
+            yield Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
         except ValueError as error:
             yield Fault(line, str(error))
         except RecursionError:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,10 @@ from ..engine.environment import training_environment
 from ..engine.options import require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Base, Rows, base_of, identify, pin
+from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
+from .trainer_fields import save_strategy
 
 if TYPE_CHECKING:
     from ..data.checked import CheckedData
@@ -87,9 +87,12 @@ def launch(
         # Of a model's folder, files may be links to elsewhere.
         inputs = [Path(source.path) for source in _sources_of(recipe) if source.is_local]
         inputs += [file for model in models for file in model.iterdir()]
-        remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
+        extends = is_longer(read_report(folder).get("length"), length_of(recipe))
+        remove = require_usable(
+            folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
+        )
         base = pin(base)
-        _require_recorded_base(base)
+        require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
@@ -102,21 +105,6 @@ def _sources_of(recipe: Recipe) -> list[Source]:
 
 def _has_adapters(recipe: Recipe) -> bool:
     return recipe.trained not in ("full", "lm")
-
-
-def _require_recorded_base(base: Base) -> None:
-    """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
-    if base.adapters is None:
-        return
-    recorded = read_report(base.adapters).get("base")
-    found = identify(replace(base, adapters=None))
-    if isinstance(recorded, dict) and recorded != found:
-        names = sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n))
-        told = [f"{n}: {recorded.get(n)} there, {found.get(n)} now" for n in names]
-        raise ValueError(
-            f"the adapters in {base.adapters} were trained on another model than {base.model} is "
-            f"now; put that one back, or begin new adapters on this one\n  " + "\n  ".join(told)
-        )
 
 
 def _launch(
@@ -134,6 +122,11 @@ def _launch(
     folder = Path(recipe.out)
     # What is to be removed is nothing to continue from.
     checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+    if resume and checkpoint is None and read_report(folder).get("finished"):
+        raise ValueError(
+            f"the training in {folder} is finished and left no checkpoint, so that it cannot be "
+            "made longer; to train further, give a new run that folder as model"
+        )
     checked = check_data(recipe, base)
     if checkpoint is not None:
         rows = Rows(checked.row_digests, checked.row_lines)
@@ -265,7 +258,7 @@ def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> s
 def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     from .checkpoints import last_complete_checkpoint
 
-    if recipe.trainer.save_steps is None:
+    if save_strategy(recipe.trainer.model_dump()) == "no":
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"

@@ -20,6 +20,7 @@ from ..patch.recognition import is_glm4v
 from .config import Recipe, check_values, located
 from .identity import base_of
 from .recipe_file import Fault, RecipeError, read_document, shown
+from .trainer_fields import save_strategy
 
 Device = Literal["cuda", "cpu"]
 
@@ -29,6 +30,7 @@ HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<
 LONGEST_HUB_ID = 96
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
 TARGET = "query_key_value.weight"  # of LoRA: weights.LORA_TARGETS
+SAVING = ("save_strategy", "save_steps")
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 # Whose sizes are known before it is downloaded.
 PUBLISHED = ("zai-org/glm-4v-9b", "THUDM/glm-4v-9b")
@@ -105,7 +107,7 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
     if not gpus.found:
         return Fault(
             "--device",
-            f"there is no GPU: {gpus.reason}; to train on the CPU all the same: --device cpu",
+            f"there is no GPU: {gpus.reason}; to use the CPU all the same: --device cpu",
         )
     wanted = processes or (1 if zero_stage == 0 else len(gpus))
     if len(gpus) < wanted:
@@ -120,7 +122,7 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
 def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
-        "model": _fault_of_model,
+        "model": fault_of_model,
         "data.train": fault_of_path,
         "data.eval": fault_of_path,
         "data.image_folder": _fault_of_image_folder,
@@ -153,7 +155,8 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             yield Fault(name, str(error))
 
 
-def _fault_of_model(model: str) -> str | None:
+def fault_of_model(model: str) -> str | None:
+    """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
     if os.path.isdir(model):
         return _fault_of_model_folder(Path(model))
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
@@ -197,7 +200,7 @@ def _fault_of_adapters(recipe: Recipe) -> str | None:
         base = base_of(recipe)
     except ValueError as error:
         return str(error)
-    fault = None if base.adapters is None else _fault_of_model(base.model)
+    fault = None if base.adapters is None else fault_of_model(base.model)
     return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
 
 
@@ -244,8 +247,9 @@ def _nearest(folder: str) -> str:
 
 def _fault_of_space(known: Mapping[str, Any]) -> str | None:
     names = {"model", "trained", "lora.rank", "engine.zero_stage", "engine.precision"}
-    names |= {"engine.optimizer", "trainer.max_steps"}
-    names |= {"trainer.save_steps", "trainer.save_total_limit"}
+    names |= {"engine.optimizer", "trainer.num_train_epochs", "trainer.max_steps"}
+    names |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
+    names |= {"trainer.load_best_model_at_end"}
     if not known.keys() >= names:
         return None
     shapes = PUBLISHED_SHAPES
@@ -254,9 +258,7 @@ def _fault_of_space(known: Mapping[str, Any]) -> str | None:
     if not shapes:
         return None  # of others on the Hub, of adapters and of pickled weights it is not known
     model, checkpoint = saved_bytes(known, shapes)
-    number = checkpoints_at_once(
-        *(known[f"trainer.{name}"] for name in ("max_steps", "save_steps", "save_total_limit"))
-    )
+    number = checkpoints_at_once(known)
     there = len([*Path(known["out"]).glob("checkpoint-*")])  # of a run to be continued
     needed = model + max(number - there, 0) * checkpoint
     free = shutil.disk_usage(_nearest(known["out"])).free
@@ -271,12 +273,28 @@ def _fault_of_space(known: Mapping[str, Any]) -> str | None:
     return f"{free / GB:.1f} GB are free there, and {saved} take {needed / GB:.1f} GB; {cure}"
 
 
-def checkpoints_at_once(max_steps: int, save_steps: int | None, limit: int | None) -> int:
-    """The most that lie on the disk: an old one goes when a new one is complete."""
-    if save_steps is None:
+def checkpoints_at_once(known: Mapping[str, Any], steps: int | None = None) -> int:
+    """The most that lie on the disk: an old one goes when a new one is complete.
+
+    Args:
+        known: Values of a recipe by dotted names.
+        steps: Of the run, where max_steps does not say it. Until it is known, one checkpoint is
+            counted where nothing limits them.
+    """
+    limit = known["trainer.save_total_limit"]
+    strategy = save_strategy({name: known[f"trainer.{name}"] for name in SAVING})
+    # The best one is kept beside the newest.
+    most = math.inf if limit is None else limit + 1 + known["trainer.load_best_model_at_end"]
+    if strategy == "no":
         return 0
-    saved = (max_steps - 1) // save_steps  # none at the last step
-    return saved if limit is None else min(saved, limit + 1)
+    steps = known["trainer.max_steps"] or steps
+    if strategy == "steps" and steps is not None:
+        saved = (steps - 1) // known["trainer.save_steps"]  # none at the last step
+    elif strategy == "epoch" and known["trainer.max_steps"] is None:
+        saved = max(math.ceil(known["trainer.num_train_epochs"]) - 1, 0)
+    else:
+        saved = 1 if most == math.inf else int(most)
+    return int(min(saved, most))
 
 
 def saved_bytes(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.trainer import require_gpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.recipes import LEAST
+from tests.helpers.recipes import LEAST, recipe
 from tests.helpers.tiny import tiny_model
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000)
@@ -100,7 +100,7 @@ def test_each_process_has_a_gpu_and_by_default_all_are_used(
 @pytest.mark.parametrize(
     ("number", "processes", "zero_stage", "message"),
     [
-        (0, None, 3, "there is no GPU: none here; to train on the CPU all the same: --device cpu"),
+        (0, None, 3, "there is no GPU: none here; to use the CPU all the same: --device cpu"),
         (0, 1, 0, "there is no GPU: none here"),
         (2, 4, 3, "4 processes on 2 GPUs: .* expected --processes 2 or fewer, or --device cpu"),
         (1, 2, 3, "2 processes on 1 GPUs: .* expected --processes 1, or --device cpu"),
@@ -502,7 +502,8 @@ def test_the_published_models_sizes_are_known_before_it_is_there(asked, monkeypa
     + [(1000, 10, 2, 3), (1000, 10, None, 99), (30, 10, 1, 2)],
 )
 def test_an_old_checkpoint_goes_when_a_new_one_is_complete(max_steps, save_steps, limit, most):
-    assert checkpoints_at_once(max_steps, save_steps, limit) == most
+    asked = recipe({"trainer.max_steps": max_steps, "trainer.save_steps": save_steps})
+    assert checkpoints_at_once(asked.override({"trainer.save_total_limit": limit}).flat()) == most
 
 
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all", "qlora"])
