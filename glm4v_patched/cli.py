@@ -1,4 +1,4 @@
-"""Command line: ``glm4v-patched demo``, ``train``, ``answer``, ``evaluate`` and ``bench``."""
+"""Command line: ``glm4v-patched`` and its commands."""
 
 import argparse
 import platform

@@ -28,6 +28,16 @@ def add_commands(commands) -> None:
     evaluate.add_argument("--overwrite", action="store_true", help=replaced)
     _add_generation(evaluate, 512)
 
+    merge = commands.add_parser("merge", help="make one model of LoRA adapters and their model")
+    merge.set_defaults(run=_merge)
+    merge.add_argument("adapters", metavar="ADAPTER", help="a folder of LoRA adapters")
+    merge.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    merge.add_argument("--revision", help="of the model under the adapters, if it is on the Hub")
+    where = "where the check computes (default: cpu)"
+    merge.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
+    unchecked = "do not compare the merged model's logits with those of the adapters"
+    merge.add_argument("--no-check", dest="check", action="store_false", help=unchecked)
+
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
@@ -105,3 +115,11 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     report = evaluate(_request(options), options.out, options.metric, options.overwrite)
     print(describe(report, options.out))
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from .merge import merge
+
+    asked = options.adapters, options.out, options.revision, options.device, options.check
+    difference = merge(*asked)
+    print(f"model {options.out}\n{difference or 'its logits were not compared (--no-check)'}")
