@@ -22,9 +22,10 @@ from tqdm import tqdm
 from ..printed import own_command
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
-from .formats import Fault, Row, describe_faults, read_rows, shorten
 from .memory import Memory, default_path
+from .messages import replace_pictures, shorten
 from .rendering import measure_all
+from .sources import Fault, Row, describe_faults, read_rows
 
 RULES = 2
 """Raised with every change after which what was good may no longer be."""
@@ -234,10 +235,7 @@ def digest_row(row: Row, pictures: dict[str, Facts]) -> str:
 
 def _digest_messages(pictures: Sequence[str], row: Row) -> str:
     names = iter(pictures)
-    messages = [
-        message | {"image": next(names)} if "image" in message else message
-        for message in row.messages
-    ]
+    messages = replace_pictures(row.messages, lambda picture: next(names))
     messages = [dict(sorted(message.items())) for message in messages]
     text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

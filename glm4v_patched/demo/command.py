@@ -19,7 +19,7 @@ from typing import Final
 
 from .. import __version__
 from ..data.check import require_pictures
-from ..data.formats import read_conversations, write_conversations
+from ..data.sources import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..finetune.config import Data, Engine, Recipe, TrainerFields

@@ -95,6 +95,21 @@ class Base:
     adapters: Path | None = None
 
 
+def length_of(recipe: Recipe) -> dict[str, float]:
+    """How long a recipe trains: its steps, or where it leaves them open its epochs."""
+    if recipe.trainer.max_steps is not None:
+        return {"max_steps": recipe.trainer.max_steps}
+    return {"num_train_epochs": recipe.trainer.num_train_epochs}
+
+
+def is_longer(there: Any, now: dict[str, float]) -> bool:
+    """Whether a run that lasts ``now`` is longer than one whose :func:`length_of` was ``there``;
+    epochs and steps are not compared with each other."""
+    if not isinstance(there, dict) or there.keys() != now.keys():
+        return False
+    return all(now[name] > there[name] for name in now)
+
+
 def base_of(recipe: Recipe) -> Base:
     """Where the recipe's model lies; of a folder of adapters, where the model under them does.
 

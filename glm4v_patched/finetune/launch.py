@@ -1,12 +1,10 @@
 """Start a recipe on several processes of this machine and wait for it."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,13 +13,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..engine.deepspeed.config import require_deepspeed
+from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
 from ..engine.options import require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Base, Rows, base_of, pin, require_recorded_base
+from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
+from .trainer_fields import save_strategy
 
 if TYPE_CHECKING:
     from ..data.check import CheckedData
@@ -84,7 +84,10 @@ def launch(
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
         inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
-        remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
+        extends = is_longer(read_report(folder).get("length"), length_of(recipe))
+        remove = require_usable(
+            folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
+        )
         base = pin(base)
         require_recorded_base(base)
         if not Path(base.model).is_dir():
@@ -111,6 +114,11 @@ def _launch(
     folder = Path(recipe.out)
     # What is to be removed is nothing to continue from.
     checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+    if resume and checkpoint is None and read_report(folder).get("finished"):
+        raise ValueError(
+            f"the training in {folder} is finished and left no checkpoint, so that it cannot be "
+            "made longer; to train further, give a new run that folder as model"
+        )
     checked = check_data(recipe, base)
     if checkpoint is not None:
         rows = Rows(checked.row_digests, checked.row_lines)
@@ -179,41 +187,6 @@ def _train(
         print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
 
 
-def require_no_abandoned_lock() -> None:
-    """Raise ``RuntimeError`` naming the lock that would keep DeepSpeed waiting for ever.
-
-    Processes load DeepSpeed's CPU collectives in turn, under a lock that is a file: one that is
-    killed meanwhile leaves it behind, and nothing tells the next ones that nobody will remove it.
-    """
-    # It may need setuptools, which training on GPUs does not.
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    python = f"py{sys.version_info.major}{sys.version_info.minor}*"
-    for lock in [*root.glob("*_comm/lock"), *root.glob(f"{python}/*_comm/lock")]:
-        if _is_abandoned(lock):
-            raise RuntimeError(
-                f"{lock} was left behind by a process that was killed while it loaded DeepSpeed's "
-                "CPU collectives, and training would wait for it for ever; no process of this "
-                f"machine has it open. Delete it: rm {shlex.quote(str(lock))}"
-            )
-
-
-def _is_abandoned(lock: Path) -> bool:
-    # Its owner keeps it open until just before it deletes it.
-    for _ in range(3):
-        if not lock.exists():
-            return False
-        for process in psutil.process_iter():
-            try:
-                if str(lock.resolve()) in (file.path for file in process.open_files()):
-                    return False
-            except psutil.Error:  # another user's, or it has ended
-                continue
-        time.sleep(0.1)
-    return lock.exists()
-
-
 def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:
     from .checkpoints import step_of
 
@@ -242,7 +215,7 @@ def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> s
 def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     from .checkpoints import last_complete_checkpoint
 
-    if recipe.trainer.save_steps is None:
+    if save_strategy(recipe.trainer.model_dump()) == "no":
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"

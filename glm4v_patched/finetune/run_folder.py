@@ -114,6 +114,21 @@ def _take_lock(folder: Path) -> int:
         raise ValueError(_why_not_writable(folder, error)) from None
 
 
+def fault_of_lock(folder: Path) -> str | None:
+    """Which other run writes to a folder now; nothing is made or changed."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return None  # no run, or a folder that cannot be used, which is told elsewhere
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _describe_holder(folder, file)
+    finally:
+        os.close(file)
+    return None
+
+
 def _describe_holder(folder: Path, file: int) -> str:
     try:
         holder = json.loads(os.pread(file, 10_000, 0))
@@ -141,7 +156,12 @@ def _why_not_writable(folder: Path, error: OSError) -> str:
 
 
 def require_usable(
-    folder: Path, inputs: list[Path], adapters: bool, resume: bool, overwrite: bool
+    folder: Path,
+    inputs: list[Path],
+    adapters: bool,
+    resume: bool,
+    overwrite: bool,
+    extends: bool = False,
 ) -> list[str]:
     """Make sure that a run may write to its folder; changes nothing. The caller holds its lock.
 
@@ -149,6 +169,7 @@ def require_usable(
         inputs: Files and folders that the run reads.
         overwrite: Whether what earlier runs wrote there may go: only names that
             :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
+        extends: Whether the run is longer than the finished one that it continues.
 
     Returns:
         What is to be removed there, for :func:`begin`.
@@ -166,10 +187,11 @@ def require_usable(
                 "be another folder"
             )
     if resume:
-        if read_report(folder).get("finished"):
+        if read_report(folder).get("finished") and not extends:
             raise ValueError(
                 f"the training in {folder} is finished ({REPORT}), there is nothing to continue; "
-                "to train further, give a new run that folder as model"
+                "to make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train "
+                "on other data, give a new run that folder as model"
             )
         ours = {*STATE} if recorded is None else {*STATE, REPORT, *recorded}
         if others := [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in ours]:

@@ -27,13 +27,14 @@ from ..data.feature_cache import TowerFeatures
 from ..data.packing import PackingCollator, share_out
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
-from ..engine.options import MAX_GRAD_NORM, EngineOptions
+from ..engine.options import EngineOptions
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .checkpoints import (
     CompletionMarker,
+    Manifest,
     changes_of_data,
     choose_checkpoint,
     last_complete_checkpoint,
@@ -41,15 +42,25 @@ from .checkpoints import (
 )
 from .config import Recipe
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe, highest
-from .identity import Base, Origin, Rows, base_of, identify, pin
+from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
 from .run_folder import REPORT, give_usual_modes, remove_weights
+from .trainer_fields import (
+    FREE_FIELDS,
+    eval_batch_size,
+    eval_strategy,
+    save_strategy,
+    steps_in_epoch,
+    total_steps,
+    warmup,
+)
 from .unpickling import loading_safely
 
 # What a continued run may change: where things are kept, how often they are saved, and what is
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
 # What is behind model and data.train is compared by its contents.
 FREE_WHEN_RESUMING = {"model", "revision", "data.train", "data.on_bad", "out"}
-FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit", "max_nonfinite_steps"}
+FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
+FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
 
 CHECKED_DATA = "data.json"
@@ -74,6 +85,10 @@ def starting_point(
     if checkpoint is not None:
         settings = settings_of(recipe, processes)
         files = identify(base or base_of(recipe))
+        there = Manifest.read(checkpoint).settings
+        length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
+        if is_longer({name: there[name] for name in length if name in there}, length):
+            settings |= {name: there[name] for name in length}
         require_same_settings(checkpoint, settings, files, Recipe.defaults())
     return checkpoint
 
@@ -81,6 +96,8 @@ def starting_point(
 def settings_of(recipe: Recipe, processes: int) -> dict:
     """What decides the course of training, and the same for a run and its continuation."""
     decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
+    if recipe.trainer.max_steps is not None:
+        del decisive["trainer.num_train_epochs"]  # which it overrides
     return decisive | {"processes": processes}
 
 
@@ -97,13 +114,61 @@ def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
     return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
 
 
-def logging_steps(recipe: Recipe) -> int:
-    """For about 50 entries a run, none across a checkpoint, where a resumption would cut it."""
-    steps, save_steps = recipe.trainer.max_steps, recipe.trainer.save_steps
+def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
+    """If the recipe leaves it open: for about 50 entries in so many steps, none across a
+    checkpoint, where a resumption would cut it."""
+    if recipe.trainer.logging_steps is not None:
+        return recipe.trainer.logging_steps
     wanted = max(steps // 50, 1)
-    if save_steps is None:
-        return wanted
-    return max(n for n in range(1, wanted + 1) if save_steps % n == 0)
+    saved_every = recipe.trainer.save_steps
+    if saved_every is None and recipe.trainer.save_strategy in ("epoch", "best"):
+        saved_every = steps_an_epoch
+    return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
+
+
+def arguments_of(
+    recipe: Recipe, options: EngineOptions, rows: int, processes: int, evaluates: bool = False
+) -> TrainingArguments:
+    """The Trainer's arguments for a recipe, of which the engine has been decided.
+
+    Args:
+        rows: That are learned in an epoch; packed ones, if they are packed.
+        evaluates: Whether there is data to evaluate on.
+    """
+    asked = recipe.trainer
+    steps = total_steps(asked, rows, processes)
+    saved, evaluated = save_strategy(asked.model_dump()), eval_strategy(asked, evaluates)
+    return TrainingArguments(
+        output_dir=recipe.out,
+        # Of epochs, too: schedule, log and estimates agree on them before the first step.
+        max_steps=steps,
+        per_device_train_batch_size=asked.per_device_train_batch_size,
+        per_device_eval_batch_size=eval_batch_size(asked),
+        gradient_accumulation_steps=asked.gradient_accumulation_steps,
+        learning_rate=asked.learning_rate or 0.0,  # each part has its own
+        warmup_steps=warmup(asked, steps),
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.max_grad_norm,
+        optim=OPTIMIZERS[recipe.engine.optimizer],
+        bf16=recipe.engine.precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed_config(options),
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        save_strategy=saved,
+        save_steps=asked.save_steps or 0,
+        eval_strategy=evaluated,
+        eval_steps=asked.eval_steps,
+        load_best_model_at_end=asked.load_best_model_at_end,
+        metric_for_best_model=asked.metric_for_best_model if evaluates else None,
+        restore_callback_states_from_checkpoint=asked.early_stopping_patience is not None,
+        report_to=asked.report_to,
+        logging_steps=logging_steps(recipe, steps, steps_in_epoch(asked, rows, processes)),
+        # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
+        logging_nan_inf_filter=False,
+        seed=asked.seed,
+        **asked.handed_on(),
+    )
 
 
 class RecipeTrainer(Trainer):
@@ -283,27 +348,8 @@ def train(
         collator = PackingCollator(processor, checked.stamps)
     options = _decide(recipe, base, sizes)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    arguments = TrainingArguments(
-        output_dir=recipe.out,
-        max_steps=recipe.trainer.max_steps,
-        per_device_train_batch_size=recipe.trainer.per_device_train_batch_size,
-        learning_rate=recipe.trainer.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(recipe.trainer.max_steps // 20, 1),
-        max_grad_norm=MAX_GRAD_NORM,
-        optim=OPTIMIZERS[recipe.engine.optimizer],
-        bf16=recipe.engine.precision == "bf16",
-        use_cpu=not torch.cuda.is_available(),
-        deepspeed=deepspeed_config(options),
-        remove_unused_columns=False,
-        save_strategy="no" if recipe.trainer.save_steps is None else "steps",
-        save_steps=recipe.trainer.save_steps or 0,
-        report_to="none",
-        logging_steps=logging_steps(recipe),
-        # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
-        logging_nan_inf_filter=False,
-        seed=recipe.trainer.seed,
-    )
+    arguments = arguments_of(recipe, options, len(conversations), _processes())
+    assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = Rows(checked.row_digests, checked.row_lines)
     origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
@@ -335,7 +381,7 @@ def train(
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        _write_report(trainer, error, identify(replace(base, adapters=None)))
+        _write_report(trainer, error, recipe, identify(replace(base, adapters=None)))
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         arguments.distributed_state.wait_for_everyone()
@@ -344,7 +390,10 @@ def train(
 
 def _how_to_go_on(recipe: Recipe) -> str:
     checkpoint = last_complete_checkpoint(Path(recipe.out))
-    lower = f"a lower trainer.learning_rate than {recipe.trainer.learning_rate:g}"
+    rate = recipe.trainer.learning_rate
+    lower = "lower learning rates"
+    if rate is not None:
+        lower = f"a lower trainer.learning_rate than {rate:g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -353,16 +402,22 @@ def _how_to_go_on(recipe: Recipe) -> str:
     )
 
 
-def _write_report(trainer: Trainer, error: str | None, base: dict[str, str]) -> None:
+def _write_report(
+    trainer: Trainer, error: str | None, recipe: Recipe, base: dict[str, str]
+) -> None:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
     report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
-    report |= {"world_size": trainer.args.world_size, "base": base}
+    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), "base": base}
     text = json.dumps(report, indent=2, allow_nan=False)
     Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _decide(recipe: Recipe, base: Base, rows: list[list[Size]]) -> EngineOptions:
@@ -376,9 +431,10 @@ def _decide(recipe: Recipe, base: Base, rows: list[list[Size]]) -> EngineOptions
         rows=recipe.trainer.per_device_train_batch_size,
         row_length=row_length,
         images_per_row=images,
-        processes=int(os.environ.get("WORLD_SIZE", 1)),
+        processes=_processes(),
     )
-    options = decide(config, asked, batch, free_memory(), recipe.trainer.max_steps)
+    steps = total_steps(recipe.trainer, len(rows), _processes())
+    options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
         choice += f", offload {options.offload}, compile {options.compile}"

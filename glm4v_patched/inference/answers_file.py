@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.formats import shorten
-from .questions import Question, pictures_of
+from ..data.messages import pictures_of, shorten
+from .questions import Question
 
 
 class Line(NamedTuple):

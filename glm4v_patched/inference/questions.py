@@ -4,12 +4,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.formats import Fault, Row, describe_faults, read_rows, shorten
+from ..data.messages import replace_pictures, shorten, text_of, without_marks
+from ..data.sources import Fault, Row, describe_faults, read_rows
 
 
 class Question(NamedTuple):
@@ -104,9 +105,9 @@ def question_of(row: int, messages: list[dict]) -> Question:
     """Of a conversation; what the assistant says at its end is the reference."""
     *prompt, last = messages
     if last["role"] != "assistant":
-        return Question(row, messages)
-    tool = last.get("metadata")
-    return Question(row, prompt, f"{tool}\n{last['content']}" if tool else last["content"])
+        return Question(row, without_marks(messages))
+    tool, words = last.get("metadata"), text_of(last)
+    return Question(row, without_marks(prompt), f"{tool}\n{words}" if tool else words)
 
 
 def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
@@ -117,24 +118,6 @@ def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
         )
     lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
     return None if lost is None else f"the image {shorten(lost)} does not exist"
-
-
-def pictures_of(prompt: list[dict]) -> list[str]:
-    """Paths of the pictures that a prompt shows."""
-    return [message["image"] for message in prompt if "image" in message]
-
-
-def replace_pictures(messages: list[dict], new: Callable[[str], Any]) -> list[dict]:
-    """A copy of a conversation with others in place of its pictures."""
-    return [
-        message | {"image": new(message["image"])} if "image" in message else message
-        for message in messages
-    ]
-
-
-def text_of(message: dict) -> str:
-    """The words of a message."""
-    return message["content"]
 
 
 def digest_questions(questions: Sequence[Question]) -> str:

@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from .questions import Question, pictures_of, replace_pictures, text_of
+from ..data.messages import pictures_of, replace_pictures, text_of
+from .questions import Question
 
 Metric = Callable[[str, str], float]
 # A word; or a character of a script that has no spaces between words.

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageOps
 
-from .questions import Question, pictures_of, text_of
+from ..data.messages import pictures_of, text_of
+from .questions import Question
 from .scoring import exact_match
 
 CELL_WIDTH, PICTURE_SIDE, TEXT_HEIGHT, MARGIN = 180, 112, 56, 8

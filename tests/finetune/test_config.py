@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
         ({"trainer.max_steps": True}, "trainer.max_steps is true; expected a whole number"),
         ({"trainer.max_steps": 10.0}, "trainer.max_steps is 10.0; expected a whole number"),
         ({"trainer.max_steps": "100"}, r'trainer.max_steps is "100"; .* \(without quotes\)$'),
-        ({"trainer.max_steps": "-1"}, 'trainer.max_steps is "-1"; .* of at least 1$'),
+        ({"trainer.max_steps": "-1"}, 'trainer.max_steps is "-1"; .* of at least 1 or null$'),
         ({"trainer.per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected"),
         ({"trainer.learning_rate": -1}, "learning_rate is -1; expected a number above 0"),
         ({"trainer.learning_rate": 0}, "learning_rate is 0; expected a number above 0"),

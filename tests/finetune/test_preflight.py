@@ -37,7 +37,7 @@ from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.trainer import require_gpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.recipes import LEAST
+from tests.helpers.recipes import LEAST, recipe
 from tests.helpers.tiny import tiny_model
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000)
@@ -473,7 +473,8 @@ def test_the_published_models_sizes_are_known_before_it_is_there(asked, monkeypa
     + [(1000, 10, 2, 3), (1000, 10, None, 99), (30, 10, 1, 2)],
 )
 def test_an_old_checkpoint_goes_when_a_new_one_is_complete(max_steps, save_steps, limit, most):
-    assert checkpoints_at_once(max_steps, save_steps, limit) == most
+    asked = recipe({"trainer.max_steps": max_steps, "trainer.save_steps": save_steps})
+    assert checkpoints_at_once(asked.override({"trainer.save_total_limit": limit}).flat()) == most
 
 
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all", "qlora"])
@@ -491,7 +492,7 @@ def test_the_saved_model_has_the_size_of_its_weights(model_folder, trained, prec
     if trained in LORA_TARGETS:
         saved = {name: w for name, w in saved.items() if "lora_" in name}
     width = 2 if precision == "bf16" else 4
-    found, checkpoint = saved_bytes(known, preflight._shapes(model_folder))
+    found, checkpoint = saved_bytes(known, preflight.shapes_of(model_folder))
     assert found == sum(weight.numel() for weight in saved.values()) * width
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     if trained != "lm":  # its tower is there twice

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from glm4v_patched.data.formats import write_conversations
+from glm4v_patched.data.sources import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
@@ -66,7 +66,7 @@ def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None)
     )
     from glm4v_patched.finetune.trainer import options_of
 
-    steps = asked.trainer.max_steps
+    steps = asked.trainer.max_steps or 1
     return decide(config or ChatGLMConfig(), options_of(asked), batch, free, steps)
 
 

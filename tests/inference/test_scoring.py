@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from glm4v_patched.inference.questions import Question, pictures_of
+from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.inference.questions import Question
 from glm4v_patched.inference.scoring import (
     exact_match,
     load_metric,
