@@ -1,5 +1,5 @@
-"""Command line: ``glm4v-patched demo``, ``train``, ``bench``, ``doctor``
-and ``compare``."""
+"""Command line: ``glm4v-patched demo``, ``train``, ``answer``, ``evaluate``, ``bench``,
+``doctor`` and ``compare``."""
 
 import argparse
 import platform
@@ -11,6 +11,7 @@ from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
 from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
+from .inference.command import add_commands as add_inference_commands
 
 DEVICES = ("cuda", "cpu")
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
@@ -86,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         help="continue although rows or pictures have changed, and say which",
     )
 
+    add_inference_commands(commands)
+
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_bench)
     add_bench_arguments(bench)
@@ -108,12 +111,14 @@ def _demo(options: argparse.Namespace) -> None:
 
     placement = place_demo(options.processes, options.device)
     metrics = run_demo(options.out, placement, options.steps, options.data)
+    swapped = metrics["accuracy_swapped"]
+    told = "no rows to swap" if swapped is None else f"{swapped:.3f}"
     print(
         f"""
 exact match on pictures it has not seen, answered by a fresh process without this package:
   before training       {metrics["accuracy_before"]:.3f}
   after training        {metrics["accuracy_after"]:.3f}
-  with pictures swapped {metrics["accuracy_swapped"]:.3f}
+  with pictures swapped {told}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from ..engine.environment import training_environment
 from ..engine.options import require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Base, Rows, base_of, identify, pin
+from .identity import Base, Rows, base_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 
@@ -86,7 +85,7 @@ def launch(
         inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
         remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
         base = pin(base)
-        _require_recorded_base(base)
+        require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
@@ -94,21 +93,6 @@ def launch(
 
 def _has_adapters(recipe: Recipe) -> bool:
     return recipe.trained not in ("full", "lm")
-
-
-def _require_recorded_base(base: Base) -> None:
-    """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
-    if base.adapters is None:
-        return
-    recorded = read_report(base.adapters).get("base")
-    found = identify(replace(base, adapters=None))
-    if isinstance(recorded, dict) and recorded != found:
-        names = sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n))
-        told = [f"{n}: {recorded.get(n)} there, {found.get(n)} now" for n in names]
-        raise ValueError(
-            f"the adapters in {base.adapters} were trained on another model than {base.model} is "
-            f"now; put that one back, or begin new adapters on this one\n  " + "\n  ".join(told)
-        )
 
 
 def _launch(

@@ -132,7 +132,7 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
     if not gpus.found:
         return Fault(
             "--device",
-            f"there is no GPU: {gpus.reason}; to train on the CPU all the same: --device cpu",
+            f"there is no GPU: {gpus.reason}; to use the CPU all the same: --device cpu",
         )
     wanted = processes or (1 if zero_stage == 0 else len(gpus))
     if len(gpus) < wanted:
@@ -147,7 +147,7 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
 def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
-        "model": _fault_of_model,
+        "model": fault_of_model,
         "data.train": _fault_of_file,
         "data.reuse_features": fault_of_folder,
         "out": fault_of_folder,
@@ -174,7 +174,8 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             yield Fault(name, str(error))
 
 
-def _fault_of_model(model: str) -> str | None:
+def fault_of_model(model: str) -> str | None:
+    """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
     if os.path.isdir(model):
         return fault_of_model_folder(Path(model))
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
@@ -236,7 +237,7 @@ def _fault_of_adapters(recipe: Recipe) -> str | None:
         base = base_of(recipe)
     except ValueError as error:
         return str(error)
-    fault = None if base.adapters is None else _fault_of_model(base.model)
+    fault = None if base.adapters is None else fault_of_model(base.model)
     return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
 
 
