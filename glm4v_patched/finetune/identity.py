@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..engine.options import is_lora
 from ..patch.recognition import is_glm4v
-from .config import Recipe
+from .config import Lora, Recipe
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # All of a model's folder that changes what is computed.
@@ -137,7 +138,7 @@ def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
             f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
             f"{model!r}; expected LORA, and where the model under the adapters lies"
         )
-    if recipe.trained in ("full", "lm"):
+    if not is_lora(recipe.trained):
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
@@ -153,17 +154,36 @@ def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
-    if config.get("r") != recipe.lora.rank:
-        raise ValueError(
-            f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is "
-            f"{recipe.lora.rank}; expected the same"
-        )
+    _require_same_lora(recipe.lora, folder, config)
+    if (asked := recipe.lora.options(recipe.trained).targets) is not None:
+        found = {name.rsplit(".", 3)[1] for name in _tensor_names(weights) if ".lora_A." in name}
+        if found != {*asked}:
+            raise ValueError(
+                f"the adapters in {folder} are on {', '.join(sorted(found))}, and lora.targets is "
+                f"{', '.join(sorted(asked))}; expected the same, or null"
+            )
     if recipe.revision is not None and Path(model).is_dir():
         raise ValueError(
             f"revision is {recipe.revision!r}, and the adapters in {folder} are of {model}, a "
             "folder; expected null"
         )
     return Base(model, recipe.revision or config.get("revision"), folder)
+
+
+def _require_same_lora(lora: Lora, folder: Path, config: dict) -> None:
+    if config.get("r") != lora.rank:
+        raise ValueError(
+            f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is {lora.rank}; "
+            "expected the same"
+        )
+    names = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+    for field in ("alpha", "dropout", "use_rslora", "use_dora"):
+        asked, there = getattr(lora, field), config.get(names.get(field, field))
+        if asked is not None and asked != (there or 0):
+            raise ValueError(
+                f"the adapters in {folder} have {names.get(field, field)} {there}, and lora.{field}"
+                f" is {asked}; expected the same, or null"
+            )
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:

@@ -17,7 +17,7 @@ import psutil
 
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.environment import training_environment
-from ..engine.options import require_packages
+from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
 from .identity import Base, Rows, base_of, identify, is_longer, length_of, pin
@@ -98,7 +98,7 @@ def launch(
 
 
 def _has_adapters(recipe: Recipe) -> bool:
-    return recipe.trained not in ("full", "lm")
+    return is_lora(recipe.trained)
 
 
 def _require_recorded_base(base: Base) -> None:

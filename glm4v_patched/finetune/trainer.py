@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from ..data.feature_cache import TowerFeatures
 from ..data.packing import PackingCollator, share_out
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, is_lora, part_of
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -48,6 +49,7 @@ from .trainer_fields import (
     FREE_FIELDS,
     eval_batch_size,
     eval_strategy,
+    highest_rate,
     save_strategy,
     steps_in_epoch,
     total_steps,
@@ -62,6 +64,9 @@ FREE_WHEN_RESUMING = {"model", "revision", "data.train", "data.on_bad", "out"}
 FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+
+# What was fixed before there was a field for it, where its default is another.
+BEFORE = {"lora.alpha": 8}
 
 CHECKED_DATA = "data.json"
 """In ``out``: what the check found of the data."""
@@ -89,7 +94,7 @@ def starting_point(
         length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
         if is_longer({name: there[name] for name in length if name in there}, length):
             settings |= {name: there[name] for name in length}
-        require_same_settings(checkpoint, settings, files, Recipe.defaults())
+        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
     return checkpoint
 
 
@@ -98,13 +103,17 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
     if recipe.trainer.max_steps is not None:
         del decisive["trainer.num_train_epochs"]  # which it overrides
+    if is_lora(recipe.trained) and recipe.lora.alpha is None:
+        decisive["lora.alpha"] = 2 * recipe.lora.rank
     return decisive | {"processes": processes}
 
 
 def options_of(recipe: Recipe) -> EngineOptions:
     """What the recipe asks of the engine, "auto" where it leaves that open."""
     return EngineOptions(
-        trained=recipe.trained, lora_rank=recipe.lora.rank, **recipe.engine.model_dump()
+        trained=recipe.trained,
+        lora=recipe.lora.options(recipe.trained),
+        **recipe.engine.model_dump(),
     )
 
 
@@ -145,7 +154,7 @@ def arguments_of(
         per_device_train_batch_size=asked.per_device_train_batch_size,
         per_device_eval_batch_size=eval_batch_size(asked),
         gradient_accumulation_steps=asked.gradient_accumulation_steps,
-        learning_rate=asked.learning_rate or 0.0,  # each part has its own
+        learning_rate=highest_rate(asked),
         warmup_steps=warmup(asked, steps),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
@@ -180,6 +189,8 @@ class RecipeTrainer(Trainer):
     Args:
         model: A glm-4v, or peft's around one.
         max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
+        rates: Learning rates of the parts of the model (:data:`engine.options.PARTS`), where they
+            have their own.
     """
 
     def __init__(
@@ -187,8 +198,10 @@ class RecipeTrainer(Trainer):
         model: nn.Module,
         features: TowerFeatures | None = None,
         max_nonfinite_steps: int = 3,
+        rates: Mapping[Any, float] | None = None,
         **options,
     ):
+        self.rates = rates
         self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
         if features is not None:
@@ -207,13 +220,17 @@ class RecipeTrainer(Trainer):
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
-        """The Trainer's, without groups in which nothing is trained.
+        """The Trainer's, with a learning rate for each part and without groups in which nothing is
+        trained.
 
         Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
         scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        groups = optimizer.param_groups
+        if self.rates is not None:
+            groups = _by_part(groups, self.model, self.rates)
+        optimizer.param_groups[:] = [group for group in groups if group["params"]]
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -279,6 +296,17 @@ class RecipeTrainer(Trainer):
         if self.has_adapters:
             custom_object_save(self.inner, folder)
         give_usual_modes(folder)
+
+
+def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, float]) -> list[dict]:
+    """Groups of an optimizer, each split into one for each part of the model, with its rate."""
+    assert model is not None
+    parts = {id(parameter): part_of(name) for name, parameter in model.named_parameters()}
+    return [
+        {**group, "params": [p for p in group["params"] if parts[id(p)] == part], "lr": rate}
+        for group in groups
+        for part, rate in rates.items()
+    ]
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
@@ -361,6 +389,7 @@ def train(
         model,
         features=features_of(recipe, model),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
+        rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         args=arguments,
         train_dataset=conversations,
         data_collator=collator,
@@ -390,10 +419,7 @@ def train(
 
 def _how_to_go_on(recipe: Recipe) -> str:
     checkpoint = last_complete_checkpoint(Path(recipe.out))
-    rate = recipe.trainer.learning_rate
-    lower = "lower learning rates"
-    if rate is not None:
-        lower = f"a lower trainer.learning_rate than {rate:g}"
+    lower = f"a lower trainer.learning_rate than {highest_rate(recipe.trainer):g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
