@@ -1,11 +1,11 @@
 """Measured rows: their files, and in words as a Markdown table with the command of every row."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
 from .settings import DEFAULTS, settings_of
 
@@ -41,7 +41,7 @@ def read_rows(path: Path, may_be_new: bool = False) -> list[dict]:
 
 def add_row(path: Path, row: dict) -> None:
     """Add a row to a file, which is replaced as a whole: nothing is lost if this is interrupted."""
-    replace_file(path, format_rows([*read_rows(path, may_be_new=True), row]))
+    write_atomically(path, format_rows([*read_rows(path, may_be_new=True), row]))
 
 
 def format_rows(rows: list[dict]) -> str:
@@ -49,20 +49,6 @@ def format_rows(rows: list[dict]) -> str:
     # A loss may be NaN, which json writes and reads although JSON has no word for it.
     finite = json.loads(json.dumps(rows), parse_constant=lambda constant: None)
     return "[\n" + ",\n".join(json.dumps(row) for row in finite) + "\n]\n"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that holds either what it held or all of ``text``, whatever happens."""
-    path = path.resolve()  # a link stays one
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def hardware(row: dict) -> str:
@@ -174,4 +160,4 @@ def insert(table: str, path: Path) -> None:
             "expected one of each, in this order, where the table goes"
         )
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    replace_file(path, f"{before}{BEGIN}\n\n{table}\n{after}")
+    write_atomically(path, f"{before}{BEGIN}\n\n{table}\n{after}")

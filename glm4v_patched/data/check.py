@@ -22,9 +22,10 @@ from tqdm import tqdm
 from ..printed import own_command
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
-from .formats import Fault, Row, describe_faults, read_rows, shorten
 from .memory import Memory, default_path
+from .messages import replace_pictures, shorten
 from .rendering import measure_all
+from .sources import Fault, Row, describe_faults, read_rows
 
 RULES = 2
 """Raised with every change after which what was good may no longer be."""
@@ -206,13 +207,16 @@ def check_file(
     )
 
 
-def require_pictures(path: str | Path, memory: Path | None = None) -> None:
+def require_pictures(path: str | Path, memory: Path | None = None, to_learn: bool = True) -> None:
     """Decode every picture of a file's rows, as :func:`check_file` does.
+
+    Args:
+        to_learn: As :func:`read_rows` takes it.
 
     Raises:
         ValueError: some cannot be learned from: lists up to 20 rows.
     """
-    rows = [row for row in read_rows(path) if isinstance(row, Row)]
+    rows = [row for row in read_rows(path, to_learn=to_learn) if isinstance(row, Row)]
     with closing(Memory(memory or default_path())) as remembered:
         pictures = _check_pictures(rows, remembered)
     found = [(row.line, _fault_of_pictures(row, pictures)) for row in rows]
@@ -231,10 +235,7 @@ def digest_row(row: Row, pictures: dict[str, Facts]) -> str:
 
 def _digest_messages(pictures: Sequence[str], row: Row) -> str:
     names = iter(pictures)
-    messages = [
-        message | {"image": next(names)} if "image" in message else message
-        for message in row.messages
-    ]
+    messages = replace_pictures(row.messages, lambda picture: next(names))
     messages = [dict(sorted(message.items())) for message in messages]
     text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

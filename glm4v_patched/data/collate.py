@@ -1,7 +1,7 @@
 """Makes training batches of conversations about pictures."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
+from .messages import learned_turns, pictures_of, without_marks
 
 
 class Size(NamedTuple):
@@ -27,7 +28,8 @@ class ConversationCollator:
     """Turns conversations into a batch in which only the assistant's words are learned.
 
     A turn of the assistant is supervised from the newline after its role token to the token that
-    ends it: the next role token, or ``<|endoftext|>`` after the last turn.
+    ends it: the next role token, or ``<|endoftext|>`` after the last turn. One with ``"train":
+    False`` is not.
     """
 
     def __init__(self, processor, stamps: Mapping[str, tuple[int, int]] = MappingProxyType({})):
@@ -53,7 +55,10 @@ class ConversationCollator:
         batch = {
             "input_ids": [row + [self.end_id] * (length - len(row)) for row in rows],
             "attention_mask": [[1] * len(row) + [0] * (length - len(row)) for row in rows],
-            "labels": [self.labels(row) + [IGNORE_INDEX] * (length - len(row)) for row in rows],
+            "labels": [
+                self.labels(row, conversation) + [IGNORE_INDEX] * (length - len(row))
+                for row, conversation in zip(rows, conversations, strict=True)
+            ],
         }
         return {name: torch.tensor(values) for name, values in batch.items()} | images
 
@@ -61,12 +66,14 @@ class ConversationCollator:
         """Grown ids of each conversation with the token that ends it, and ``pixel_values`` of all,
         if there is an image."""
         for conversation in conversations:
-            for message in conversation:
-                path = message.get("image")
+            for path in pictures_of(conversation):
                 if isinstance(path, str) and path in self.stamps:
                     self._require_unchanged(path)
         encoded = self.processor.apply_chat_template(
-            conversations, tokenize=True, return_dict=True, return_tensors=None
+            [without_marks(conversation) for conversation in conversations],
+            tokenize=True,
+            return_dict=True,
+            return_tensors=None,
         )
         images = {}
         if "pixel_values" in encoded:
@@ -86,24 +93,43 @@ class ConversationCollator:
     def measure(self, conversations: list[list[dict]]) -> list[Size]:
         """Sizes of what :meth:`encode` makes of each; images are not opened."""
         rows = self.processor.tokenizer.apply_chat_template(
-            conversations, chat_template=self.processor.chat_template, return_dict=False
+            [without_marks(conversation) for conversation in conversations],
+            chat_template=self.processor.chat_template,
+            return_dict=False,
         )
         sizes = []
-        for ids in rows:
+        for ids, conversation in zip(rows, conversations, strict=True):
             ids = [*ids, self.end_id]
             images = ids.count(self.image_id)
             # In what the tokenizer writes, an image has one id for all its inner positions.
             positions = len(ids) + images * (self.processor.num_image_tokens - 1)
-            learned = sum(label != IGNORE_INDEX for label in self.labels(ids))
+            learned = sum(label != IGNORE_INDEX for label in self.labels(ids, conversation))
             sizes.append(Size(positions, len(ids), images, learned))
         return sizes
 
-    def labels(self, ids: list[int]) -> list[int]:
-        """The ids of the assistant's turns, -100 elsewhere."""
+    def labels(self, ids: list[int], conversation: Sequence[dict] = ()) -> list[int]:
+        """The ids of the assistant's turns that are learned, -100 elsewhere.
+
+        Args:
+            conversation: Of these ids; without one, all of its turns are learned.
+
+        Raises:
+            ValueError: of one with ``"train": False``, there are not as many turns in the ids.
+        """
+        learned = learned_turns(conversation)
+        if all(learned):
+            learned = [True] * len(ids)
+        elif len(learned) != ids.count(self.assistant_id):
+            raise ValueError(
+                f"the conversation has {len(learned)} turns of the assistant, and the chat "
+                f"template writes {ids.count(self.assistant_id)}, so that those with train: false "
+                "are not known: use the template of this package's tokenizer"
+            )
+        turns = iter(learned)
         labels, speaking = [], False
         for at, token in enumerate(ids):
             ends_turn = token in self.role_ids or at == len(ids) - 1
             labels.append(token if speaking else IGNORE_INDEX)
             if ends_turn:
-                speaking = token == self.assistant_id
+                speaking = token == self.assistant_id and next(turns)
         return labels

@@ -12,10 +12,8 @@ model(**batch)``, ``features.keep(outputs)``, on batches of ``features.collator(
 import hashlib
 import json
 import logging
-import os
-import uuid
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ..atomic import write_atomically
 from ..engine.deepspeed.internals import is_sharded
 from ..remote.modeling_chatglm import ChatGLMModel
 from ..remote.sharding import must_run_on_every_process
@@ -298,18 +297,10 @@ class _Folder:
 
     def put(self, name: str, features_KD: Tensor) -> None:
         content = save({self._title(name): features_KD.cpu().contiguous()})
-        partial = self.folder / f"{name}.{uuid.uuid4().hex}.partial"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
-                file.write(content)
-                # Else a power cut could leave the name and not the bytes.
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self._path(name))
+            write_atomically(self._path(name), content)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             if not self.cannot_write:
                 logger.warning(
                     "features of %d bytes could not be written, and such pictures run the tower "

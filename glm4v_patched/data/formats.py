@@ -1,453 +1,282 @@
-"""Conversations about pictures: reading them from files, a row at a time.
+"""The formats of rows: one reader for each, which makes messages of a row. Needs no torch.
 
-A line of the file is a row: ``{"messages": [...]}``. A message has
-
-- ``role``: system (the first message only), user, assistant or observation (a tool's answer);
-- ``content``: its words;
-- ``image``, from the user only: one picture, the path of a file, relative to the folder of this
-  file. The model has it before the words. ``<image>`` at the beginning or the end of the words is
-  taken for the picture's place and removed; anywhere else, it is a fault;
-- ``metadata``, of the assistant only: the name of the tool that it calls, one line. GLM-4's format
-  has it after the role;
-- ``tools``, of a system message only: a list of functions, described as in OpenAI's API. The words
-  may then be empty.
-
-The conversation starts with the system or the user, ends with the assistant, and no turn of it is
-empty, for the chat template leaves out what is. The assistant may speak twice in a row where one
-message has ``metadata``: words and a tool's call. What is not understood is a fault and never
-dropped: there is no other key.
+A reader takes a row as its file has it, refuses keys that it does not know, and returns messages
+for :func:`messages.check_messages`. Which one reads a file is found from the keys of its first row
+(:func:`find_format`), or named (``data.format``).
 """
 
-import codecs
-import json
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-ROLES = ("system", "user", "assistant", "observation")
-KEYS = ("role", "content", "image", "metadata", "tools")
-MOST_FAULTS_LISTED = 20
+from .messages import PICTURES, PLACE, as_words, kind_of, refuse_keys
 
-# How other trainers' files write the place of a picture in a text: <image>, <image 1>, [IMG],
-# <|image_pad|>, <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. Not
-# HTML's <img src=...> and Markdown's ![...](...), which are words.
-PLACE = re.compile(
-    r"(?:<|\[|&lt;)\s*[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
-    r"(?:here|[\s_:-]*(?:pad|soft|token|placeholder|start|end|\d+))*[|_]*\s*/?\s*(?:>|\]|&gt;)"
-    r"|<img>[^<]*</img>",
-    re.IGNORECASE,
-)
-PLACE_AT_AN_END = re.compile(r"\A\s*<image>\s*|\s*<image>\s*\Z", re.IGNORECASE)
-UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
-URL = re.compile(r"data:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+MESSAGE_KEYS = ("role", "content", "image", "metadata", "tools", "train", "loss", "weight")
+TURN_KEYS = ("from", "value", "train", "loss", "weight")
+ROW_PICTURES = ("images", "image")
+MARKS = ("train", "loss", "weight")
+"""Names for "this turn is learned": ours, ms-swift's, OpenAI's."""
+IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+AT_PLACE = object()
+"""A picture of which only the place is known: it is the next one of the row."""
+ROLES_OF_SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "observation": "observation",
+    "tool": "observation",
+}
 
-PICTURE_CURE = (
-    'give each picture to the message that shows it: {"role": "user", "image": "a.png", "content": '
-    '"..."}'
-)
 ROW_CURES = {
-    "image": PICTURE_CURE,
-    "images": PICTURE_CURE,
-    "conversation": 'write "messages", with "role" and "content" in each',
-    "conversations": 'write "messages", with "role" and "content" in each',
+    "conversation": 'write "conversations"',
     "system": 'write it as the first message: {"role": "system", "content": "..."}',
     "tools": 'give them to the system message: {"role": "system", "content": "", "tools": [...]}',
+    "chosen": "it is of preferences, which TRL trains on",
+    "rejected": "it is of preferences, which TRL trains on",
 }
-ONE_PICTURE = 'write "image": "a.png", one path'
+IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
+ONE_PICTURE = (
+    'write "image": "a.png", one path; several are parts of "content": '
+    '{"type": "image", "image": "a.png"}'
+)
 MESSAGE_CURES = {
     "images": ONE_PICTURE,
     "img": ONE_PICTURE,
     "image_url": ONE_PICTURE,
     "image_path": ONE_PICTURE,
     "picture": ONE_PICTURE,
+    "pictures": ONE_PICTURE,
     "from": 'write "role": system, user (for human), assistant (for gpt) or observation',
     "value": 'write "content"',
     "text": 'write "content"',
     "tool_calls": 'write the tool\'s name as "metadata" and the arguments as "content"',
 }
-KINDS = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
-BINARY = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"PK\x03\x04": "a zip archive"}
+TURN_CURES = {
+    "role": 'write "from", or name the row\'s list "messages"',
+    "content": 'write "value", or name the row\'s list "messages"',
+    "image": 'write <image> in "value", and the path under "image" of the row',
+}
+SHAREGPT_ROLE_CURE = "expected system, human, gpt or observation"
 
-
-class Row(NamedTuple):
-    """A conversation that can be rendered; its pictures have not been looked for."""
-
-    line: int
-    messages: list[dict]
-
-    @property
-    def pictures(self) -> list[str]:
-        """Their absolute paths."""
-        return [message["image"] for message in self.messages if "image" in message]
-
-
-class Fault(NamedTuple):
-    """A line that cannot be used, and why."""
-
-    line: int
-    text: str
-
-
-def read_conversations(path: str | Path) -> list[list[dict]]:
-    """Read a file of conversations, of which every row must be usable; image paths become absolute.
-
-    Pictures must be there and are not opened: :mod:`check` decodes them.
-
-    Raises:
-        ValueError: lists up to 20 unusable lines; or there is none at all.
-    """
-    rows: list[Row] = []
-    faults: list[Fault] = []
-    for row in read_rows(path):
-        if isinstance(row, Row):
-            lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
-            if lost is not None:
-                row = Fault(row.line, f"the image {shorten(lost)} does not exist")
-        if isinstance(row, Row):
-            rows.append(row)
-        else:
-            faults.append(row)
-    if faults:
-        raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
-    return [row.messages for row in rows]
-
-
-def describe_faults(path: str | Path, faults: list[Fault], number: int) -> str:
-    """Up to 20 of them with file and line, and how many of ``number`` rows they are."""
-    lines = [f"{path}: {len(faults):,} of {number:,} rows cannot be used:"]
-    lines += [f"  {path}:{line}: {text}" for line, text in faults[:MOST_FAULTS_LISTED]]
-    if len(faults) > MOST_FAULTS_LISTED:
-        lines.append(f"  and {len(faults) - MOST_FAULTS_LISTED:,} more")
-    return "\n".join(lines)
+ReadRow = Callable[[dict], Any]
 
 
 def read_messages(row: dict) -> Any:
-    """The messages of a row in our own format, as they stand."""
-    messages = row.get("messages")
-    unknown = [key for key in row if key != "messages"]
-    if "images" in unknown and isinstance(row["images"], list):
-        places = len(PLACE.findall(json.dumps(messages)))
-        raise ValueError(
-            f'the key "images" is not read (pictures in it: {len(row["images"])}, places for '
-            f"pictures in the words: {places}): {PICTURE_CURE}"
-        )
-    _refuse_keys(unknown, ROW_CURES, ("messages",), "a row")
+    """``messages`` of ``role`` and ``content``: ours, and those of OpenAI's API, TRL, ms-swift and
+    LLaMA-Factory.
+
+    A message names its picture (``image``), or has parts of ``content``, or the row has ``images``
+    for the places ``<image>``.
+    """
+    _refuse_row_keys(row, ("messages", *ROW_PICTURES))
     if "messages" not in row:
         raise ValueError('the key "messages" is missing; expected {"messages": [...]}')
+    return _read_list(row["messages"], _message, _row_pictures(row))
+
+
+def read_sharegpt(row: dict) -> Any:
+    """``conversations`` of ``from`` and ``value``: ShareGPT's, LLaVA's, LLaMA-Factory's."""
+    _refuse_row_keys(row, ("conversations", *ROW_PICTURES, "system", "id"))
+    if "conversations" not in row:
+        raise ValueError('the key "conversations" is missing; expected {"conversations": [...]}')
+    messages = _read_list(row["conversations"], _turn, _row_pictures(row))
+    system = row.get("system")
+    if system in (None, "") or not isinstance(messages, list):
+        return messages
+    if messages and messages[0].get("role") == "system":
+        raise ValueError('has "system" and a turn of the system, too: write one of them')
+    return [{"role": "system", "content": system}, *messages]
+
+
+def read_prompt_and_completion(row: dict) -> Any:
+    """TRL's ``prompt`` and ``completion``, texts or messages; only the completion is learned."""
+    _refuse_row_keys(row, ("prompt", "completion", *ROW_PICTURES))
+    parts = []
+    for key, role in (("prompt", "user"), ("completion", "assistant")):
+        if key not in row:
+            raise ValueError(f'the key "{key}" is missing; expected "prompt" and "completion"')
+        value = row[key]
+        if isinstance(value, str):
+            value = [{"role": role, "content": value}]
+        if not isinstance(value, list):
+            raise ValueError(f"{key} is {as_words(value)}; expected text, or a list of messages")
+        parts.append(value)
+    messages = _read_list([*parts[0], *parts[1]], _message, _row_pictures(row))
+    for message in messages[: len(parts[0])]:
+        if message.get("role") == "assistant":
+            message["train"] = False
     return messages
 
 
-def read_rows(
-    path: str | Path, read_row: Callable[[dict], Any] = read_messages
-) -> Iterator[Row | Fault]:
-    """Each line that is not blank, in order.
-
-    Args:
-        read_row: Of some format: makes messages of our form, unchecked, of a row. Raises ValueError
-            for keys that it does not understand.
-
-    Raises:
-        ValueError: the file cannot be read, is no JSON lines in UTF-8, or has no row.
-    """
-    path, number = Path(path), 0
-    for line, text in _lines(path):
-        number += 1
-        try:
-            yield Row(line, _parse(text, read_row, path.parent))
-        except ValueError as error:
-            yield Fault(line, str(error))
-        except RecursionError:
-            yield Fault(line, "objects or lists are nested too deeply")
-    if not number:
-        raise ValueError(f"{path}: 0 conversations; expected at least 1 line")
+FORMATS: dict[str, tuple[str, ReadRow]] = {
+    "messages": ("messages", read_messages),
+    "conversations": ("conversations", read_sharegpt),
+    "prompt_completion": ("prompt", read_prompt_and_completion),
+}
+"""The key that tells a format, and what reads it."""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open("rb") as file:
-            _require_text(path, file.read(4))
-        # Bytes that are no UTF-8 become surrogates, which UTF-8 never holds: a fault of their line.
-        # Not splitlines(): JSON strings may hold other line separators.
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-            is_first = True
-            for line, text in enumerate(lines, start=1):
-                stripped = text.strip()
-                if stripped:
-                    if is_first:
-                        _require_rows(path, stripped)
-                    is_first = False
-                    yield line, text
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+def find_format(row: Mapping) -> str:
+    """The format of a row by its keys; "messages" if no key tells."""
+    return next((name for name, (key, _) in FORMATS.items() if key in row), "messages")
 
 
-def _require_text(path: Path, head: bytes) -> None:
-    kind = None
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
-        kind = "UTF-16 or UTF-32"
-    kind = next((kind for magic, kind in BINARY.items() if head.startswith(magic)), kind)
-    if kind is not None:
-        raise ValueError(f"{path} is {kind}; expected a row of JSON a line, in UTF-8")
+def _refuse_row_keys(row: dict, known: tuple[str, ...]) -> None:
+    cures = {key: cure for key, cure in ROW_CURES.items() if key not in known}
+    unknown = [key for key in row if key not in known]
+    others = [key for key, _ in FORMATS.values() if key in unknown and key != known[0]]
+    cures |= {
+        key: f'the first row of this file has "{known[0]}"; write rows of one format, or a file '
+        "for each"
+        for key in others
+    }
+    refuse_keys(unknown, cures, known, "a row", IGNORE_CURE)
 
 
-def _require_rows(path: Path, first: str) -> None:
-    expected = 'expected a row a line: {"messages": [...]}'
-    if first.startswith("["):
-        raise ValueError(f"{path} is a JSON array; {expected}, with no brackets around")
-    if first == "{":
-        raise ValueError(f"{path} is one JSON object over several lines; {expected}")
+def _row_pictures(row: dict) -> list | None:
+    """The pictures of the row, for the places in its words; None if it names none."""
+    given = [key for key in ROW_PICTURES if row.get(key) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError('has its pictures under "images" and "image": give one of them')
+    pictures = row[given[0]]
+    return pictures if isinstance(pictures, list) else [pictures]
 
 
-def _parse(text: str, read_row: Callable[[dict], Any], folder: Path) -> list[dict]:
-    if undecoded := UNDECODED.search(text):
-        byte = ord(undecoded[0]) - 0xDC00
-        at = undecoded.start() + 1
-        raise ValueError(f"character {at} is the byte 0x{byte:02x}, which is no UTF-8")
-    try:
-        row = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
-        ) from error
-    if not isinstance(row, dict):
-        raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
-    messages = read_row(row)
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {_value(messages)}; expected a list of at least 2")
-    checked = []
+def _read_list(messages: Any, read: Callable[[dict], dict], pictures: list | None) -> Any:
+    if not isinstance(messages, list):
+        return messages  # which is reported
+    read_ones = []
     for number, message in enumerate(messages, start=1):
         try:
-            checked.append(_checked_message(message, folder))
+            read_ones.append(read(message))
         except ValueError as error:
             raise ValueError(f"message {number} of {len(messages)}: {error}") from None
-    _check_turns(checked)
-    return checked
+    _fill_places(read_ones, pictures)
+    return read_ones
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {_quoted(twice)} stands {keys.count(twice)} times in one object")
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no value of JSON")
-
-
-def _refuse_keys(
-    unknown: Iterable[str], cures: dict[str, str], known: tuple[str, ...], what: str
-) -> None:
-    faults = []
-    for key in unknown:
-        if key.lower() in known:
-            cure = f'write "{key.lower()}", in small letters'
-        else:
-            cure = f"{what} has {', '.join(known)}; take it out if it is not to be learned"
-            cure = cures.get(key.lower(), cure)
-        faults.append(f"the key {_quoted(key)} is not read: {cure}")
-    if faults:
-        raise ValueError("; ".join(faults))
-
-
-def _checked_message(message: Any, folder: Path) -> dict:
+def _message(message: Any) -> dict:
     if not isinstance(message, dict):
         raise ValueError(f'is a {kind_of(message)}; expected {{"role": "user", "content": "..."}}')
-    _refuse_keys((key for key in message if key not in KEYS), MESSAGE_CURES, KEYS, "a message")
-    try:
-        json.dumps(message, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(
-            f"holds {ascii(half)}, half of a surrogate pair and no character: write the other half "
-            "too, or take it out"
-        ) from None
-    role, content = _checked_role_and_content(message)
-    message = dict(message)
-    if "tools" in message:
-        if role != "system":
-            raise ValueError(f"has tools; expected them in a system message, and this is of {role}")
-        _check_tools(message["tools"])
-    if "metadata" in message:
-        _check_metadata(message["metadata"], role)
-    if "image" in message:
-        message["image"] = _checked_picture(message["image"], role, folder)
-    message["content"] = _without_place(content, role, "image" in message)
-    if not message["content"].strip() and not ("image" in message or "tools" in message):
-        empty = "is empty" if not content else f"is {content!r}, which is empty"
-        cure = "write the answer" if role == "assistant" else "write what is said"
-        raise ValueError(f"the content of {role} {empty}: {cure}, or leave the row out")
-    return message
+    unknown = (key for key in message if key not in MESSAGE_KEYS)
+    refuse_keys(unknown, MESSAGE_CURES, MESSAGE_KEYS[:6], "a message")
+    made = {key: message[key] for key in MESSAGE_KEYS if key in message and key not in MARKS}
+    made |= _mark(message)
+    pictures = []
+    if "image" in made:
+        pictures.append(made.pop("image"))
+    if isinstance(made.get("content"), list):
+        made["content"], shown = _read_parts(made["content"])
+        pictures += shown
+    return made | ({PICTURES: pictures} if pictures else {})
 
 
-def _checked_role_and_content(message: dict) -> tuple[str, str]:
-    for key in ("role", "content"):
-        if key not in message:
+def _turn(turn: Any) -> dict:
+    if not isinstance(turn, dict):
+        raise ValueError(f'is a {kind_of(turn)}; expected {{"from": "human", "value": "..."}}')
+    unknown = (key for key in turn if key not in TURN_KEYS)
+    refuse_keys(unknown, TURN_CURES, TURN_KEYS[:3], "a turn")
+    for key in ("from", "value"):
+        if key not in turn:
             raise ValueError(f'the key "{key}" is missing')
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise ValueError(f"the role {_value(role)} is not one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        cure = ""
-        if isinstance(content, list):
-            cure = ': write its words as "content" and its picture as "image"'
-        raise ValueError(f"content is {_value(content)}; expected text{cure}")
-    return role, content
+    who = turn["from"]
+    if not isinstance(who, str) or who not in ROLES_OF_SHAREGPT:
+        raise ValueError(f'"from" is {as_words(who)}; {SHAREGPT_ROLE_CURE}')
+    return {"role": ROLES_OF_SHAREGPT[who], "content": turn["value"]} | _mark(turn)
 
 
-def _check_tools(tools: Any) -> None:
-    if not isinstance(tools, list) or not tools:
-        raise ValueError(f"tools is {_value(tools)}; expected a list of functions")
-    for number, tool in enumerate(tools, start=1):
-        name = f"tool {number} of {len(tools)}"
-        if not isinstance(tool, dict):
-            raise ValueError(f"{name} is {_value(tool)}; expected an object")
-        if tool.get("type", "function") != "function":
-            raise ValueError(f'{name} has the type {_value(tool["type"])}; expected "function"')
-        function = tool
-        if "function" in tool:
-            function = tool["function"]
-            _refuse_keys(
-                (key for key in tool if key not in ("type", "function")),
-                {},
-                ("type", "function"),
-                f"{name}, which has a function,",
-            )
-        if not isinstance(function, dict):
-            raise ValueError(f"the function of {name} is {_value(function)}; expected an object")
-        if not isinstance(function.get("name"), str) or not function["name"].strip():
-            raise ValueError(f"{name} has the name {_value(function.get('name'))}; expected text")
+def _mark(message: dict) -> dict:
+    """Whether the turn is learned, under our name."""
+    given = [key for key in MARKS if key in message]
+    if len(given) > 1:
+        raise ValueError(f"has {' and '.join(given)}, which say the same: give one of them")
+    if not given:
+        return {}
+    value = message[given[0]]
+    if given[0] == "weight":
+        if isinstance(value, bool) or value not in (0, 1):
+            raise ValueError(f"weight is {as_words(value)}; expected 0 or 1")
+        value = bool(value)
+    return {"train": value}
 
 
-def _check_metadata(metadata: Any, role: str) -> None:
-    if not isinstance(metadata, str):
-        raise ValueError(f"metadata is {_value(metadata)}; expected text")
-    if metadata and role != "assistant":
-        raise ValueError(
-            f"has the metadata {_value(metadata)} and the role {role}: only the assistant calls a "
-            "tool by its name; leave it out"
-        )
-    if "\n" in metadata or "\r" in metadata:
-        raise ValueError(f"metadata is {_value(metadata)}; expected one line, the name of a tool")
-    if PLACE.search(metadata):
-        raise ValueError(f"metadata is {_value(metadata)}; a picture has no place in it")
-
-
-def _checked_picture(image: Any, role: str, folder: Path) -> str:
-    if role != "user":
-        raise ValueError(
-            f"has an image and the role {role}: only the user shows pictures; give it to the "
-            "user's message before"
-        )
-    if not isinstance(image, str) or not image:
-        cure = "; leave the key out where there is no picture" if image in (None, "") else ""
-        raise ValueError(f"image is {_value(image)}; expected the path of one picture{cure}")
-    if URL.match(image):
-        raise ValueError(
-            f"image is {_value(image)}; expected a path: save the picture beside the rows"
-        )
-    if "\0" in image:
-        raise ValueError(f"image is {_value(image)}; a path holds no character of code 0")
-    return os.path.abspath(folder / image)
-
-
-def _without_place(content: str, role: str, has_picture: bool) -> str:
-    """The words without the place of a picture at their beginning or end."""
-    places = PLACE.findall(content)
-    if not places:
-        return content
-    counted = f"places for pictures: {len(places)} ({places[0]}), pictures: {int(has_picture)}"
-    if role != "user":
-        raise ValueError(f"{counted}: only the user shows pictures; take {places[0]} out")
-    if not has_picture:
-        raise ValueError(f'{counted}: give the message its picture ("image": "a.png")')
-    if len(places) > 1:
-        raise ValueError(
-            f"{counted}: a message shows one; share the words out among messages, with the "
-            "assistant's answer after each"
-        )
-    found = PLACE_AT_AN_END.search(content)
-    if found is None:
-        raise ValueError(
-            f"{places[0]} cannot be the picture's place: the model has a picture before the words; "
-            "write <image> at their beginning, or leave it out"
-        )
-    return content[: found.start()] + content[found.end() :]
-
-
-def _check_turns(messages: list[dict]) -> None:
-    roles = [message["role"] for message in messages]
-    if roles[-1] != "assistant":
-        raise ValueError(
-            f"ends with a message of {roles[-1]}; expected one of the assistant, to be learned"
-        )
-    expected = {
-        None: ("system", "user"),
-        "system": ("user",),
-        "user": ("assistant",),
-        "assistant": ("user", "observation"),
-        "observation": ("assistant", "observation"),
-    }
-    for at, (before, role) in enumerate(zip([None, *roles], roles, strict=False)):
-        calls = any(message.get("metadata") for message in messages[max(at - 1, 0) : at + 1])
-        if role in expected[before] or (before == role == "assistant" and calls):
-            continue
-        place = "at the beginning" if before is None else f"after one of {before}"
-        cure = "; join the two" if before == role else ""
-        raise ValueError(
-            f"message {at + 1} of {len(roles)} is of {role}, {place}: expected one of "
-            f"{' or '.join(expected[before])}{cure}"
-        )
-
-
-def kind_of(value: Any) -> str:
-    return KINDS.get(type(value), "number")
-
-
-def shorten(text: str, most: int = 80) -> str:
-    """One line of printable characters, with what is left out of a long text in its middle."""
-    shown = text if text.isprintable() else repr(text)[1:-1]
-    if len(shown) <= most:
-        return shown
-    half = (most - 3) // 2
-    return f"{shown[:half]}...{shown[-half:]}"
-
-
-def _quoted(text: str) -> str:
-    return f'"{shorten(text)}"'
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return f"a {kind_of(value)}" if value else f"an empty {kind_of(value)}"
-    return _quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def write_conversations(
-    path: Path, conversations: list[list[dict]], overwrite: bool = False
-) -> None:
-    """Write conversations as JSONL, with image paths relative to the file.
+def _read_parts(parts: list) -> tuple[str, list]:
+    """The words and the pictures of a content of parts.
 
     Raises:
-        ValueError: the file exists and ``overwrite`` is not set.
+        ValueError: a picture stands between words, where the model would not have it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = path.open("w" if overwrite else "x", encoding="utf-8")
-    except FileExistsError as error:
+    words: list[str] = []
+    pictures: list[Any] = []
+    for number, part in enumerate(parts, start=1):
+        name = f"part {number} of {len(parts)}"
+        if not isinstance(part, dict):
+            raise ValueError(f"{name} is {as_words(part)}; expected an object with a type")
+        kind = part.get("type")
+        if kind == "text":
+            refuse_keys((k for k in part if k not in ("type", "text")), {}, ("type", "text"), name)
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"the text of {name} is {as_words(part.get('text'))}")
+            words.append(part["text"])
+        elif kind in ("image", "image_url"):
+            pictures.append(_picture_of_part(part, name))
+        else:
+            raise ValueError(f"{name} has the type {as_words(kind)}; expected text or image")
+    if _stands_between(parts):
         raise ValueError(
-            f"{path} exists and is not overwritten: move it, or write to another file"
-        ) from error
-    with file:
-        for messages in conversations:
-            relative = [
-                message | {"image": str(Path(message["image"]).relative_to(path.parent))}
-                if "image" in message
-                else message
-                for message in messages
-            ]
-            file.write(json.dumps({"messages": relative}, ensure_ascii=False) + "\n")
+            "a picture stands between words: the model has all pictures of a message before its "
+            "words; write them first"
+        )
+    return "".join(words), pictures
+
+
+def _stands_between(parts: list[dict]) -> bool:
+    said = [at for at, part in enumerate(parts) if part.get("text", "").strip()]
+    return bool(said) and any(part["type"] != "text" for part in parts[said[0] : said[-1]])
+
+
+def _picture_of_part(part: dict, name: str) -> Any:
+    known = ("type", *IMAGE_SOURCES)
+    refuse_keys((key for key in part if key not in known), {}, known, name)
+    given = [key for key in IMAGE_SOURCES if part.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{name} has its picture under {' and '.join(given)}: give one of them")
+    if not given:
+        return AT_PLACE
+    picture = part[given[0]]
+    if isinstance(picture, dict) and "url" in picture:
+        # OpenAI's "detail" asks for a resolution; the model has but one.
+        others = (key for key in picture if key not in ("url", "detail"))
+        refuse_keys(others, {}, ("url", "detail"), f"the image_url of {name}")
+        return picture["url"]
+    if given[0] == "base64" and isinstance(picture, str) and not picture.startswith("data:"):
+        return f"data:image;base64,{picture}"
+    return picture
+
+
+def _fill_places(messages: list[dict], pictures: list | None) -> None:
+    """Give the pictures of a row to the messages that have places for them, in their order."""
+    wanted = []
+    for message in messages:
+        shown = message.get(PICTURES, [])
+        places = sum(picture is AT_PLACE for picture in shown)
+        content = message.get("content")
+        if not shown and pictures is not None and message.get("role") == "user":
+            places = len(PLACE.findall(content)) if isinstance(content, str) else 0
+        wanted.append(places)
+    there = 0 if pictures is None else len(pictures)
+    if sum(wanted) != there:
+        raise ValueError(
+            f"pictures of the row: {there}, places for them (<image>) in its messages: "
+            f"{sum(wanted)}; write one <image> for each picture, at the beginning of the user's "
+            'message that shows it, or give it to that message: "image": "a.png"'
+        )
+    left = iter(pictures or ())
+    for message, places in zip(messages, wanted, strict=True):
+        shown = message.get(PICTURES, [AT_PLACE] * places)
+        if shown:
+            message[PICTURES] = [next(left) if one is AT_PLACE else one for one in shown]

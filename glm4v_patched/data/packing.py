@@ -52,6 +52,23 @@ def share_out(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return rows
 
 
+class PackedRows(Sequence):
+    """Rows of conversations, each read when it is asked for.
+
+    Args:
+        shares: Of :func:`share_out`.
+    """
+
+    def __init__(self, conversations: Sequence[list[dict]], shares: list[list[int]]):
+        self.conversations, self.shares = conversations, shares
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __getitem__(self, row):
+        return [self.conversations[number] for number in self.shares[row]]
+
+
 class PackingCollator(ConversationCollator):
     """Turns rows of conversations into one row, supervised as by :class:`ConversationCollator`.
 
@@ -64,10 +81,14 @@ class PackingCollator(ConversationCollator):
         """Returns ``input_ids``, ``position_ids``, ``labels`` ``(1, L)``, and ``pixel_values`` if
         there is an image. Positions restart with each conversation; that, and no mask, tells the
         model where one ends."""
-        samples, images = self.encode([conversation for row in rows for conversation in row])
+        conversations = [conversation for row in rows for conversation in row]
+        samples, images = self.encode(conversations)
         batch: Mapping[str, Sequence[Sequence[int]]] = {
             "input_ids": samples,
             "position_ids": [range(len(ids)) for ids in samples],
-            "labels": [self.labels(ids) for ids in samples],
+            "labels": [
+                self.labels(ids, conversation)
+                for ids, conversation in zip(samples, conversations, strict=True)
+            ],
         }
         return {name: torch.tensor([[*chain(*parts)]]) for name, parts in batch.items()} | images

@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 READY = "ready"
 QUESTIONS_AT_ONCE = 4096
@@ -26,11 +26,17 @@ class Ended(NamedTuple):
     status: int
 
 
-def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) -> Iterator[Any]:
+def ask_all(
+    command: Sequence[str],
+    questions: Iterable[Any],
+    processes: int,
+    environments: Sequence[Mapping[str, str]] = (),
+) -> Iterator[Any]:
     """The answer to each question, in order; an :class:`Ended` process is replaced.
 
     Args:
         command: Of a process that calls :func:`answer_until_input_ends`.
+        environments: Of each process; by default, this one's with a single thread.
 
     Raises:
         RuntimeError: the process does not start.
@@ -47,8 +53,9 @@ def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) ->
             free.put(worker)
 
     try:
-        for _ in range(processes):
-            workers.append(_Worker(command))
+        for number in range(processes):
+            environment = environments[number] if environments else None
+            workers.append(_Worker(command, environment))
             free.put(workers[-1])
         questions = iter(questions)
         while some := list(islice(questions, QUESTIONS_AT_ONCE)):
@@ -59,14 +66,19 @@ def ask_all(command: Sequence[str], questions: Iterable[Any], processes: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def answer_until_input_ends(answer: Callable[[Any], Any]) -> None:
-    print(READY, flush=True)
+def answer_until_input_ends(answer: Callable[[Any], Any], output: TextIO | None = None) -> None:
+    """Answer each question; ``output`` is where answers go instead of to standard output."""
+    output = output or sys.stdout
+    print(READY, file=output, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        print(json.dumps(answer(json.loads(line))), file=output, flush=True)
 
 
 class _Worker:
-    def __init__(self, command: Sequence[str]):
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        # As many processes as cores; threads of each would be in each other's way.
+        single = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.environment = os.environ | single if environment is None else environment
         self.command = command
         self.has_ended = False
         self._start()
@@ -78,8 +90,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            # As many processes as cores; threads of each would be in each other's way.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=self.environment,
             start_new_session=True,  # Ctrl-C is ours to answer
         )
         assert self.process.stdin is not None and self.process.stdout is not None  # pipes

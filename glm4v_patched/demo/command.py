@@ -19,15 +19,18 @@ from typing import Final
 
 from .. import __version__
 from ..data.check import require_pictures
-from ..data.formats import read_conversations, write_conversations
+from ..data.sources import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..finetune.config import Data, Engine, Recipe, TrainerFields
 from ..finetune.launch import launch
 from ..finetune.preflight import Device, Placement, place
 from ..finetune.run_folder import locked
+from ..inference.questions import Question, question_of
+from ..inference.scoring import exact_match, mean_score, swap_pictures
+from ..inference.sheet import draw_sheet
 from .pictures import draw_data_set
-from .plots import draw_contact_sheet, plot_loss
+from .plots import plot_loss
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
@@ -139,31 +142,23 @@ def _run(
     launch(recipe, placement, overwrite=True)
     report = json.loads((out / "trained" / "training.json").read_text())
 
-    prompts = [messages[:-1] for messages in held_out]
-    expected = [messages[-1]["content"] for messages in held_out]
-    before, after, swapped = _ask_fresh_process(
+    questions = [question_of(row, messages) for row, messages in enumerate(held_out)]
+    swapped = swap_pictures(questions)
+    answers = _ask_fresh_process(
         out,
         [
-            (out / "initial", prompts),
-            (out / "trained", prompts),
-            (out / "trained", _swap_pictures(prompts, expected)),
+            (out / "initial", questions),
+            (out / "trained", questions),
+            (out / "trained", swapped),
         ],
     )
+    before, after, after_swapped = answers
     plot_loss(report["history"], out / "loss.png")
-    cells = [
-        {
-            "image": _picture(prompt),
-            "question": prompt[-1]["content"],
-            "answer": answer,
-            "expected": wanted,
-        }
-        for prompt, answer, wanted in zip(prompts, after, expected, strict=True)
-    ]
-    draw_contact_sheet(cells[:24], out / "answers.png")
+    draw_sheet(questions, after, out / "answers.png")
     metrics = {
-        "accuracy_before": _accuracy(before, expected),
-        "accuracy_after": _accuracy(after, expected),
-        "accuracy_swapped": _accuracy(swapped, expected),
+        "accuracy_before": _accuracy(before, questions),
+        "accuracy_after": _accuracy(after, questions),
+        "accuracy_swapped": _accuracy(after_swapped, swapped),
         "seconds": round(time.time() - started, 1),
         "world_size": report["world_size"],
         "zero_stage": ZERO_STAGE,
@@ -208,39 +203,10 @@ def _prepare_data(
     return train_file, conversations[:number]
 
 
-def _swap_pictures(prompts: list[list[dict]], expected: list[str]) -> list[list[dict]]:
-    """Each question with the picture of another one whose answer differs."""
-    swapped = []
-    for index, prompt in enumerate(prompts):
-        others = [*range(index + 1, len(prompts)), *range(index)]
-        other = next(
-            (
-                i
-                for i in others
-                if expected[i] != expected[index]
-                and prompts[i][-1]["content"] == prompt[-1]["content"]
-                and _picture(prompts[i])
-            ),
-            None,
-        )
-        swapped.append(
-            [
-                message | {"image": _picture(prompts[other])}
-                if "image" in message and other is not None
-                else message
-                for message in prompt
-            ]
-        )
-    return swapped
-
-
-def _picture(messages: list[dict]) -> str | None:
-    return next((message["image"] for message in messages if "image" in message), None)
-
-
-def _ask_fresh_process(out: Path, requests: list[tuple[Path, list]]) -> list[list[str]]:
+def _ask_fresh_process(out: Path, requests: list[tuple[Path, list[Question]]]) -> list[list[str]]:
     asked, answered = out / "requests.json", out / "replies.json"
-    asked.write_text(json.dumps([{"model": str(m), "prompts": p} for m, p in requests]))
+    listed = [{"model": str(m), "prompts": [q.prompt for q in asks]} for m, asks in requests]
+    asked.write_text(json.dumps(listed))
     done = subprocess.run([sys.executable, str(JUDGE), str(asked), str(answered)], check=False)
     if done.returncode:
         raise RuntimeError(
@@ -250,6 +216,7 @@ def _ask_fresh_process(out: Path, requests: list[tuple[Path, list]]) -> list[lis
     return json.loads(answered.read_text())
 
 
-def _accuracy(answers: list[str], expected: list[str]) -> float:
-    right = sum(got == wanted for got, wanted in zip(answers, expected, strict=True))
-    return round(right / len(expected), 4)
+def _accuracy(answers: list[str], questions: list[Question]) -> float | None:
+    """None of no question: where no picture could be swapped."""
+    pairs = ((a, q.reference or "") for a, q in zip(answers, questions, strict=True))
+    return mean_score("exact_match", exact_match, pairs)

@@ -1,12 +1,7 @@
-"""The two pictures a training leaves behind."""
+"""The loss curve that a training leaves behind."""
 
 import math
 from pathlib import Path
-
-from PIL import Image, ImageDraw
-
-CELL_WIDTH, PICTURE_SIDE, TEXT_HEIGHT, MARGIN = 180, 112, 56, 8
-RIGHT, WRONG = (20, 130, 60), (190, 30, 30)
 
 
 def plot_loss(history: list[dict], path: Path) -> None:
@@ -30,29 +25,3 @@ def plot_loss(history: list[dict], path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per supervised token)", yscale="log")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
-
-
-def draw_contact_sheet(cells: list[dict], path: Path, columns: int = 6) -> None:
-    """Draw pictures with question, answer, and what was expected where they differ.
-
-    Args:
-        cells: ``image`` (path or None), ``question``, ``answer``, ``expected`` each.
-    """
-    rows = -(-len(cells) // columns)
-    height = PICTURE_SIDE + TEXT_HEIGHT + 2 * MARGIN
-    sheet = Image.new("RGB", (columns * CELL_WIDTH, rows * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for index, cell in enumerate(cells):
-        left, top = index % columns * CELL_WIDTH + MARGIN, index // columns * height + MARGIN
-        if cell["image"] is not None:
-            with Image.open(cell["image"]) as picture:
-                sheet.paste(
-                    picture.convert("RGB").resize((PICTURE_SIDE, PICTURE_SIDE)), (left, top)
-                )
-        is_right = cell["answer"] == cell["expected"]
-        lines = [cell["question"][:28], cell["answer"][:28]]
-        lines += [] if is_right else [f"expected: {cell['expected']}"[:28]]
-        for number, line in enumerate(lines):
-            colour = "black" if number == 0 else RIGHT if is_right else WRONG
-            draw.text((left, top + PICTURE_SIDE + 4 + 16 * number), line, fill=colour)
-    sheet.save(path)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..engine.options import (
     part_of,
     parts_trained,
 )
+from ..engine.places import nearest
 from .trainer_fields import save_strategy
 
 GB = 10**9
@@ -144,14 +144,20 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for name in shards_of(folder):
         try:
-            with (folder / name).open("rb") as file:
-                length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
-                header = dict(json.loads(file.read(length)))
-            header.pop("__metadata__", None)
+            header, _ = read_header(folder / name)
             shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
     return shapes
+
+
+def read_header(weights: Path) -> tuple[dict[str, Any], int]:
+    """What a file of safetensors says of each tensor, and where the first one begins."""
+    with weights.open("rb") as file:
+        length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
+        header = dict(json.loads(file.read(length)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def shards_of(folder: Path) -> list[str]:
@@ -163,11 +169,3 @@ def shards_of(folder: Path) -> list[str]:
         return ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # what is wrong with it is reported when it is loaded
-
-
-def nearest(folder: str) -> str:
-    """The folder itself, or what there is of the folders around it."""
-    place = os.path.abspath(folder)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    return place

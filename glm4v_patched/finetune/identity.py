@@ -13,6 +13,7 @@ from typing import Any
 from ..engine.options import is_lora
 from ..patch.recognition import is_glm4v
 from .config import Lora, Recipe
+from .run_folder import read_report
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # All of a model's folder that changes what is computed.
@@ -119,55 +120,69 @@ def base_of(recipe: Recipe) -> Base:
     folder = Path(recipe.model)
     if not (folder / ADAPTER_CONFIG).is_file():
         return Base(recipe.model, recipe.revision)
+    base = base_of_adapters(folder, recipe.revision)
+    _require_continuable(recipe, folder)
+    return base
+
+
+def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
+    """Where the model under the LoRA adapters in a folder lies.
+
+    Args:
+        revision: Of that model, if it is an id of the Hub.
+
+    Raises:
+        ValueError: there are no adapters, or a model beside them, or their model is no glm-4v.
+    """
     if any(folder.glob("model*.safetensors")):
         raise ValueError(
             f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
             "move one of them away"
         )
     config = _read_json(folder / ADAPTER_CONFIG)
-    base = _checked_adapters(recipe, folder, config)
-    if Path(base.model).is_dir():
-        _require_glm4v(Path(base.model), folder)
-    return base
-
-
-def _checked_adapters(recipe: Recipe, folder: Path, config: dict) -> Base:
     kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
     if kind != "LORA" or not isinstance(model, str) or not model:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
             f"{model!r}; expected LORA, and where the model under the adapters lies"
         )
+    weights = folder / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise ValueError(f"{weights} is missing: expected adapters as safetensors")
+    if revision is not None and Path(model).is_dir():
+        raise ValueError(
+            f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
+            "folder; expected null"
+        )
+    if Path(model).is_dir():
+        _require_glm4v(Path(model), folder)
+    return Base(model, revision or config.get("revision"), folder)
+
+
+def _require_continuable(recipe: Recipe, folder: Path) -> None:
     if not is_lora(recipe.trained):
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
             "other weights, merge them into their model first (peft: merge_and_unload)"
         )
-    weights = folder / ADAPTER_WEIGHTS
-    if not weights.is_file():
-        raise ValueError(f"{weights} is missing: expected adapters as safetensors")
-    on_tower = any(".vision." in name for name in _tensor_names(weights))
+    on_tower = any(".vision." in name for name in _tensor_names(folder / ADAPTER_WEIGHTS))
     if on_tower != (recipe.trained == "lora_all"):
         has = "tower and language model" if on_tower else "the language model"
         raise ValueError(
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
-    _require_same_lora(recipe.lora, folder, config)
+    _require_same_lora(recipe.lora, folder, _read_json(folder / ADAPTER_CONFIG))
     if (asked := recipe.lora.options(recipe.trained).targets) is not None:
-        found = {name.rsplit(".", 3)[1] for name in _tensor_names(weights) if ".lora_A." in name}
+        found = {
+            n.rsplit(".", 3)[1] for n in _tensor_names(folder / ADAPTER_WEIGHTS) if ".lora_A." in n
+        }
         if found != {*asked}:
             raise ValueError(
                 f"the adapters in {folder} are on {', '.join(sorted(found))}, and lora.targets is "
                 f"{', '.join(sorted(asked))}; expected the same, or null"
             )
-    if recipe.revision is not None and Path(model).is_dir():
-        raise ValueError(
-            f"revision is {recipe.revision!r}, and the adapters in {folder} are of {model}, a "
-            "folder; expected null"
-        )
-    return Base(model, recipe.revision or config.get("revision"), folder)
 
 
 def _require_same_lora(lora: Lora, folder: Path, config: dict) -> None:
@@ -217,6 +232,21 @@ def _read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
+
+
+def require_recorded_base(base: Base) -> None:
+    """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
+    if base.adapters is None:
+        return
+    recorded = read_report(base.adapters).get("base")
+    found = identify(replace(base, adapters=None))
+    if isinstance(recorded, dict) and recorded != found:
+        names = sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n))
+        told = [f"{n}: {recorded.get(n)} there, {found.get(n)} now" for n in names]
+        raise ValueError(
+            f"the adapters in {base.adapters} were trained on another model than {base.model} is "
+            f"now; put that one back, or begin new adapters on this one\n  " + "\n  ".join(told)
+        )
 
 
 def pin(base: Base) -> Base:

@@ -1,26 +1,24 @@
 """Start a recipe on several processes of this machine and wait for it."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from ..engine.deepspeed.config import require_deepspeed
+from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Base, Rows, base_of, identify, is_longer, length_of, pin
+from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 from .trainer_fields import save_strategy
@@ -91,7 +89,7 @@ def launch(
             folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
         )
         base = pin(base)
-        _require_recorded_base(base)
+        require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
@@ -99,21 +97,6 @@ def launch(
 
 def _has_adapters(recipe: Recipe) -> bool:
     return is_lora(recipe.trained)
-
-
-def _require_recorded_base(base: Base) -> None:
-    """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
-    if base.adapters is None:
-        return
-    recorded = read_report(base.adapters).get("base")
-    found = identify(replace(base, adapters=None))
-    if isinstance(recorded, dict) and recorded != found:
-        names = sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n))
-        told = [f"{n}: {recorded.get(n)} there, {found.get(n)} now" for n in names]
-        raise ValueError(
-            f"the adapters in {base.adapters} were trained on another model than {base.model} is "
-            f"now; put that one back, or begin new adapters on this one\n  " + "\n  ".join(told)
-        )
 
 
 def _launch(
@@ -202,41 +185,6 @@ def _train(
     if checked.skipped:
         total = checked.skipped + checked.counts.rows
         print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
-
-
-def require_no_abandoned_lock() -> None:
-    """Raise ``RuntimeError`` naming the lock that would keep DeepSpeed waiting for ever.
-
-    Processes load DeepSpeed's CPU collectives in turn, under a lock that is a file: one that is
-    killed meanwhile leaves it behind, and nothing tells the next ones that nobody will remove it.
-    """
-    # It may need setuptools, which training on GPUs does not.
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    python = f"py{sys.version_info.major}{sys.version_info.minor}*"
-    for lock in [*root.glob("*_comm/lock"), *root.glob(f"{python}/*_comm/lock")]:
-        if _is_abandoned(lock):
-            raise RuntimeError(
-                f"{lock} was left behind by a process that was killed while it loaded DeepSpeed's "
-                "CPU collectives, and training would wait for it for ever; no process of this "
-                f"machine has it open. Delete it: rm {shlex.quote(str(lock))}"
-            )
-
-
-def _is_abandoned(lock: Path) -> bool:
-    # Its owner keeps it open until just before it deletes it.
-    for _ in range(3):
-        if not lock.exists():
-            return False
-        for process in psutil.process_iter():
-            try:
-                if str(lock.resolve()) in (file.path for file in process.open_files()):
-                    return False
-            except psutil.Error:  # another user's, or it has ended
-                continue
-        time.sleep(0.1)
-    return lock.exists()
 
 
 def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
+from ..engine.places import fault_of_folder
 from ..patch.recognition import is_glm4v
 from .config import Recipe, check_values, located
-from .disk import fault_of_space, nearest, shards_of
+from .disk import fault_of_space, read_header, shards_of
 from .identity import base_of
-from .recipe_file import Fault, RecipeError, read_document, shown
+from .recipe_file import Document, Fault, RecipeError, read_document, shown
 
 Device = Literal["cuda", "cpu"]
 
@@ -50,6 +51,35 @@ def check(
         RecipeError: with a line for everything that is wrong, as far as one fault does not hide
             another.
     """
+    examined = examine(path, overrides, processes, device)
+    if examined.faults or examined.document.faults:
+        raise located(examined.document, examined.faults)
+    assert examined.recipe is not None and examined.placement is not None
+    return examined.recipe, examined.placement
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe's file with all that is wrong with it; ``recipe`` and ``placement`` are None where
+    there is none. Keys that are there twice are in ``document.faults``."""
+
+    document: Document
+    faults: list[Fault]
+    recipe: Recipe | None
+    placement: Placement | None
+
+
+def examine(
+    path: Path,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    device: Device = "cuda",
+) -> Examined:
+    """What :func:`check` does, of which it raises what is wrong.
+
+    Raises:
+        RecipeError: there is no such file, or it cannot be read.
+    """
     document = read_document(path).override(overrides)
     checked = check_values(document.values)
     faults = [*checked.faults, *_faults_here(checked.known, device)]
@@ -58,10 +88,8 @@ def check(
         faults.append(placement)
     if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
         faults.append(Fault("model", text))
-    if faults or document.faults:
-        raise located(document, faults)
-    assert checked.recipe is not None and isinstance(placement, Placement)
-    return checked.recipe, placement
+    found = placement if isinstance(placement, Placement) else None
+    return Examined(document, faults, checked.recipe, found)
 
 
 def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
@@ -91,7 +119,7 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
     if not gpus.found:
         return Fault(
             "--device",
-            f"there is no GPU: {gpus.reason}; to train on the CPU all the same: --device cpu",
+            f"there is no GPU: {gpus.reason}; to use the CPU all the same: --device cpu",
         )
     wanted = processes or (1 if zero_stage == 0 else len(gpus))
     if len(gpus) < wanted:
@@ -106,10 +134,10 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
 def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
-        "model": _fault_of_model,
+        "model": fault_of_model,
         "data.train": _fault_of_file,
-        "data.reuse_features": _fault_of_folder,
-        "out": _fault_of_folder,
+        "data.reuse_features": fault_of_folder,
+        "out": fault_of_folder,
     }
     for name, fault_of in checks.items():
         value = known.get(name)
@@ -133,9 +161,10 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             yield Fault(name, str(error))
 
 
-def _fault_of_model(model: str) -> str | None:
+def fault_of_model(model: str) -> str | None:
+    """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
     if os.path.isdir(model):
-        return _fault_of_model_folder(Path(model))
+        return fault_of_model_folder(Path(model))
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
     if os.path.lexists(model):
         return f"a file, or a link to nothing; {expected}"
@@ -143,7 +172,7 @@ def _fault_of_model(model: str) -> str | None:
     return None if is_id else f"there is no such folder; {expected}"
 
 
-def _fault_of_model_folder(folder: Path) -> str | None:
+def fault_of_model_folder(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         return None
     try:
@@ -165,9 +194,27 @@ def _fault_of_model_folder(folder: Path) -> str | None:
     pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
     if pointers:
         return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
+    if cut := [fault for name in shards if (fault := _fault_of_length(folder / name))]:
+        return cut[0]
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
+
+
+def _fault_of_length(weights: Path) -> str | None:
+    """What a file of safetensors says that it holds, against its length."""
+    try:
+        header, begin = read_header(weights)
+        end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
+        length = weights.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None  # reported when it is loaded
+    if length >= end:
+        return None
+    return (
+        f"{weights.name} has {length:,} of its {end:,} bytes: a download that was cut short; "
+        "expected the whole file, download it again"
+    )
 
 
 def _fault_of_adapters(recipe: Recipe) -> str | None:
@@ -177,7 +224,7 @@ def _fault_of_adapters(recipe: Recipe) -> str | None:
         base = base_of(recipe)
     except ValueError as error:
         return str(error)
-    fault = None if base.adapters is None else _fault_of_model(base.model)
+    fault = None if base.adapters is None else fault_of_model(base.model)
     return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
 
 
@@ -197,15 +244,3 @@ def _fault_of_file(file: str) -> str | None:
     if not os.access(file, os.R_OK):
         return "it may not be read"
     return None if os.path.getsize(file) else "it is empty"
-
-
-def _fault_of_folder(folder: str) -> str | None:
-    """Why a folder cannot be written, or made."""
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        return "no folder, but a file or a link to nothing"
-    place = nearest(folder)
-    if not os.path.isdir(place):
-        return f"{place} is no folder"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{place} may not be written"
-    return None

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from glm4v_patched.data.formats import (
-    ROLES,
-    Fault,
-    Row,
+from glm4v_patched.data.messages import ROLES, pictures_of, text_of
+from glm4v_patched.data.sources import (
+    Source,
     read_conversations,
-    read_rows,
     write_conversations,
 )
 
@@ -28,6 +26,8 @@ GOOD = row(said("user", "a"), said("assistant", "b"))
 PICTURE = said("user", "q", image="a.png")
 ANSWER = said("assistant", "b")
 CALL = said("assistant", '{"city": "x"}', metadata="weather")
+TEXT = {"type": "text", "text": "q"}
+SHOWN = {"type": "image", "image": "a.png"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
@@ -63,6 +63,123 @@ def test_conversations_are_taken_as_they_stand(folder, messages):
     assert read(folder, row(*messages)) == [messages]
 
 
+def test_several_pictures_are_parts_before_the_words(folder):
+    path = str(folder / "a.png")
+    for content in ([SHOWN, SHOWN, TEXT], [TEXT, SHOWN, SHOWN], [SHOWN, TEXT, SHOWN]):
+        ((question, _),) = read(folder, row(said("user", content), ANSWER))
+        shown = {"type": "image", "image": path}
+        assert question == said("user", [shown, shown, TEXT])
+        assert pictures_of([question]) == [path, path]
+
+
+def test_one_picture_in_parts_is_the_messages_picture(folder):
+    expected = said("user", "q", image=str(folder / "a.png"))
+    url = {"type": "image_url", "image_url": {"url": "a.png", "detail": "high"}}
+    for part in (SHOWN, url, {"type": "image", "path": "a.png"}, {"type": "image", "url": "a.png"}):
+        assert read(folder, row(said("user", [part, TEXT]), ANSWER)) == [[expected, ANSWER]]
+    words = [{"type": "text", "text": "<image>\nq"}]
+    assert read(folder, row(said("user", [SHOWN, *words]), ANSWER)) == [[expected, ANSWER]]
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"loss": False}, {"weight": 0}])
+def test_a_turn_may_be_context_only(folder, mark):
+    turns = [said("user"), said("assistant", **mark), said("user"), ANSWER]
+    (read_turns,) = read(folder, row(*turns))
+    assert read_turns[1] == said("assistant", train=False)
+    kept = [
+        said("user"),
+        said("assistant", **{key: type(value)(not value) for key, value in mark.items()}),
+    ]
+    assert read(folder, row(*kept)) == [[said("user"), said("assistant")]]
+
+
+def test_pictures_of_a_row_go_to_the_places_in_its_words(folder):
+    Image.new("RGB", (8, 8)).save(folder / "b.png")
+    a, b = (str(folder / name) for name in ("a.png", "b.png"))
+    turns = [said("user", "<image>q"), ANSWER, said("user", "q\n<image>"), ANSWER]
+    ((first, _, second, _),) = read(folder, row(*turns, images=["a.png", "b.png"]))
+    assert (first, second) == (said("user", "q", image=a), said("user", "q", image=b))
+    ((question, _),) = read(folder, row(said("user", "<image>\n<image>q"), ANSWER, images=[a, b]))
+    assert pictures_of([question]) == [a, b] and text_of(question) == "q"
+    parts = [{"type": "image"}, {"type": "image"}, TEXT]  # TRL's
+    ((question, _),) = read(folder, row(said("user", parts), ANSWER, images=["b.png", "a.png"]))
+    assert pictures_of([question]) == [b, a]
+    # A picture that a message names is none of the row's.
+    ((first, _, second, _),) = read(
+        folder, row(said("user", "<image>q", image="a.png"), *turns[1:], images=["b.png"])
+    )
+    assert (first["image"], second["image"]) == (a, b)
+    assert read(folder, row(said("user"), ANSWER, images=[])) == [[said("user"), ANSWER]]
+
+
+def test_sharegpt_and_llava_are_read(folder):
+    turns = [{"from": "human", "value": "<image>\nq"}, {"from": "gpt", "value": "b"}]
+    path = str(folder / "a.png")
+    for pictures in ({"image": "a.png"}, {"images": ["a.png"]}):
+        line = json.dumps({"id": "7", **pictures, "system": "s", "conversations": turns})
+        expected = [said("system", "s"), said("user", "q", image=path), ANSWER]
+        assert read(folder, line) == [expected]
+    line = json.dumps({"system": "", "conversations": [{"from": "human", "value": "q"}, turns[1]]})
+    assert read(folder, line) == [[said("user", "q"), ANSWER]]
+    again = [{"from": "user", "value": "q"}, turns[1] | {"train": False}]
+    assert read(folder, line, json.dumps({"conversations": [*again, *again[:1], turns[1]]}))[1][1][
+        "train"
+    ] is False  # fmt: skip
+
+
+REFUSED_TURNS = {
+    "role": ({"role": "user"}, 'key "role" is not read: write "from"'),
+    "from": ({"from": "robot", "value": "x"}, '"from" is "robot"; expected system, human, gpt or'),
+    "no value": ({"from": "human"}, 'key "value" is missing'),
+    "function_call": ({"from": "function_call", "value": "{}"}, '"from" is "function_call"; exp'),
+    "text": ("hello", "is a text; expected"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_TURNS)
+def test_turns_that_are_not_understood_are_refused(folder, name):
+    turn, message = REFUSED_TURNS[name]
+    answered = {"from": "gpt", "value": "b"}
+    good = json.dumps({"conversations": [{"from": "human", "value": "a"}, answered]})
+    bad = json.dumps({"conversations": [turn, answered]})
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2: message 1 of 2: .*{message}"):
+        read(folder, good, bad)
+    twice = json.dumps(
+        {"system": "s", "conversations": [{"from": "system", "value": "s"}, answered]}
+    )
+    for line, told in [(twice, 'has "system" and a turn of the system'), (GOOD, '"messages" is n')]:
+        with pytest.raises(ValueError, match=told):
+            read(folder, good, line)
+
+
+def test_prompt_and_completion_are_read_and_only_the_completion_is_learned(folder):
+    pair = json.dumps({"prompt": "<image>q", "completion": "b", "image": "a.png"})
+    asked = said("user", "q", image=str(folder / "a.png"))
+    before = [said("user", "a"), said("assistant", "x"), said("user", "q")]
+    turns = json.dumps({"prompt": before, "completion": [ANSWER]})
+    assert read(folder, pair, turns) == [
+        [asked, ANSWER],
+        [before[0], said("assistant", "x", train=False), before[2], ANSWER],
+    ]
+    for line, told in [
+        ({"prompt": "q", "completion": 5}, "completion is 5; expected text, or a list"),
+        ({"prompt": "q"}, 'key "completion" is missing'),
+        ({"prompt": "q", "chosen": "a", "completion": "b"}, '"chosen" .*which TRL trains on'),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            read(folder, json.dumps(line))
+
+
+def test_a_format_may_be_named_and_keys_left_out(folder):
+    (folder / "data.jsonl").write_text(row(said("user"), ANSWER, id=5, source="x") + "\n")
+    path = str(folder / "data.jsonl")
+    with pytest.raises(ValueError, match='"id" .*name it in data.ignore; the key "source"'):
+        read_conversations(path)
+    assert read_conversations(Source(path, ignore=("id", "source"))) == [[said("user"), ANSWER]]
+    with pytest.raises(ValueError, match='"messages" is not read: the first row .*"conversations"'):
+        read_conversations(Source(path, format="conversations", ignore=("id", "source")))
+
+
 def test_pictures_get_absolute_paths(folder):
     other = said("user", "q", image=str(folder / "b" / ".." / "a.png"))
     ((first, _), (second, _)) = read(folder, row(PICTURE, ANSWER), row(other, ANSWER))
@@ -95,16 +212,28 @@ def test_utf_8_with_a_byte_order_mark_and_any_line_ends_is_taken(folder):
 LONG = {"id": 7, "messages": [said("user"), ANSWER]}
 REFUSED = {
     # Keys of a row
-    "images": (
-        row(said("user", "<image>What?"), ANSWER, images=["a.png"]),
-        '"images" is not read .pictures in it: 1, .* in the words: 1.: give .*"image": "a.png"',
+    "images without a mark": (
+        row(said("user"), ANSWER, images=["a.png"]),
+        r"pictures of the row: 1, places for them \(<image>\) in its messages: 0; write one <im",
     ),
-    "images without a mark": (row(said("user"), ANSWER, images=["a.png"]), "in the words: 0"),
-    "image of a row": (row(said("user"), ANSWER, image="a.png"), 'key "image" .*to the message'),
+    "more marks than images": (
+        row(said("user", "<image><image>q"), ANSWER, images=["a.png"]),
+        "pictures of the row: 1, .*: 2; write one",
+    ),
+    "more images than marks": (
+        row(said("user", "<image>q"), ANSWER, images=["a.png", "a.png"]),
+        "pictures of the row: 2, .*: 1; write one",
+    ),
+    "image of a row": (row(said("user"), ANSWER, image="a.png"), "row: 1, .* it to that message"),
+    "images twice": (row(said("user"), ANSWER, image="a", images=["a"]), 'under "images" and "im'),
+    "images with the answer": (
+        row(said("user"), said("assistant", "<image>"), images=["a.png"]),
+        "pictures of the row: 1, .*: 0",
+    ),
     "Messages": (json.dumps({"Messages": []}), 'key "Messages" .*write "messages", in small'),
     "conversations": (
         json.dumps({"conversations": [{"from": "human", "value": "q"}]}),
-        'key "conversations" is not read: write "messages"',
+        'key "conversations" is not read: the first row of this file has "messages"; write rows of',
     ),
     "tools of a row": (row(said("user"), ANSWER, tools=[TOOL]), '"tools" .*the system message'),
     "unknown keys": (row(said("user"), ANSWER, id=1, split="a"), '"id" .*take it out.*"split" '),
@@ -124,10 +253,39 @@ REFUSED = {
     # Values
     "role": (row(said("tool"), ANSWER), "'?\"tool\" is not one of system, user"),
     "role of no text": (row(said(["user"]), ANSWER), "the role a list is not one of"),
-    "content parts": (
-        row(said("user", [{"type": "text", "text": "q"}]), ANSWER),
-        'content is a list; expected text: write its words as "content" and its picture',
+    **{
+        f"parts {number}": (row(said("user", parts), ANSWER), f"message 1 of 2: .*{message}")
+        for number, (parts, message) in enumerate(
+            [
+                ([], "content of user is empty"),
+                (["q"], 'part 1 of 1 is "q"; expected an object with a type'),
+                ([{"text": "q"}], "part 1 of 1 has the type null; expected text or image"),
+                ([{"type": "video"}], 'has the type "video"'),
+                ([{"type": "text", "text": None}], "the text of part 1 of 1 is null"),
+                ([{"type": "text", "text": "q", "x": 1}], 'key "x" is not read: part 1 of 1 has'),
+                ([{"type": "image", "src": "a.png"}], 'key "src" is not read: part 1 of 1 has'),
+                ([{"type": "image", "image": "a", "url": "b"}], "under image and url: give one"),
+                ([TEXT, SHOWN, TEXT], "a picture stands between words: .*write them first"),
+                ([SHOWN, {"type": "text", "text": "<image><image>"}], "2 .<image>., pictures: 1"),
+                ([{"type": "image_url", "image_url": {"url": "a.png", "x": 1}}], 'key "x"'),
+            ]
+        )
+    },
+    "a place without a picture": (
+        row(said("user", [{"type": "image"}, TEXT]), ANSWER),
+        "pictures of the row: 0, .*: 1; write one",
     ),
+    "train of a user": (row(said("user", train=True), ANSWER), "train and the role user: only th"),
+    "train of text": (row(said("user"), said("assistant", train="no")), 'train is "no"; expected'),
+    "nothing to train": (
+        row(said("user"), said("assistant", train=False)),
+        "train: false in each of its 1 turns of the assistant: nothing of it would be learned",
+    ),
+    "two marks of training": (
+        row(said("user"), said("assistant", train=False, loss=False)),
+        "has train and loss, which say the same",
+    ),
+    "a weight": (row(said("user"), said("assistant", weight=0.5)), "weight is 0.5; expected 0 or"),
     "content null": (row(said("user", None), ANSWER), "content is null; expected text"),
     "content number": (row(said("user", 5), ANSWER), "content is 5; expected text"),
     "messages object": (json.dumps({"messages": {"role": "user"}}), "messages is a object|an obj"),
@@ -144,7 +302,8 @@ REFUSED = {
     "list": (row(said("user", image=["a.png"]), ANSWER), "image is a list; expected the path of"),
     "number": (row(said("user", image=5), ANSWER), "image is 5; expected the path of one"),
     "URL": (row(said("user", image="https://x.y/a.png"), ANSWER), "expected a path: save the"),
-    "data URL": (row(said("user", image="data:image/png;base64,iVBO"), ANSWER), "expected a path"),
+    "data URL": (row(said("user", image="data:image/png;base64,@"), ANSWER), "which is no base"),
+    "data URL of text": (row(said("user", image="data:image/png,a"), ANSWER), "expected data:im"),
     "NUL": (row(said("user", image="a\0.png"), ANSWER), "a path holds no character of code 0"),
     "of the assistant": (row(said("user"), said("assistant", image="a.png")), "role assistant: on"),
     "of the system": (row(said("system", image="a.png"), said("user"), ANSWER), "role system: on"),
@@ -159,7 +318,7 @@ REFUSED = {
     ),
     "two marks": (
         row(said("user", "<image><image>q", image="a.png"), ANSWER),
-        r"pictures: 2 \(<image>\), pictures: 1: a message shows one",
+        r"pictures: 2 \(<image>\), pictures: 1: write one place for each picture, or none",
     ),
     "mark in the middle": (
         row(said("user", "is <image> red?", image="a.png"), ANSWER),
@@ -271,14 +430,14 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (f"[{GOOD},\n{GOOD}]", "is a JSON array; expected a row a line"),
-        (f"\n[\n{GOOD}\n]", "is a JSON array; expected a row a line"),
+        ("[", "1: row 1 is no JSON"),
+        (f"\n[\n{GOOD}\n{GOOD}]", r"4: the JSON array has '{' where , or ] is expected"),
         (json.dumps(json.loads(GOOD), indent=2), "is one JSON object over several lines"),
         (GOOD.encode("utf-16"), "is UTF-16 or UTF-32; expected .*in UTF-8"),
         (GOOD.encode("utf-16-le"), "is UTF-16 or UTF-32"),
         (GOOD.encode("utf-16-be"), "is UTF-16 or UTF-32"),
         (GOOD.encode("utf-32"), "is UTF-16 or UTF-32"),
-        (b"PAR1\0\0", "is Parquet; expected"),
+        (b"PAR1\0\0", "cannot be read by datasets: .*6 bytes"),
         (b"\x1f\x8b\x08\x00", "is gzip; expected"),
         ("", "0 conversations; expected at least 1 line"),
         ("\n \n", "0 conversations; expected at least 1 line"),
@@ -288,14 +447,15 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
 def test_a_file_of_another_kind_is_named(tmp_path, content, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=rf"data\.jsonl:? {message}"):
+    with pytest.raises(ValueError, match=rf"data\.jsonl:? ?{message}"):
         read_conversations(path)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    for path, message in [(tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")]:
-        with pytest.raises(ValueError, match=f"{path.name} cannot be read: {message}"):
-            read_conversations(path)
+    with pytest.raises(ValueError, match="no.jsonl cannot be read: No such file"):
+        read_conversations(tmp_path / "no.jsonl")
+    with pytest.raises(ValueError, match=f"{tmp_path.name} is a folder without a data set: expect"):
+        read_conversations(tmp_path)
 
 
 def test_up_to_20_faults_are_listed_and_all_are_counted(tmp_path):
@@ -315,17 +475,6 @@ def test_what_is_shown_of_a_row_is_short_and_printable(tmp_path):
     with pytest.raises(ValueError) as refused:
         read_conversations(path)
     assert len(str(refused.value)) < 1000 and "\x1b" not in str(refused.value)
-
-
-def test_a_row_is_read_by_the_reader_of_its_format(tmp_path):
-    def read_pairs(pair: dict) -> list[dict]:
-        return [said("user", pair["q"]), said("assistant", pair["a"])]
-
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"q": "x", "a": "y"}\n{"q": "x", "a": ""}')
-    good, bad = read_rows(path, read_pairs)
-    assert good == Row(1, [said("user", "x"), said("assistant", "y")])
-    assert isinstance(bad, Fault) and bad.line == 2
 
 
 def test_written_conversations_replace_no_file_unless_told(tmp_path):

@@ -99,7 +99,7 @@ def test_each_process_has_a_gpu_and_by_default_all_are_used(
 @pytest.mark.parametrize(
     ("number", "processes", "zero_stage", "message"),
     [
-        (0, None, 3, "there is no GPU: none here; to train on the CPU all the same: --device cpu"),
+        (0, None, 3, "there is no GPU: none here; to use the CPU all the same: --device cpu"),
         (0, 1, 0, "there is no GPU: none here"),
         (2, 4, 3, "4 processes on 2 GPUs: .* expected --processes 2 or fewer, or --device cpu"),
         (1, 2, 3, "2 processes on 1 GPUs: .* expected --processes 1, or --device cpu"),

@@ -1,0 +1,132 @@
+"""The files of pictures: those that rows name, and those made of bytes that rows hold.
+
+Needs no torch.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+import urllib.request
+import uuid
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from .memory import default_path
+from .messages import as_words, refuse_keys
+
+SECONDS_TO_ANSWER = 60
+MOST_BYTES_FETCHED = 256 * 2**20
+URL_CURE = "expected a path: save the picture beside the rows, or set data.allow_urls: true"
+
+
+class PictureFiles:
+    """Gives the path of each picture.
+
+    Args:
+        folder: What paths are relative to.
+        allow_urls: Whether pictures may be fetched by http(s).
+        store: Where pictures without a file are written, by the digest of their bytes; default in
+            the user's cache folder. They stay there, and are not fetched again.
+    """
+
+    def __init__(self, folder: str, allow_urls: bool = False, store: Path | None = None):
+        self.folder = os.path.abspath(folder)
+        self.allow_urls = allow_urls
+        self.store = store
+
+    def path_of(self, picture: Any) -> str:
+        """The absolute path of the file of a picture: a path, data URL, URL, bytes, or ``{"bytes",
+        "path"}`` as ``datasets`` has it.
+
+        Raises:
+            ValueError: it is none of these, or cannot be fetched or written.
+        """
+        if isinstance(picture, dict):
+            refuse_keys((k for k in picture if k not in ("bytes", "path")), {}, ("bytes", "path"),
+                        "a picture")  # fmt: skip
+            content = picture.get("bytes")
+            picture = picture.get("path") if content is None else content
+        if isinstance(picture, (bytes, bytearray)):
+            return self._written(bytes(picture))
+        if not isinstance(picture, str) or not picture:
+            none = picture is None or picture == ""
+            cure = "; leave the key out where there is no picture" if none else ""
+            raise ValueError(
+                f"image is {as_words(picture)}; expected the path of one picture{cure}"
+            )
+        if picture[:5].lower() == "data:":
+            return self._written(_from_data_url(picture))
+        if picture[:8].lower().startswith(("http://", "https://")):
+            return self._fetched(picture)
+        if "://" in picture[:12]:
+            raise ValueError(f"image is {as_words(picture)}; {URL_CURE.partition(',')[0]}")
+        if "\0" in picture:
+            raise ValueError(f"image is {as_words(picture)}; a path holds no character of code 0")
+        # Of many rows with one folder, abspath() would take a third of the time.
+        path = os.path.join(self.folder, picture)
+        return os.path.normpath(path)
+
+    def _fetched(self, url: str) -> str:
+        if not self.allow_urls:
+            raise ValueError(f"image is {as_words(url)}; {URL_CURE}")
+        name = f"url-{hashlib.sha256(url.encode()).hexdigest()}"
+        path = self._store() / name
+        return str(path) if path.is_file() else self._write(path, _fetch(url))
+
+    def _written(self, content: bytes) -> str:
+        path = self._store() / hashlib.sha256(content).hexdigest()
+        # Not written again, so that it keeps its time, by which the check remembers it.
+        if path.is_file() and path.stat().st_size == len(content):
+            return str(path)
+        return self._write(path, content)
+
+    def _store(self) -> Path:
+        if self.store is None:
+            cache = default_path()
+            if cache is None:
+                raise ValueError(
+                    "the picture has no file, and there is no folder to write one: set "
+                    "XDG_CACHE_HOME to one"
+                )
+            self.store = cache.parent / "pictures"
+        return self.store
+
+    def _write(self, path: Path, content: bytes) -> str:
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial.write_bytes(content)
+            os.replace(partial, path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ValueError(
+                f"the picture of {len(content):,} bytes cannot be written to {path.parent}: "
+                f"{error.strerror or error}; XDG_CACHE_HOME may name another folder"
+            ) from None
+        return str(path)
+
+
+def _from_data_url(url: str) -> bytes:
+    head, comma, content = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ValueError(f"image is {as_words(url)}; expected data:image/...;base64,...")
+    try:
+        # Lines may be broken anywhere.
+        return base64.b64decode("".join(content.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
+
+
+def _fetch(url: str) -> bytes:
+    # Some hosts refuse Python's own name.
+    request = urllib.request.Request(url, headers={"User-Agent": "glm4v-patched"})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
+            content = answer.read(MOST_BYTES_FETCHED + 1)
+    except (OSError, HTTPException, ValueError) as error:
+        raise ValueError(f"the image {as_words(url)} cannot be fetched: {error}") from None
+    if len(content) > MOST_BYTES_FETCHED:
+        raise ValueError(f"the image {as_words(url)} has over {MOST_BYTES_FETCHED:,} bytes")
+    return content

@@ -1,0 +1,356 @@
+"""Where rows come from: files, tables and the Hub, read a row at a time. Needs no torch.
+
+JSON lines and JSON arrays are read here, all tables (Parquet, Arrow, folders and repositories of
+the library ``datasets``) by that library.
+"""
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from .formats import FORMATS, ReadRow, find_format
+from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures, shorten
+from .pictures import PictureFiles
+
+MOST_FAULTS_LISTED = 20
+UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
+BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "a zip archive"}
+PARQUET, ARROW = b"PAR1", b"ARROW1"
+CHARACTERS_AT_ONCE = 2**20
+EXPECTED = 'expected a row a line: {"messages": [...]}'
+
+
+@dataclass(frozen=True)
+class Source:
+    """A set of rows, and how it is read.
+
+    Attributes:
+        path: A file, a folder that ``datasets`` saved or with Parquet files in it, or an id of the
+            Hub.
+        format: A name of :data:`formats.FORMATS`, or "auto".
+        weight: How often each of its rows comes in an epoch.
+        split, subset, revision: Of what ``datasets`` reads.
+        image_folder: What paths of pictures are relative to; default the folder of the file.
+        ignore: Keys of a row that are left out.
+        allow_urls: Whether pictures may be fetched by http(s).
+    """
+
+    path: str
+    format: str = "auto"
+    weight: float = 1.0
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    image_folder: str | None = None
+    ignore: tuple[str, ...] = ()
+    allow_urls: bool = False
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether a row's number is that of its line in the file."""
+        return os.path.isfile(self.path) and _kind(Path(self.path)) == "JSON lines"
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for people."""
+        return f"{self.path}:{number}" if self.has_lines else f"{self.path}, row {number}"
+
+
+class Row(NamedTuple):
+    """A conversation that can be rendered; its pictures have not been looked for."""
+
+    line: int
+    """Of the file; of what has no lines, the number of the row, from 1."""
+    messages: list[dict]
+
+    @property
+    def pictures(self) -> list[str]:
+        """Their absolute paths."""
+        return pictures_of(self.messages)
+
+
+class Fault(NamedTuple):
+    """A line that cannot be used, and why."""
+
+    line: int
+    text: str
+
+
+def read_conversations(path: str | Path | Source) -> list[list[dict]]:
+    """Read a set of conversations, of which every row must be usable; image paths become absolute.
+
+    Pictures must be there and are not opened: :mod:`check` decodes them.
+
+    Raises:
+        ValueError: lists up to 20 unusable lines; or there is none at all.
+    """
+    rows: list[Row] = []
+    faults: list[Fault] = []
+    for row in read_rows(path):
+        if isinstance(row, Row):
+            lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
+            if lost is not None:
+                row = Fault(row.line, f"the image {shorten(lost)} does not exist")
+        if isinstance(row, Row):
+            rows.append(row)
+        else:
+            faults.append(row)
+    if faults:
+        raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
+    return [row.messages for row in rows]
+
+
+def describe_faults(path: str | Path | Source, faults: list[Fault], number: int) -> str:
+    """Up to 20 of them with file and line, and how many of ``number`` rows they are."""
+    source = as_source(path)
+    lines = [f"{source.path}: {len(faults):,} of {number:,} rows cannot be used:"]
+    lines += [f"  {source.place(line)}: {text}" for line, text in faults[:MOST_FAULTS_LISTED]]
+    if len(faults) > MOST_FAULTS_LISTED:
+        lines.append(f"  and {len(faults) - MOST_FAULTS_LISTED:,} more")
+    return "\n".join(lines)
+
+
+def as_source(path: str | Path | Source) -> Source:
+    return path if isinstance(path, Source) else Source(str(path))
+
+
+def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row | Fault]:
+    """Each row, in order; lines that are blank are none.
+
+    Args:
+        to_learn: As :func:`check_messages` takes it.
+
+    Raises:
+        ValueError: the source cannot be read, or has no row.
+    """
+    source = as_source(path)
+    given = _given_rows(source)
+    first = next(given, None)
+    if first is None:
+        raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
+    read_row: ReadRow | None = None
+    if source.format != "auto":
+        read_row = FORMATS[source.format][1]
+    folder = source.image_folder or (source.path if os.path.isdir(source.path) else None)
+    pictures = PictureFiles(folder or os.path.dirname(source.path), source.allow_urls)
+    for line, row in chain([first], given):
+        try:
+            if isinstance(row, Fault):
+                yield row
+                continue
+            if not isinstance(row, dict):
+                raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
+            if read_row is None:
+                read_row = FORMATS[find_format(row)][1]
+            row = {key: value for key, value in row.items() if key not in source.ignore}
+            yield Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
+        except ValueError as error:
+            yield Fault(line, str(error))
+        except RecursionError:
+            yield Fault(line, "objects or lists are nested too deeply")
+
+
+def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
+    """The number of each row and its value as it stands, or a fault."""
+    path = Path(source.path)
+    kind = "table"
+    if not os.path.isdir(path) and (os.path.lexists(path) or not _may_be_of_hub(source.path)):
+        kind = _kind(path)
+    if kind == "table":
+        from .tables import read_table  # the library is imported only where it is needed
+
+        return read_table(source)
+    return _lines(path) if kind == "JSON lines" else _array(path)
+
+
+def _may_be_of_hub(path: str) -> bool:
+    """Whether it is an id of the Hub rather than a file that is not there."""
+    is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII)
+    return bool(is_id) and not path.endswith((".json", ".jsonl", ".parquet", ".arrow"))
+
+
+def _kind(path: Path) -> str:
+    """What a file is: "table", "JSON lines" or "JSON array".
+
+    Raises:
+        ValueError: it cannot be read, or is of no kind that is.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(6)
+            if head.startswith(PARQUET) or head.startswith(ARROW) or path.suffix == ".arrow":
+                return "table"
+            _require_text(path, head[:4])
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+            first = next((text for line in lines if (text := line.strip())), "")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    if first == "{":
+        raise ValueError(f"{path} is one JSON object over several lines; {EXPECTED}")
+    return "JSON array" if first.startswith("[") else "JSON lines"
+
+
+def _require_text(path: Path, head: bytes) -> None:
+    kind = None
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        kind = "UTF-16 or UTF-32"
+    kind = next((kind for magic, kind in BINARY.items() if head.startswith(magic)), kind)
+    if kind is not None:
+        raise ValueError(f"{path} is {kind}; expected a row of JSON a line, in UTF-8")
+
+
+class _Json:
+    """Reads values, and notes what JSON leaves open."""
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self.decoder = json.JSONDecoder(
+            object_pairs_hook=self._object, parse_constant=self._constant
+        )
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            self.fault = f"the key {quoted(twice)} stands {keys.count(twice)} times in one object"
+        return values
+
+    def _constant(self, name: str) -> None:
+        self.fault = f"{name} is no value of JSON"
+
+    def fault_of(self, text: str) -> str | None:
+        """What is wrong with the text that was read last."""
+        fault, self.fault = self.fault, None
+        if undecoded := UNDECODED.search(text):
+            byte = ord(undecoded[0]) - 0xDC00
+            at = undecoded.start() + 1
+            return f"character {at} is the byte 0x{byte:02x}, which is no UTF-8"
+        return fault
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    read = _Json()
+    # Bytes that are no UTF-8 become surrogates, which UTF-8 never holds: a fault of their line.
+    # Not splitlines(): JSON strings may hold other line separators.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+        for line, text in enumerate(lines, start=1):
+            if text.strip():
+                yield line, _parse(line, text, read)
+
+
+def _parse(line: int, text: str, read: _Json) -> Any:
+    value = None
+    try:
+        value = read.decoder.decode(text)
+    except json.JSONDecodeError as error:
+        told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
+        return Fault(line, read.fault_of(text) or told)
+    except RecursionError:
+        return Fault(line, "objects or lists are nested too deeply")
+    fault = read.fault_of(text)
+    return value if fault is None else Fault(line, fault)
+
+
+def _array(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        text = _ArrayText(path, file)
+        text.take("[")
+        number = 0
+        while text.next_character() != "]" or number:
+            number += 1
+            yield number, text.value(number)
+            if text.take(",]") == "]":
+                break
+        else:
+            text.take("]")
+        if text.next_character():
+            raise ValueError(f"{path}:{text.line}: something stands after the end of the array")
+
+
+class _ArrayText:
+    """The text of a JSON array, of which no more is held than a row and what is read at once."""
+
+    def __init__(self, path: Path, file: TextIO):
+        self.path, self.file = path, file
+        self.text, self.at, self.line = "", 0, 1
+        self.read = _Json()
+
+    def next_character(self) -> str:
+        """The next that is not blank; empty at the end."""
+        while True:
+            blank = len(self.text) - self.at - len(self.text[self.at :].lstrip(" \t\r\n"))
+            self._pass_over(blank)
+            if self.at < len(self.text) or not self._read_more():
+                return self.text[self.at : self.at + 1]
+
+    def take(self, expected: str) -> str:
+        found = self.next_character()
+        if not found or found not in expected:
+            said = f"has {found!r}" if found else "ends"
+            raise ValueError(
+                f"{self.path}:{self.line}: the JSON array {said} where {' or '.join(expected)} is "
+                "expected"
+            )
+        self._pass_over(1)
+        return found
+
+    def value(self, number: int) -> Any:
+        self.next_character()
+        while True:
+            try:
+                value, end = self.read.decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                if self._read_more():
+                    continue
+                line = self.line + self.text.count("\n", self.at, error.pos)
+                raise ValueError(
+                    f"{self.path}:{line}: row {number} is no JSON: {error.msg}"
+                ) from None
+            except RecursionError:
+                raise ValueError(
+                    f"{self.path}:{self.line}: objects or lists are nested too deeply"
+                ) from None
+            if end < len(self.text) or not self._read_more():
+                break
+        fault = self.read.fault_of(self.text[self.at : end])
+        self._pass_over(end - self.at)
+        return value if fault is None else Fault(number, fault)
+
+    def _pass_over(self, characters: int) -> None:
+        self.line += self.text.count("\n", self.at, self.at + characters)
+        self.at += characters
+
+    def _read_more(self) -> bool:
+        self.read.fault = None  # what is there is read again
+        more = self.file.read(max(CHARACTERS_AT_ONCE, len(self.text) - self.at))
+        self.text, self.at = self.text[self.at :] + more, 0
+        return bool(more)
+
+
+def write_conversations(
+    path: Path, conversations: list[list[dict]], overwrite: bool = False
+) -> None:
+    """Write conversations as JSONL, with image paths relative to the file.
+
+    Raises:
+        ValueError: the file exists and ``overwrite`` is not set.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("w" if overwrite else "x", encoding="utf-8")
+    except FileExistsError as error:
+        raise ValueError(
+            f"{path} exists and is not overwritten: move it, or write to another file"
+        ) from error
+    with file:
+        for messages in conversations:
+            relative = replace_pictures(
+                messages, lambda picture: str(Path(picture).relative_to(path.parent))
+            )
+            file.write(json.dumps({"messages": relative}, ensure_ascii=False) + "\n")

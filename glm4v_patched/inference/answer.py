@@ -1,0 +1,164 @@
+"""Answers the rows of a data file: on one process or several, each on a GPU of its own."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.workers import Ended, ask_all
+from ..engine.environment import training_environment
+from ..finetune.identity import Base, identify
+from ..finetune.preflight import Placement, place
+from .answers_file import AnswersFile, Line
+from .questions import Generation, Question, digest_questions, read_questions
+from .source import find_source
+
+if TYPE_CHECKING:
+    from .answering import Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for.
+
+    Args:
+        model: Folder of a model or of adapters, or an id of the Hub.
+        data: File of rows.
+        processes: None for one on each GPU; on a CPU, for a single one.
+    """
+
+    model: str
+    data: Path
+    revision: str | None = None
+    device: Any = "cuda"
+    processes: int | None = None
+    batch_size: int = 8
+    in_4_bit: bool = False
+    generation: Generation = Generation()
+
+    def place(self) -> Placement:
+        """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
+        if self.in_4_bit and self.device == "cpu":
+            raise ValueError(
+                "--load-in-4bit needs a GPU, and --device is cpu; leave one of them out"
+            )
+        return place(self.processes, self.device)
+
+
+def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:
+    """Answer every row of the data, and write ``out``, a line a row, as the answers come.
+
+    Lines that are there, of the same model, data and options, are kept.
+
+    Raises:
+        ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
+            loaded; RuntimeError: answering failed, and what was answered is in ``out``.
+    """
+    placement = request.place()
+    base = find_source(request.model, request.revision, request.in_4_bit)
+    questions = read_questions(request.data)
+    return answer_questions(request, placement, base, questions, out, overwrite)
+
+
+def answer_questions(
+    request: Request,
+    placement: Placement,
+    base: Base,
+    questions: Sequence[Question],
+    out: Path,
+    overwrite: bool,
+) -> list[Line]:
+    """:func:`answer_file` of questions that were read."""
+    settings = settings_of(request, base, questions)
+    with closing(AnswersFile(out, questions, settings, request.data, overwrite)) as file:
+        if file.dropped:
+            print(file.dropped, flush=True)
+        missing = file.missing
+        if file.lines:
+            print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
+        if missing:
+            from ..data.check import require_pictures  # imports torch
+
+            require_pictures(request.data, to_learn=False)
+            _require_room(request, base, missing)
+        with _progress(len(questions), len(file.lines)) as progress:
+            for question, answer in answers(request, placement, base, missing):
+                file.add(Line(question.row, *answer, question.reference, question.swapped))
+                progress.update()
+        return file.all_lines()
+
+
+def settings_of(request: Request, base: Base, questions: Sequence[Question]) -> dict[str, Any]:
+    """What decides the answers. Batches and processes do not, but for rounding."""
+    options = asdict(request.generation) | {"load_in_4bit": request.in_4_bit}
+    return {"model": identify(base), "data": digest_questions(questions), "options": options}
+
+
+def answers(
+    request: Request, placement: Placement, base: Base, questions: Sequence[Question]
+) -> Iterator[tuple[Question, "Answer"]]:
+    """Each question with its answer, in order; several processes are started for several.
+
+    Raises:
+        RuntimeError: a batch cannot be answered; names its rows.
+    """
+    if not questions:
+        return
+    from .answering import Answer, Answerer, Job, batches  # imports torch
+
+    device = "cpu" if placement.on_cpu else "cuda"
+    number = min(placement.processes, -(-len(questions) // request.batch_size))
+    parts = list(batches(questions, request.batch_size))
+    if number == 1:
+        from .loading import load
+
+        answerer = Answerer(load(base, device, request.in_4_bit), request.generation)
+        for part in parts:
+            replies = answerer.answer([q.prompt for q in part], part[0].row)
+            yield from zip(part, replies, strict=True)
+        return
+    job = Job(base, device, request.in_4_bit, request.generation)
+    command = (sys.executable, "-m", "glm4v_patched.inference.answering", job.to_json())
+    asked = [
+        {"prompts": [q.prompt for q in part], "number": part[0].row, "rows": [q.row for q in part]}
+        for part in parts
+    ]
+    every = environments(number, placement.on_cpu)
+    for part, reply in zip(parts, ask_all(command, asked, number, every), strict=True):
+        if isinstance(reply, Ended):
+            raise RuntimeError(
+                f"the process that answered the rows {[q.row for q in part]} ended with status "
+                f"{reply.status}: was it killed for its memory? Lower --batch-size or --processes"
+            )
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        yield from zip(part, (Answer(*answer) for answer in reply["answers"]), strict=True)
+
+
+def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
+    """Of each process: it sees one of the GPUs that this one sees."""
+    common = training_environment(processes, on_cpu)
+    if on_cpu:
+        return [common] * processes
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = given.split(",") if given else [str(number) for number in range(processes)]
+    return [common | {"CUDA_VISIBLE_DEVICES": seen[number]} for number in range(processes)]
+
+
+def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from .answering import require_room
+    from .loading import load_processor
+
+    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    new = request.generation.max_new_tokens
+    require_room(load_processor(base), config.seq_length, questions, new)
+
+
+def _progress(total: int, done: int):
+    from tqdm import tqdm
+
+    return tqdm(total=total, initial=done, unit="row", desc="answering", disable=None)

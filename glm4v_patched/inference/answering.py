@@ -1,0 +1,161 @@
+"""Answers batches of questions with a loaded model.
+
+``python -m glm4v_patched.inference.answering JOB`` is a process of :mod:`data.workers` that does
+so, on the GPU that it sees. ``JOB`` is JSON of :class:`Job`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from ..data.workers import answer_until_input_ends
+from ..finetune.identity import Base
+from .loading import Loaded, load
+from .questions import Generation, Question
+
+
+class Answer(NamedTuple):
+    """``finish_reason`` is "stop", or "length" where the text was cut at ``max_new_tokens``."""
+
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process that answers has to load."""
+
+    base: Base
+    device: str
+    in_4_bit: bool
+    generation: Generation
+
+    def to_json(self) -> str:
+        values = asdict(self)
+        adapters = self.base.adapters
+        values["base"]["adapters"] = None if adapters is None else str(adapters)
+        return json.dumps(values)
+
+    @staticmethod
+    def from_json(text: str) -> "Job":
+        values = json.loads(text)
+        adapters = values["base"].pop("adapters")
+        base = Base(adapters=None if adapters is None else Path(adapters), **values.pop("base"))
+        return Job(base=base, generation=Generation(**values.pop("generation")), **values)
+
+
+class Answerer:
+    """Answers questions with one model."""
+
+    def __init__(self, loaded: Loaded, generation: Generation):
+        self.model, self.processor = loaded
+        self.generation = generation
+        own, config = self.model.generation_config, self.model.config
+        ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
+        self.end_ids = [ends] if isinstance(ends, int) else list(ends)
+        # All of it anew: what the folder says of sampling and lengths is for other uses.
+        self.model.generation_config = GenerationConfig(
+            **generation.given(), eos_token_id=self.end_ids, pad_token_id=config.pad_token_id
+        )
+
+    def answer(self, prompts: Sequence[list[dict]], number: int = 0) -> list[Answer]:
+        """Answer a batch.
+
+        Args:
+            prompts: Of messages; each ends with what is to be answered.
+            number: Of the batch's first row: what is drawn depends on it and on the seed, and not
+                on the batches before.
+
+        Raises:
+            RuntimeError: the GPU's memory does not suffice.
+        """
+        batch = self.encode(prompts)
+        if self.generation.do_sample:
+            torch.manual_seed(self.generation.seed * 1_000_003 + number)
+        try:
+            with torch.inference_mode():
+                ids = self.model.generate(**batch)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"the GPU's memory does not suffice for {len(prompts)} rows at once: lower "
+                f"--batch-size, or --max-new-tokens ({error})"
+            ) from None
+        new = ids[:, batch["input_ids"].shape[1] :]
+        texts = self.processor.batch_decode(new, skip_special_tokens=True)
+        ends = torch.isin(new, torch.tensor(self.end_ids, device=new.device)).any(-1).tolist()
+        return [
+            Answer(text.strip(), "stop" if end else "length")
+            for text, end in zip(texts, ends, strict=True)
+        ]
+
+    def encode(self, prompts: Sequence[list[dict]]):
+        """Model inputs, padded on the left, on the model's device."""
+        encoded: Any = self.processor.apply_chat_template(
+            list(prompts),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+        )
+        return encoded.to(self.model.device)
+
+
+def require_room(loaded_processor, limit: int, questions: Sequence[Question], new: int) -> None:
+    """Raise ``ValueError`` naming the rows that leave no room for an answer; opens no picture.
+
+    Args:
+        limit: Position ids that the model has (``seq_length``); a picture takes three.
+        new: Tokens of an answer.
+    """
+    tokenizer = loaded_processor.tokenizer
+    found = []
+    for start in range(0, len(questions), 64):
+        some = questions[start : start + 64]
+        rows = tokenizer.apply_chat_template(
+            [question.prompt for question in some],
+            chat_template=loaded_processor.chat_template,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        found += [(q.row, len(ids)) for q, ids in zip(some, rows, strict=True)]
+    if long := [(row, length) for row, length in found if length + new > limit]:
+        row, length = max(long, key=lambda pair: pair[1])
+        raise ValueError(
+            f"{len(long):,} of {len(questions):,} rows leave too little room for {new:,} new "
+            f"tokens: line {row} takes {length:,} of the model's {limit:,} positions; lower "
+            "--max-new-tokens, or shorten the row"
+        )
+
+
+def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
+    """So many at a time, in order."""
+    for start in range(0, len(questions), size):
+        yield questions[start : start + size]
+
+
+def serve(text: str) -> None:
+    """Be a process of :func:`workers.ask_all`: a question is a batch of rows and prompts."""
+    job = Job.from_json(text)
+    # What libraries print is for people, and not for the process that reads the answers.
+    replies, sys.stdout = sys.stdout, sys.stderr
+    answerer = Answerer(load(job.base, job.device, job.in_4_bit), job.generation)
+
+    def answer(question: dict) -> dict:
+        try:
+            return {"answers": answerer.answer(question["prompts"], question["number"])}
+        except (ValueError, RuntimeError, OSError) as error:
+            return {"error": f"rows {question['rows']}: {error}"}
+
+    answer_until_input_ends(answer, replies)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

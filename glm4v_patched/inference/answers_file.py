@@ -1,0 +1,186 @@
+"""The file of answers: written line by line, continued where it was stopped, never replaced.
+
+Beside it lies ``NAME.settings.json``: the model, the data and the options that its answers belong
+to. Needs no torch.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..data.messages import pictures_of, shorten
+from .questions import Question
+
+
+class Line(NamedTuple):
+    """An answer in the file; the fields are those of its JSON."""
+
+    row: int
+    answer: str
+    finish_reason: str
+    reference: str | None = None
+    swapped: bool = False
+
+    def to_json(self) -> str:
+        values = self._asdict()
+        if self.reference is None:
+            del values["reference"]
+        if not self.swapped:
+            del values["swapped"]
+        return json.dumps(values, ensure_ascii=False)
+
+
+class AnswersFile:
+    """Opened to be continued.
+
+    Args:
+        path: Its folder is made if it is missing.
+        questions: That it will have an answer to.
+        settings: What its answers belong to, by names that are told where they differ.
+        data: The file that the questions are of; it and its pictures are not written to.
+        overwrite: Whether a file that is there may be replaced.
+
+    Raises:
+        ValueError: it is there and its answers belong to something else, it is no file of answers,
+            or another process writes to it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        questions: Sequence[Question],
+        settings: Mapping[str, Any],
+        data: Path,
+        overwrite: bool = False,
+    ):
+        self.path = path
+        self.settings_path = path.with_name(f"{path.name}.settings.json")
+        self.questions = questions
+        self.lines: dict[tuple[int, bool], Line] = {}
+        self.dropped = ""
+        _require_apart(path, data, questions)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = _locked(path)
+        try:
+            self._continue(settings, overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def _continue(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+        if overwrite:
+            self.file.truncate(0)
+        elif self.file.seek(0, os.SEEK_END):
+            self._require_same(settings)
+            self._read()
+        self.settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        self.file.seek(0, os.SEEK_END)
+
+    def _require_same(self, settings: Mapping[str, Any]) -> None:
+        cure = "give --out another file, or replace it (--overwrite)"
+        try:
+            there = json.loads(self.settings_path.read_text(encoding="utf-8"))
+            flat = dict(_flat(there))
+        except (OSError, ValueError, AttributeError, RecursionError):
+            raise ValueError(
+                f"{self.path} is there, and {self.settings_path.name} beside it does not say what "
+                f"its answers belong to; {cure}"
+            ) from None
+        now = dict(_flat(settings))
+        names = [n for n in {**flat, **now} if flat.get(n) != now.get(n)]
+        if names:
+            told = [f"{n}: {_told(flat.get(n))} there, {_told(now.get(n))} now" for n in names]
+            raise ValueError(
+                f"the answers in {self.path} belong to something else; {cure}\n  "
+                + "\n  ".join(told)
+            )
+
+    def _read(self) -> None:
+        known = {(question.row, question.swapped): question for question in self.questions}
+        self.file.seek(0)
+        start = 0
+        for number, text in enumerate(self.file, start=1):
+            if not text.endswith(b"\n"):
+                self.dropped = f"line {number} of {self.path} was cut off, and is answered again"
+                self.file.truncate(start)
+                return
+            start += len(text)
+            try:
+                line = Line(**json.loads(text))
+                question = known[line.row, line.swapped]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise self._damaged(number, "is no answer to a row of the data") from None
+            if (line.row, line.swapped) in self.lines:
+                raise self._damaged(number, f"answers row {line.row} a second time")
+            if line.reference != question.reference:
+                raise self._damaged(number, f"has another reference than row {line.row}")
+            self.lines[line.row, line.swapped] = line
+
+    def _damaged(self, number: int, what: str) -> ValueError:
+        return ValueError(
+            f"{self.path}:{number} {what}; take the line out, give --out another file, or replace "
+            "this one (--overwrite)"
+        )
+
+    @property
+    def missing(self) -> list[Question]:
+        """Questions without an answer, in order."""
+        return [q for q in self.questions if (q.row, q.swapped) not in self.lines]
+
+    def add(self, line: Line) -> None:
+        """Write an answer; a process that is killed loses none that was added before."""
+        self.file.write(line.to_json().encode() + b"\n")
+        self.file.flush()
+        self.lines[line.row, line.swapped] = line
+
+    def all_lines(self) -> list[Line]:
+        """In the order of the questions, all of which are answered."""
+        return [self.lines[question.row, question.swapped] for question in self.questions]
+
+    def close(self) -> None:
+        """Also removes a file without a line, which says nothing."""
+        if os.fstat(self.file.fileno()).st_size == 0:
+            self.path.unlink(missing_ok=True)
+            self.settings_path.unlink(missing_ok=True)
+        self.file.close()
+
+
+def _require_apart(path: Path, data: Path, questions: Sequence[Question]) -> None:
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder; expected a file")
+    if not path.exists():
+        return
+    read = [data, *(Path(p) for q in questions for p in pictures_of(q.prompt))]
+    for each in read:
+        if each.exists() and path.samefile(each):
+            raise ValueError(f"--out {path} is what is read; expected another file")
+
+
+def _locked(path: Path):
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"another process writes to {path}; wait for it, or give --out another file"
+        ) from None
+    return file
+
+
+def _flat(values: Mapping[str, Any], before: str = ""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _told(value: Any) -> str:
+    return "nothing" if value is None else shorten(str(value), 60)

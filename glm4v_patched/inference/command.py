@@ -1,0 +1,107 @@
+"""The commands' arguments; imports no torch."""
+
+import argparse
+from pathlib import Path
+
+WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
+
+
+def add_commands(commands) -> None:
+    """Add them to the subparsers of the command line."""
+    answer = commands.add_parser("answer", help="answer every row of a data file")
+    answer.set_defaults(run=_answer)
+    _add_source(answer)
+    _add_data(answer)
+    answer.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL to write")
+    replaced = "replace what --out has, instead of continuing it"
+    answer.add_argument("--overwrite", action="store_true", help=replaced)
+    _add_generation(answer, 512)
+
+    evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
+    evaluate.set_defaults(run=_evaluate)
+    _add_source(evaluate)
+    _add_data(evaluate)
+    folder = "folder for answers, picture sheet and metrics.json; default: nothing is written"
+    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help=folder)
+    own = "a function of your own, given an answer and a reference, that returns a number"
+    evaluate.add_argument("--metric", metavar="FILE.py:FUNCTION", help=own)
+    evaluate.add_argument("--overwrite", action="store_true", help=replaced)
+    _add_generation(evaluate, 512)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
+    parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
+    device = "cpu: without GPUs (slow: for trials of small models)"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+    bits = "hold the weights in 4 bits, on a GPU that they do not fit on"
+    parser.add_argument("--load-in-4bit", action="store_true", help=bits)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows to answer")
+    every = "processes, each on a GPU of its own; default: all GPUs"
+    parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
+    rows = "rows that a process answers at once (default: 8)"
+    parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
+
+
+def _add_generation(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    add = parser.add_argument_group("generation; greedy by default").add_argument
+    longest = f"tokens of the longest answer (default: {max_new_tokens})"
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=longest)
+    add("--temperature", type=float, metavar="T", help="draw tokens at this temperature")
+    add("--top-p", type=float, metavar="P", help="draw among the likeliest, up to this probability")
+    add("--top-k", type=int, metavar="K", help="draw among the K likeliest")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
+    add("--num-beams", type=int, default=1, metavar="N", help="beams of a beam search (default: 1)")
+    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+# The imports are late: --help is answered at once.
+
+
+def _generation(options: argparse.Namespace):
+    from dataclasses import fields
+
+    from .questions import Generation
+
+    return Generation(**{each.name: getattr(options, each.name) for each in fields(Generation)})
+
+
+def _request(options: argparse.Namespace):
+    from .answer import Request
+
+    return Request(
+        model=options.model,
+        revision=options.revision,
+        data=options.data,
+        device=options.device,
+        processes=options.processes,
+        batch_size=options.batch_size,
+        in_4_bit=options.load_in_4bit,
+        generation=_generation(options),
+    )
+
+
+def _answer(options: argparse.Namespace) -> None:
+    from .answer import answer_file
+
+    lines = answer_file(_request(options), options.out, options.overwrite)
+    cut = sum(line.finish_reason == "length" for line in lines)
+    told = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
+    print(f"{len(lines):,} answers{told}: {options.out}")
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from .evaluate import describe, evaluate
+
+    report = evaluate(_request(options), options.out, options.metric, options.overwrite)
+    print(describe(report, options.out))

@@ -1,0 +1,115 @@
+"""Scores of a model's answers, with the right pictures and with those of other rows."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .answer import Request, answer_questions, settings_of
+from .answers_file import Line
+from .questions import read_questions
+from .scoring import METRICS, Metric, load_metric, mean_score, swap_pictures
+from .sheet import draw_sheet
+from .source import find_source
+
+ANSWERS, REPORT, SHEET = "answers.jsonl", "metrics.json", "answers.png"
+VERSIONS = ("torch", "transformers")
+
+
+def evaluate(
+    request: Request,
+    out: Path | None = None,
+    metric: str | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Answer every row with its pictures and with another row's, and compare with the references.
+
+    Args:
+        out: Folder for ``answers.jsonl``, ``answers.png`` and ``metrics.json``; answers that are
+            there, of the same model, data and options, are kept. None writes nothing.
+        metric: ``FILE.py:FUNCTION``, scored beside the others.
+
+    Returns:
+        What goes to ``metrics.json``: the mean of each metric, and under ``NAME_swapped`` the mean
+        with other pictures; None where no row has pictures to swap.
+
+    Raises:
+        As :func:`answer.answer_file`; ValueError also where a row has no reference, or the metric
+        cannot be used.
+    """
+    metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
+    placement = request.place()
+    base = find_source(request.model, request.revision, request.in_4_bit)
+    questions = read_questions(request.data, with_reference=True)
+    for name, function in metrics.items():  # on something, before the model is loaded
+        mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
+    asked = [*questions, *swap_pictures(questions)]
+    with _folder(out, overwrite) as folder:
+        lines = answer_questions(request, placement, base, asked, folder / ANSWERS, overwrite)
+        report = {
+            "model": request.model,
+            "data": str(request.data),
+            **scores_of(lines, metrics),
+            "settings": settings_of(request, base, asked),
+            "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
+        }
+        (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        right = [line.answer for line in lines if not line.swapped]
+        draw_sheet(questions, right, folder / SHEET)
+    return report
+
+
+def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, Any]:
+    """Numbers of rows, and the mean of each metric with right and with swapped pictures."""
+    right = [line for line in lines if not line.swapped]
+    swapped = [line for line in lines if line.swapped]
+    cut = sum(line.finish_reason == "length" for line in right)
+    scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": cut}
+    for name, metric in metrics.items():
+        for suffix, some in (("", right), ("_swapped", swapped)):
+            pairs = ((line.answer, line.reference or "") for line in some)
+            scores[name + suffix] = mean_score(name, metric, pairs)
+    return scores
+
+
+@contextmanager
+def _folder(out: Path | None, overwrite: bool):
+    """The folder to write to, which holds nothing of others that would be replaced."""
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    if os.path.lexists(out) and not out.is_dir():
+        raise ValueError(f"--out {out} is no folder; expected one, or a name for a new one")
+    ours = (out / ANSWERS).is_file()
+    there = [name for name in (REPORT, SHEET) if (out / name).exists()]
+    if there and not ours and not overwrite:
+        raise ValueError(
+            f"{out} holds {' and '.join(there)}, which no evaluation wrote; give --out another "
+            "folder, or replace them (--overwrite)"
+        )
+    yield out
+
+
+def describe(report: dict[str, Any], out: Path | None) -> str:
+    """The scores as a table, and what they are of."""
+    names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
+    wide = max(len(name) for name in names)
+    lines = [f"{'':{wide}}  right pictures  swapped pictures"]
+    for name in names:
+        swapped = report[f"{name}_swapped"]
+        told = "no rows" if swapped is None else f"{swapped:.4f}"
+        lines.append(f"{name:{wide}}  {report[name]:>14.4f}  {told:>16}")
+    lines.append(
+        f"{report['rows']:,} rows, {report['rows_swapped']:,} of them with swapped pictures"
+    )
+    if report["rows_cut"]:
+        lines[-1] += f"; {report['rows_cut']:,} answers were cut at --max-new-tokens"
+    if out is not None:
+        lines.append(f"answers {out / ANSWERS}\nsheet   {out / SHEET}\nfigures {out / REPORT}")
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""The questions of a data file, and how they are to be answered; needs no torch."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..data.messages import replace_pictures, shorten, text_of, without_marks
+from ..data.sources import Fault, Row, describe_faults, read_rows
+
+
+class Question(NamedTuple):
+    """A row of a data file, without the answer that it ends with.
+
+    Args:
+        row: Its line in the file.
+        prompt: Messages.
+        reference: The answer that the row ends with, if it does.
+        swapped: Whether the pictures are those of another row.
+    """
+
+    row: int
+    prompt: list[dict]
+    reference: str | None = None
+    swapped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How answers are generated; the names are transformers'. Greedy, unless one of temperature,
+    top_p and top_k is given."""
+
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    num_beams: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        wrong = [
+            f"--{name.replace('_', '-')} {value}: expected {expected}"
+            for name, value, is_right, expected in self._checks()
+            if value is not None and not is_right
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    def _checks(self):
+        def above(value: float | None) -> bool:
+            return value is not None and math.isfinite(value) and value > 0
+
+        yield "max_new_tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"
+        greedy = "a number above 0 (without it, answers are greedy)"
+        yield "temperature", self.temperature, above(self.temperature), greedy
+        top_p = above(self.top_p) and (self.top_p or 0) <= 1
+        yield "top_p", self.top_p, top_p, "a number above 0, at most 1"
+        yield "top_k", self.top_k, (self.top_k or 0) > 0, "at least 1"
+        penalty = self.repetition_penalty
+        yield "repetition_penalty", penalty, above(penalty), "a number above 0"
+        yield "num_beams", self.num_beams, self.num_beams > 0, "at least 1"
+
+    @property
+    def do_sample(self) -> bool:
+        return not self.temperature is self.top_p is self.top_k is None
+
+    def given(self) -> dict[str, Any]:
+        """As ``transformers.GenerationConfig`` takes it."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        del given["seed"]
+        return given | {"do_sample": self.do_sample}
+
+
+def read_questions(path: Path, with_reference: bool = False) -> list[Question]:
+    """Read the rows of a file; where one ends with the assistant, that is its reference.
+
+    Args:
+        with_reference: Whether every row must have one.
+
+    Raises:
+        ValueError: lists up to 20 unusable lines; or there is none at all.
+    """
+    questions: list[Question] = []
+    faults: list[Fault] = []
+    for row in read_rows(path, to_learn=False):
+        if isinstance(row, Row):
+            question = question_of(row.line, row.messages)
+            fault = _fault_of(row, question, with_reference)
+            if fault is None:
+                questions.append(question)
+                continue
+            row = Fault(row.line, fault)
+        faults.append(row)
+    if faults:
+        raise ValueError(describe_faults(path, faults, len(questions) + len(faults)))
+    return questions
+
+
+def question_of(row: int, messages: list[dict]) -> Question:
+    """Of a conversation; what the assistant says at its end is the reference."""
+    *prompt, last = messages
+    if last["role"] != "assistant":
+        return Question(row, without_marks(messages))
+    tool, words = last.get("metadata"), text_of(last)
+    return Question(row, without_marks(prompt), f"{tool}\n{words}" if tool else words)
+
+
+def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
+    if with_reference and question.reference is None:
+        return (
+            f"ends with a message of {row.messages[-1]['role']}; expected the right answer as one "
+            "of the assistant, to compare with"
+        )
+    lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
+    return None if lost is None else f"the image {shorten(lost)} does not exist"
+
+
+def digest_questions(questions: Sequence[Question]) -> str:
+    """sha256 of rows and references; of pictures, their sizes in bytes, so that they may move."""
+    digest = hashlib.sha256()
+    for question in questions:
+        sizes = replace_pictures(question.prompt, os.path.getsize)
+        row = [question.row, sizes, question.reference, question.swapped]
+        digest.update(json.dumps(row, sort_keys=True).encode())
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""How answers are compared with references, and whether they depend on the pictures.
+
+Needs no torch. The demo and the evaluation use it.
+"""
+
+import importlib.util
+import math
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from ..data.messages import pictures_of, replace_pictures, text_of
+from .questions import Question
+
+Metric = Callable[[str, str], float]
+# A word; or a character of a script that has no spaces between words.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 if the two are equal, but for white space around them."""
+    return float(answer.strip() == reference.strip())
+
+
+def token_f1(answer: str, reference: str) -> float:
+    """The harmonic mean of precision and recall of words, in small letters, without punctuation;
+    each character of Chinese and Japanese counts as a word. Two texts without a word are equal."""
+    given, wanted = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
+    if not given or not wanted:
+        return float(given == wanted)
+    common = (given & wanted).total()
+    return 2 * common / (given.total() + wanted.total())
+
+
+METRICS: dict[str, Metric] = {"exact_match": exact_match, "token_f1": token_f1}
+
+
+def load_metric(text: str) -> tuple[str, Metric]:
+    """The name and the function of ``FILE.py:FUNCTION``, which is given an answer and a reference
+    and returns a number.
+
+    Raises:
+        ValueError: there is no such file or function, or its file fails.
+    """
+    place, _, name = text.rpartition(":")
+    path = Path(place)
+    expected = "expected FILE.py:FUNCTION"
+    if not place or not name.isidentifier():
+        raise ValueError(f"--metric {text}: {expected}")
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"--metric {text}: there is no such file of Python as {path}; {expected}")
+    if name in METRICS:
+        raise ValueError(f"--metric {text}: {name} is computed anyway; give yours another name")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # its name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)  # it may import its neighbours, as a script may
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--metric {text}: {path} fails: {error!r}") from error
+    finally:
+        sys.path.remove(folder)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"--metric {text}: {path} has no function {name}; {expected}")
+    return name, function
+
+
+def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> float | None:
+    """The mean over pairs of answer and reference, to 4 digits; None of no pair.
+
+    Raises:
+        ValueError: the metric fails, or does not return a finite number.
+    """
+    scores = []
+    for answer, reference in pairs:
+        try:
+            score = float(metric(answer, reference))
+        except Exception as error:
+            raise ValueError(
+                f"the metric {name} fails for the answer {answer!r} and the reference "
+                f"{reference!r}: {error!r}"
+            ) from error
+        if not math.isfinite(score):
+            raise ValueError(
+                f"the metric {name} is {score} for the answer {answer!r} and the reference "
+                f"{reference!r}; expected a finite number"
+            )
+        scores.append(score)
+    return round(math.fsum(scores) / len(scores), 4) if scores else None
+
+
+def swap_pictures(questions: Sequence[Question]) -> list[Question]:
+    """The questions with the pictures of another row that has a different reference.
+
+    Of a row with the same question, if there is one; else of any with as many pictures. Rows
+    without pictures, or without such another row, are left out.
+    """
+    alike: dict[tuple, list[Question]] = defaultdict(list)
+    for question in questions:
+        if number := len(pictures_of(question.prompt)):
+            alike[number,].append(question)
+            alike[number, text_of(question.prompt[-1])].append(question)
+    partners: dict[int, Question] = {}
+    for key in sorted(alike, key=len):  # those with the same question come last, and count
+        partners |= _partners(alike[key])
+    return [
+        question._replace(
+            prompt=_with_pictures(question.prompt, pictures_of(partners[question.row].prompt)),
+            swapped=True,
+        )
+        for question in questions
+        if question.row in partners
+    ]
+
+
+def _partners(questions: Sequence[Question]) -> dict[int, Question]:
+    """For each row the next one, in a circle, with another reference."""
+    found: dict[int, Question] = {}
+    following: Question | None = None
+    after = questions[0]
+    for question in reversed([*questions, *questions]):
+        if after.reference != question.reference:
+            following = after
+        if following is not None:
+            found[question.row] = following
+        after = question
+    return found
+
+
+def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:
+    names = iter(pictures)
+    return replace_pictures(prompt, lambda _: next(names))

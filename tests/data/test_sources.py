@@ -1,0 +1,219 @@
+"""Files and tables that rows are read from, and the files of pictures that rows hold."""
+
+import base64
+import io
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from glm4v_patched.data import sources
+from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.data.pictures import PictureFiles
+from glm4v_patched.data.sources import Fault, Source, read_conversations, read_rows
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "glm4v-patched" / "pictures"
+
+
+def turns(question: str = "q", **more) -> list[dict]:
+    return [{"role": "user", "content": question, **more}, {"role": "assistant", "content": "a"}]
+
+
+def drawn(colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# JSON arrays
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 2**20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_has_the_rows_of_the_lines(tmp_path, monkeypatch, at_once, indent):
+    monkeypatch.setattr(sources, "CHARACTERS_AT_ONCE", at_once)
+    rows = [{"messages": turns(f'q{n} \u2028 ] , \\ " {"x" * n}')} for n in range(30)]
+    (tmp_path / "a.json").write_text("\ufeff\n" + json.dumps(rows, indent=indent) + "\n")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [*read_rows(tmp_path / "a.json")] == [
+        row._replace(line=number)
+        for number, row in enumerate(read_rows(tmp_path / "a.jsonl"), start=1)
+    ]
+
+
+def test_rows_of_an_array_are_named_by_their_number(tmp_path):
+    good = json.dumps({"messages": turns()})
+    twice = '{"messages": [], "messages": []}'
+    (tmp_path / "a.json").write_text(f"[{good}, 5, {twice}, NaN, {good}]")
+    rows = [*read_rows(tmp_path / "a.json")]
+    assert [isinstance(row, Fault) for row in rows] == [False, True, True, True, False]
+    message = r"3 of 5 rows (.|\n)*a\.json, row 2: is a number(.|\n)*row 3: .*stands 2 times"
+    with pytest.raises(ValueError, match=message):
+        read_conversations(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "0 conversations"),
+        ('[{"messages": [}]', "a.json:1: row 1 is no JSON"),
+        ('[\n{"messages": 5},\n\n{]', "a.json:4: row 2 is no JSON"),
+        ('[{"messages": 5}\n', "a.json:2: the JSON array ends where , or ] is expected"),
+        ('[{"messages": 5},]', "row 2 is no JSON"),
+        ('[{"messages": 5}] 7', "something stands after the end of the array"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+    ids=range(7),
+)
+def test_an_array_that_is_none_is_refused_with_its_line(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_conversations(tmp_path / "a.json")
+
+
+# Tables
+
+
+def saved(folder: Path, how: str) -> str:
+    """A table of three rows, of which the second has no picture; pictures lie in it."""
+    features = datasets.Features(
+        {
+            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    rows = {
+        "messages": [turns("<image>q"), turns(), turns("<image><image>q")],
+        "images": [[{"bytes": drawn()}], [], [{"bytes": drawn()}, {"bytes": drawn("blue")}]],
+    }
+    table = datasets.Dataset.from_dict(rows, features=features)
+    path = folder / "table"
+    if how == "folder":
+        table.save_to_disk(path)
+    elif how == "splits":
+        datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(path)
+    elif how == "arrow":
+        table.save_to_disk(path)
+        return str(next(path.glob("*.arrow")))
+    else:
+        path.mkdir()
+        table.to_parquet(path / "a.parquet")
+    return str(path / "a.parquet") if how == "parquet" else str(path)
+
+
+@pytest.mark.parametrize("how", ["parquet", "arrow", "folder", "splits", "folder of parquet"])
+def test_tables_with_pictures_in_them_are_read(tmp_path, cache, how):
+    path = saved(tmp_path, how)
+    first, second, third = read_conversations(path)
+    assert second == turns()
+    (red,) = pictures_of(first)
+    assert Path(red).read_bytes() == drawn() and Path(red).parent == cache
+    assert pictures_of(third)[0] == red
+    assert Path(pictures_of(third)[1]).read_bytes() == drawn("blue")
+    if how == "splits":
+        assert read_conversations(Source(path, split="test")) == [turns()]
+        with pytest.raises(ValueError, match="has the splits train, test and not val: name one"):
+            read_conversations(Source(path, split="val"))
+
+
+def test_what_a_table_lacks_in_a_row_is_not_there(tmp_path):
+    rows = [
+        {"messages": [turns()[0], turns()[1] | {"train": True}], "note": "x"},
+        {"messages": turns("q", image=str(tmp_path / "a.png")), "note": None},
+    ]
+    (tmp_path / "a.png").write_bytes(drawn())
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    source = Source(str(tmp_path / "a.parquet"), ignore=("note",))
+    assert read_conversations(source) == [turns(), rows[1]["messages"]]
+    with pytest.raises(ValueError, match=r'a\.parquet, row 1: the key "note" .* data\.ignore'):
+        read_conversations(source.path)
+
+
+def test_an_id_of_the_hub_is_read_by_datasets(tmp_path, monkeypatch):
+    asked = []
+    table = datasets.Dataset.from_list([{"conversations": [{"from": "human", "value": "q"}] * 0}])
+
+    def load(*names, **options):
+        asked.append((names, options))
+        return table
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    source = Source("someone/pictures", split="test", subset="en", revision="abc")
+    assert len([*read_rows(source)]) == 1
+    options = {"split": "test", "revision": "abc", "streaming": True}
+    assert asked == [(("someone/pictures", "en"), options)]
+    with pytest.raises(ValueError, match="no/file.jsonl cannot be read: No such file"):
+        read_conversations("no/file.jsonl")
+
+
+# Pictures
+
+
+@pytest.fixture
+def files(tmp_path, cache) -> PictureFiles:
+    return PictureFiles(str(tmp_path), allow_urls=True)
+
+
+def test_bytes_are_written_once_under_their_digest(files, cache):
+    url = "data:image/png;base64," + base64.b64encode(drawn()).decode()
+    paths = {files.path_of(way) for way in (drawn(), {"bytes": drawn(), "path": "x.png"}, url)}
+    (path,) = paths
+    before = Path(path).stat()
+    assert files.path_of(drawn()) == path and Path(path).stat().st_mtime_ns == before.st_mtime_ns
+    assert [file.name for file in cache.iterdir()] == [Path(path).name]
+    Path(path).write_bytes(b"cut")
+    assert Path(files.path_of(drawn())).read_bytes() == drawn()
+
+
+def test_paths_are_of_the_folder(files, tmp_path):
+    expected = str(tmp_path / "b" / "a.png")
+    for way in ("b/a.png", "./b/../b/a.png", expected, {"bytes": None, "path": "b/a.png"}):
+        assert files.path_of(way) == expected
+
+
+def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.png").write_bytes(drawn())
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *of):
+            pass
+
+    handler = partial(Quiet, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.png"
+        with pytest.raises(ValueError, match=r"expected a path: .*set data\.allow_urls: true"):
+            PictureFiles(str(tmp_path)).path_of(url)
+        path = files.path_of(url)
+        assert Path(path).read_bytes() == drawn()
+        with pytest.raises(ValueError, match="no.png.* cannot be fetched: HTTP Error 404"):
+            files.path_of(url.replace("a.png", "no.png"))
+        server.shutdown()
+    assert files.path_of(url) == path
+
+
+@pytest.mark.parametrize(
+    ("picture", "message"),
+    [
+        ("s3://bucket/a.png", 'image is "s3://bucket/a.png"; expected a path'),
+        ({"src": "a.png"}, 'key "src" is not read: a picture has bytes, path'),
+        ({"bytes": None, "path": None}, "image is null; .*leave the key out"),
+        (5, "image is 5; expected the path"),
+    ],
+    ids=range(4),
+)
+def test_what_is_no_picture_is_refused(files, picture, message):
+    with pytest.raises(ValueError, match=message):
+        files.path_of(picture)

@@ -1,0 +1,325 @@
+"""``glm4v-patched answer``: a line a row, continued where it was stopped, never replaced."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference import answer as module
+from glm4v_patched.inference.answer import Request, answer_file
+from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.questions import Generation, read_questions
+from glm4v_patched.inference.source import find_source
+from tests.helpers.processes import cpu_environment
+
+NEW = 6
+
+
+def request(files, **changes) -> Request:
+    given = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
+    given["generation"] = Generation(max_new_tokens=NEW)
+    return Request(**given | changes)
+
+
+@pytest.fixture
+def never_loads(monkeypatch):
+    from glm4v_patched.inference import loading
+
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+
+
+@pytest.fixture(scope="module")
+def answered(files, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("answered") / "answers.jsonl"
+    answer_file(request(files), out)
+    return out
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answered):
+    lines = rows_of(answered)
+    assert [line["row"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    given = [json.loads(text)["messages"] for text in files.data.read_text().splitlines()]
+    for line, messages in zip(lines, given, strict=True):
+        last = messages[-1]
+        assert line.get("reference") == (last["content"] if last["role"] == "assistant" else None)
+    questions = read_questions(files.data)
+    assert questions[0].prompt[-1]["role"] == "user" and questions[4].reference is None
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_answers_in_batches_are_those_of_single_rows(files, adapters):
+    base = find_source(str(files.adapters if adapters else files.model))
+    answerer = Answerer(load(base, "cpu"), Generation(max_new_tokens=NEW))
+    prompts = [question.prompt for question in read_questions(files.data)]
+    together = answerer.answer(prompts)
+    assert together == [answerer.answer([prompt])[0] for prompt in prompts]
+    # Else the test would say nothing.
+    assert len({answer.text for answer in together}) > 2
+    lengths = answerer.encode(prompts)["attention_mask"].sum(-1)
+    assert lengths.min() < lengths.max()
+
+
+def test_adapters_are_loaded_on_the_model_that_they_name(files):
+    [prompt] = [q.prompt for q in read_questions(files.data)][:1]
+    loaded = load(find_source(str(files.adapters)), "cpu")
+    model, processor = loaded
+    batch = Answerer(loaded, Generation()).encode([prompt])
+    with torch.no_grad():
+        adapted = model(**batch).logits
+        with model.disable_adapter():
+            without = model(**batch).logits
+        plain = load(find_source(str(files.model)), "cpu").model(**batch).logits
+    torch.testing.assert_close(without, plain)
+    assert (adapted - plain).abs().max() > 0.1
+    assert model.dtype == torch.float32 and not model.training
+
+
+def test_code_in_the_folder_is_not_run(files, tmp_path):
+    shutil.copytree(files.model, tmp_path / "model")
+    for path in (tmp_path / "model").glob("*.py"):
+        path.write_text("raise SystemExit('the code of the folder was run')\n")
+    model, _ = load(find_source(str(tmp_path / "model")), "cpu")
+    assert type(model).__module__ == "glm4v_patched.remote.modeling_chatglm"
+
+
+def test_it_is_continued_where_it_was_stopped(files, answered, tmp_path, capsys):
+    out = tmp_path / "answers.jsonl"
+    text = answered.read_text()
+    lines = text.splitlines(keepends=True)
+    for name in ("answers.jsonl.settings.json",):
+        shutil.copy(answered.with_name(name), tmp_path / name)
+    out.write_text("".join(lines[:3]) + lines[3][:10])
+    answer_file(request(files, batch_size=2), out)
+    assert out.read_text() == text
+    told = capsys.readouterr().out
+    assert "line 4 of" in told and "cut off" in told and "3 of 6 answers are there" in told
+
+
+def test_a_finished_file_is_left_as_it_is(files, answered, never_loads):
+    before = answered.read_bytes(), answered.stat().st_mtime_ns
+    assert len(answer_file(request(files), answered)) == 6
+    assert (answered.read_bytes(), answered.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation": Generation(max_new_tokens=7)}, "options.max_new_tokens: 6 there, 7 now"),
+        ({"generation": Generation(max_new_tokens=6, seed=1)}, "options.seed: 0 there, 1 now"),
+        ({"model": "adapters"}, "model.adapters: adapter_config.json: nothing there, "),
+        ({"data": "shorter"}, "data: .* there, .* now"),
+    ],
+)
+def test_answers_of_something_else_are_not_continued(
+    files, answered, never_loads, changes, message
+):
+    if "model" in changes:
+        changes = {"model": str(files.adapters)}
+    if "data" in changes:
+        shorter = files.data.with_name("shorter.jsonl")
+        shorter.write_text("".join(files.data.read_text().splitlines(keepends=True)[:5]))
+        changes = {"data": shorter}
+    before = answered.read_bytes()
+    with pytest.raises(ValueError, match=rf"(?s)belong to something else.*{message}"):
+        answer_file(request(files, **changes), answered)
+    assert answered.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: ["no JSON\n", *lines], ":1 is no answer to a row"),
+        (lambda lines: [*lines, lines[0]], ":7 answers row 1 a second time"),
+        (lambda lines: [lines[0].replace("yellow", "red")], ":1 has another reference than row 1"),
+        (lambda lines: [lines[0].replace('"row": 1', '"row": 9')], ":1 is no answer to a row"),
+    ],
+)
+def test_damaged_answers_are_not_continued(files, answered, tmp_path, never_loads, change, message):
+    out = tmp_path / "answers.jsonl"
+    shutil.copy(answered.with_name("answers.jsonl.settings.json"), tmp_path)
+    out.write_text("".join(change(answered.read_text().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=message):
+        answer_file(request(files), out)
+
+
+def test_other_files_are_not_replaced_unless_told_so(files, tmp_path, never_loads):
+    out = tmp_path / "notes.txt"
+    out.write_text("mine")
+    with pytest.raises(ValueError, match="does not say what its answers belong to"):
+        answer_file(request(files), out)
+    assert out.read_text() == "mine"
+    for path in (files.data, Path(read_questions(files.data)[0].prompt[0]["image"])):
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="is what is read"):
+            answer_file(request(files), path, overwrite=True)
+        assert path.read_bytes() == before
+    with pytest.raises(ValueError, match="is a folder"):
+        answer_file(request(files), tmp_path)
+
+
+def test_overwrite_replaces(files, answered, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    out.write_text("mine")
+    answer_file(request(files), out, overwrite=True)
+    assert out.read_text() == answered.read_text()
+
+
+def test_two_processes_do_not_write_to_one_file(files, tmp_path, monkeypatch):
+    out = tmp_path / "answers.jsonl"
+
+    def answers(*_):
+        with pytest.raises(ValueError, match="another process writes to"):
+            answer_file(request(files), out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "answers", answers)
+    with pytest.raises(KeyboardInterrupt):
+        answer_file(request(files), out)
+    # Nothing was answered, and nothing is left that would say so.
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_where_it_was_stopped(files, tmp_path):
+    drawn = Generation(max_new_tokens=NEW, temperature=1.5, seed=3)
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    answer_file(request(files, generation=drawn), one)
+    shutil.copy(one, other)
+    shutil.copy(f"{one}.settings.json", f"{other}.settings.json")
+    other.write_text("".join(one.read_text().splitlines(keepends=True)[:3]))
+    answer_file(request(files, generation=drawn), other)
+    assert one.read_text() == other.read_text()
+    third = tmp_path / "third.jsonl"
+    answer_file(request(files, generation=Generation(max_new_tokens=NEW, temperature=1.5)), third)
+    assert third.read_text() != one.read_text()
+
+
+def test_an_answer_that_ends_is_told_from_one_that_was_cut(files, monkeypatch):
+    answerer = Answerer(load(find_source(str(files.model)), "cpu"), Generation(max_new_tokens=3))
+    end = answerer.end_ids[0]
+    prompt = read_questions(files.data)[2].prompt
+
+    def generate(**batch):
+        new = torch.tensor([[5, end, end], [5, 6, 7]])
+        return torch.cat([batch["input_ids"], new], 1)
+
+    monkeypatch.setattr(answerer.model, "generate", generate)
+    reasons = [answer.finish_reason for answer in answerer.answer([prompt, prompt])]
+    assert reasons == ["stop", "length"]
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_answers_in_order(files, answered, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    answer_file(request(files, processes=2, batch_size=1), out)
+    assert out.read_text() == answered.read_text()
+
+
+def test_each_process_sees_one_gpu_of_those_that_there_are(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    seen = [each["CUDA_VISIBLE_DEVICES"] for each in module.environments(2, on_cpu=False)]
+    assert seen == ["3", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    seen = [each["CUDA_VISIBLE_DEVICES"] for each in module.environments(2, on_cpu=False)]
+    assert seen == ["0", "1"]
+
+
+MISTAKES = {
+    "there is no such folder": ["no such/model/at/all"],
+    "holds adapters of the model": ["adapters"],
+    "adapter_model.safetensors is missing": ["without_weights"],
+    "a folder without config.json": ["empty"],
+    "message 2 of 2: the key": ["model", "--data", "faulty.jsonl"],
+    "does not exist": ["model", "--data", "lost.jsonl"],
+    "is of assistant, at the beginning": ["model", "--data", "answer.jsonl"],
+    "there is no GPU": ["model", "--device", "cuda"],
+    "--load-in-4bit needs a GPU": ["model", "--load-in-4bit"],
+    "expected at least 1": ["model", "--max-new-tokens", "0"],
+    "--top-p 2.0: expected": ["model", "--top-p", "2"],
+    "none.jsonl cannot be read": ["model", "--data", "none.jsonl"],
+    "has no revisions": ["model", "--revision", "main"],
+}
+
+
+@pytest.fixture(scope="module")
+def mistaken(files, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mistaken")
+    (folder / "model").symlink_to(files.model)
+    for name in ("adapters", "without_weights"):
+        shutil.copytree(files.adapters, folder / name)
+    (folder / "without_weights" / "adapter_model.safetensors").unlink()
+    config = folder / "adapters" / "adapter_config.json"
+    moved = json.loads(config.read_text()) | {"base_model_name_or_path": "/was/there/once"}
+    config.write_text(json.dumps(moved))
+    (folder / "empty").mkdir()
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = {
+        "rows": [user, assistant],
+        "faulty": [user, assistant | {"img": "a"}],
+        "lost": [user | {"image": "a.png"}],
+        "answer": [assistant],
+    }
+    for name, messages in rows.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_told_before_torch_is_loaded(mistaken, monkeypatch, capsys, message):
+    monkeypatch.chdir(mistaken)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = MISTAKES[message]
+    arguments += [] if "--data" in arguments else ["--data", "rows.jsonl"]
+    arguments += [] if "--device" in arguments else ["--device", "cpu"]
+    assert main(["answer", *arguments, "--out", "out.jsonl"]) == 1
+    assert message in capsys.readouterr().err
+    assert not (mistaken / "out.jsonl").exists()
+
+
+def test_nothing_of_the_checks_needs_torch(mistaken):
+    """In one process, where torch cannot be imported."""
+    code = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+    code += "from glm4v_patched.cli import main\n"
+    code += "for each in eval(sys.argv[1]): assert main(each) == 1"
+    commands = []
+    for arguments in MISTAKES.values():
+        arguments = ["answer", *arguments, "--out", "out.jsonl"]
+        arguments += [] if "--data" in arguments else ["--data", "rows.jsonl"]
+        commands.append(arguments + ([] if "--device" in arguments else ["--device", "cpu"]))
+    ended = subprocess.run(
+        [sys.executable, "-c", code, repr(commands)],
+        cwd=mistaken,
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "torch" not in ended.stderr.replace("this torch was built", "")
+
+
+def test_a_row_that_leaves_no_room_is_named_before_the_model_is_loaded(
+    files, tmp_path, never_loads
+):
+    long = Generation(max_new_tokens=1010)
+    with pytest.raises(ValueError, match="leave too little room .*1,024 positions; lower"):
+        answer_file(request(files, generation=long), tmp_path / "out.jsonl")
+
+
+def test_a_picture_that_cannot_be_decoded_is_named_before_the_model_is_loaded(
+    tmp_path, files, never_loads
+):
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    row = {"messages": [{"role": "user", "image": "broken.png", "content": "a"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*broken.png cannot be decoded"):
+        answer_file(request(files, data=tmp_path / "rows.jsonl"), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()

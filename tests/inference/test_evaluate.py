@@ -1,0 +1,119 @@
+"""``glm4v-patched evaluate``: scores with right and with swapped pictures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference import evaluate as module
+from glm4v_patched.inference.answering import Answer
+
+
+@pytest.fixture
+def data(files) -> Path:
+    """Rows that all have a reference."""
+    lines = files.data.read_text().splitlines(keepends=True)
+    path = files.data.with_name("with_reference.jsonl")
+    path.write_text("".join(lines[at] for at in (0, 1, 3, 5)))
+    return path
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Answers come from who knows them by the picture, whichever row shows it."""
+    from glm4v_patched.inference import answer
+
+    def know(request, placement, base, questions):
+        known = {q.prompt[0]["image"]: q.reference for q in questions if not q.swapped}
+        for question in questions:
+            yield question, Answer(known[question.prompt[0]["image"]], "stop")
+
+    monkeypatch.setattr(answer, "answers", know)
+
+
+def evaluate(files, data: Path, *options: str) -> int:
+    given = ["evaluate", str(files.model), "--data", str(data), "--device", "cpu"]
+    return main([*given, "--max-new-tokens", "4", *options])
+
+
+def test_a_model_that_looks_is_right_only_with_the_right_pictures(
+    files, data, looks, tmp_path, capsys
+):
+    (tmp_path / "mine.py").write_text("def same(a, b): return 10 * (a == b)\n")
+    out = tmp_path / "out"
+    assert evaluate(files, data, "--out", str(out), "--metric", f"{tmp_path}/mine.py:same") == 0
+    report = json.loads((out / "metrics.json").read_text())
+    assert (report["rows"], report["rows_swapped"], report["rows_cut"]) == (4, 4, 0)
+    assert (report["exact_match"], report["exact_match_swapped"]) == (1, 0)
+    assert (report["same"], report["same_swapped"]) == (10, 0)
+    assert report["token_f1"] == 1 > report["token_f1_swapped"]
+    assert report["settings"]["options"]["max_new_tokens"] == 4
+    told = capsys.readouterr().out
+    assert "exact_match          1.0000            0.0000" in told
+    assert (out / "answers.png").is_file()
+    lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert [line.get("swapped", False) for line in lines] == [False] * 4 + [True] * 4
+
+
+def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(
+    files, data, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    assert evaluate(files, data, "--out", str(out)) == 0
+    first = json.loads((out / "metrics.json").read_text())
+    assert first["rows_cut"] == 4 and "cut at --max-new-tokens" in capsys.readouterr().out
+    from glm4v_patched.inference import loading
+
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+    assert evaluate(files, data, "--out", str(out)) == 0
+    assert json.loads((out / "metrics.json").read_text()) == first
+    assert evaluate(files, data, "--out", str(out), "--seed", "1") == 1
+    assert "options.seed: 0 there, 1 now" in capsys.readouterr().err
+
+
+def test_nothing_is_written_without_out(files, data, looks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(files, data) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--metric", "none.py:f"], "no such file"),
+        (["--metric", "mine.py:bad"], "the metric bad fails for the answer"),
+        (["--out", "file"], "file is no folder"),
+        (["--out", "others"], "holds metrics.json, which no evaluation wrote"),
+        (
+            ["--data", "rows.jsonl"],
+            r"rows.jsonl:3: ends with a message of user; expected the right",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_a_model_is_loaded(
+    files, data, tmp_path, monkeypatch, capsys, options, message
+):
+    from glm4v_patched.inference import loading
+
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def bad(a, b): return None\n")
+    (tmp_path / "file").touch()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "metrics.json").write_text("mine")
+    if options[0] == "--data":
+        data = files.data
+    else:
+        assert evaluate(files, data, *options) == 1
+        assert message in capsys.readouterr().err
+        assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
+        return
+    assert evaluate(files, data) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_rows_without_pictures_have_no_swapped_score(capsys):
+    report = {"rows": 1, "rows_swapped": 0, "rows_cut": 0}
+    report |= {"exact_match": 1.0, "exact_match_swapped": None}
+    assert "no rows" in module.describe(report, None)

@@ -1,0 +1,134 @@
+"""How answers are compared, and which pictures are swapped."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.inference.questions import Question
+from glm4v_patched.inference.scoring import (
+    exact_match,
+    load_metric,
+    mean_score,
+    swap_pictures,
+    token_f1,
+)
+from glm4v_patched.inference.sheet import draw_sheet
+
+
+def question(row: int, reference: str, text: str = "q", pictures: int = 1) -> Question:
+    prompt = [{"role": "user", "content": text, "image": f"{row}-{i}.png"} for i in range(pictures)]
+    return Question(row, prompt or [{"role": "user", "content": text}], reference)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "exact", "f1"),
+    [
+        ("a red cross", "a red cross", 1, 1),
+        (" a red cross\n", "a red cross", 1, 1),
+        ("A red cross.", "a red cross", 0, 1),
+        ("red", "a red cross", 0, 0.5),
+        ("red red", "a red cross", 0, 0.4),
+        ("blue", "a red cross", 0, 0),
+        ("", "a red cross", 0, 0),
+        ("", "", 1, 1),
+        ("一张图片", "这是一张图片。", 0, 0.8),
+    ],
+)
+def test_answers_are_compared(answer, reference, exact, f1):
+    assert exact_match(answer, reference) == exact
+    assert token_f1(answer, reference) == pytest.approx(f1)
+
+
+def test_pictures_come_from_a_row_with_the_same_question_and_another_answer():
+    rows = [question(1, "red"), question(2, "cross", "which"), question(3, "red")]
+    rows += [question(4, "blue"), question(5, "circle", "which"), question(6, "x", "what")]
+    swapped = {each.row: each for each in swap_pictures(rows)}
+    assert {row: pictures_of(each.prompt) for row, each in swapped.items()} == {
+        1: ["4-0.png"],
+        2: ["5-0.png"],
+        3: ["4-0.png"],
+        4: ["1-0.png"],
+        5: ["2-0.png"],
+        6: ["1-0.png"],  # nobody else is asked that
+    }
+    assert all(
+        each.swapped and each.reference == rows[row - 1].reference for row, each in swapped.items()
+    )
+    assert pictures_of(rows[0].prompt) == ["1-0.png"]
+
+
+def test_rows_that_cannot_be_swapped_are_left_out():
+    rows = [question(1, "red"), question(2, "red"), question(3, "blue", pictures=0)]
+    assert swap_pictures([*rows, question(4, "blue", pictures=2)]) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("qr"), st.integers(0, 2))))
+@settings(max_examples=50, deadline=None)
+def test_swapped_pictures_never_have_the_same_answer(rows):
+    asked = [question(n, answer, text, number) for n, (answer, text, number) in enumerate(rows)]
+    swapped = {each.row: each for each in swap_pictures(asked)}
+    for each in asked:
+        number = len(pictures_of(each.prompt))
+        others = [
+            other
+            for other in asked
+            if other.reference != each.reference and len(pictures_of(other.prompt)) == number
+        ]
+        assert (each.row in swapped) == bool(number and others)
+        if each.row in swapped:
+            [name, *_] = pictures_of(swapped[each.row].prompt)
+            partner = asked[int(name.split("-")[0])]
+            assert partner in others
+            same = [o for o in others if o.prompt[-1]["content"] == each.prompt[-1]["content"]]
+            assert partner in same or not same
+
+
+def test_a_metric_of_ones_own(tmp_path):
+    (tmp_path / "helper.py").write_text("factor = 2\n")
+    (tmp_path / "mine.py").write_text(
+        "from helper import factor\n"
+        "def length(answer, reference): return factor * len(answer)\n"
+        "def fails(answer, reference): return {}['x']\n"
+        "def nothing(answer, reference): return float('nan')\n"
+    )
+    name, metric = load_metric(f"{tmp_path / 'mine.py'}:length")
+    assert name == "length"
+    assert mean_score(name, metric, [("a", "b"), ("abc", "b")]) == 4
+    assert mean_score(name, metric, []) is None
+    for name, message in {"fails": "KeyError", "nothing": "is nan for the answer 'a'"}.items():
+        with pytest.raises(ValueError, match=f"the metric {name} .*{message}"):
+            mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mine.py", "expected FILE.py:FUNCTION"),
+        ("none.py:f", "no such file"),
+        ("mine.py:g", "has no function g"),
+        ("broken.py:f", "broken.py fails: NameError"),
+        ("mine.py:token_f1", "is computed anyway"),
+    ],
+)
+def test_a_metric_that_is_not_there_is_named(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(answer, reference): return 1\n")
+    (tmp_path / "broken.py").write_text("nonsense\n")
+    with pytest.raises(ValueError, match=message):
+        load_metric(text)
+
+
+def test_the_sheet_shows_what_was_right_and_what_was_not(tmp_path):
+    Image.new("RGB", (8, 8), "orange").save(tmp_path / "a.png")
+    shown = [{"role": "user", "content": "q", "image": str(tmp_path / "a.png")}]
+    rows = [Question(1, shown, "HIL"), Question(2, [{"role": "user", "content": "q"}], "一\n二")]
+    draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
+    colours = {colour for _, colour in Image.open(tmp_path / "sheet.png").getcolors(1 << 20)}
+    assert (255, 165, 0) in colours
+    # Letters have soft edges.
+    assert any(green > red + 80 for red, green, _ in colours)
+    assert any(red > green + 80 and blue > 20 for red, green, blue in colours)
+    draw_sheet(rows * 40, ["a", "b"] * 40, tmp_path / "sheet.png")
+    assert Image.open(tmp_path / "sheet.png").size[1] < 1000
