@@ -14,6 +14,7 @@ from ..finetune.identity import Base, base_of, pin
 from ..finetune.preflight import Device, Placement, examine
 from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
+from ..finetune.trainer_fields import total_steps
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ def _check_memory(
         processes=placement.processes,
     )
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    options = decide(config, options_of(recipe), batch, free, recipe.trainer.max_steps)
+    steps = total_steps(recipe.trainer, len(checked.row_sizes), placement.processes)
+    options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)
     told = f"tower {options.tower}, language {options.language}, offload {options.offload}"
     if placement.on_cpu:

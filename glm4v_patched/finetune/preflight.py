@@ -19,6 +19,7 @@ from .config import Recipe, check_values, located
 from .disk import fault_of_space, read_header, shards_of
 from .identity import base_of
 from .recipe_file import Document, Fault, RecipeError, read_document, shown
+from .shipped import find_recipe
 
 Device = Literal["cuda", "cpu"]
 
@@ -80,7 +81,7 @@ def examine(
     Raises:
         RecipeError: there is no such file, or it cannot be read.
     """
-    document = read_document(path).override(overrides)
+    document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
     faults = [*checked.faults, *_faults_here(checked.known, device)]
     placement = _place(processes, device, checked.known.get("engine.zero_stage", 3))
