@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
     train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
-    train.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML or JSON file")
+    which = "a YAML or JSON file, or the name of one that ships (below)"
+    train.add_argument("recipe", type=Path, metavar="RECIPE", help=which)
     instead = "instead of what the file says, as engine.compile=true; YAML"
     train.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
     every = "training processes, each on a GPU of its own; default: all GPUs"
@@ -190,8 +191,12 @@ class _HelpWithFields(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
         from .finetune.config import describe_fields
+        from .finetune.shipped import shipped_names
 
-        parser.epilog = f"fields of a recipe:\n\n{describe_fields()}"
+        ship = "\n".join(f"  {name}" for name in shipped_names())
+        parser.epilog = (
+            f"recipes that ship:\n\n{ship}\n\nfields of a recipe:\n\n{describe_fields()}"
+        )
         parser.print_help()
         parser.exit()
 

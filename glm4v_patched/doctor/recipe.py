@@ -8,11 +8,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
+from ..finetune.disk import shapes_of
 from ..finetune.identity import Base, base_of, pin
-from ..finetune.preflight import Device, Placement, examine, shapes_of
+from ..finetune.preflight import Device, Placement, examine
 from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
+from ..finetune.trainer_fields import total_steps
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
@@ -80,8 +83,8 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         if folder.is_dir():
-            adapters = recipe.trained not in ("full", "lm")
-            require_usable(folder, [Path(recipe.data.train)], adapters, False, False)
+            inputs = [Path(each.path) for each in recipe.data.local_sources()]
+            require_usable(folder, inputs, is_lora(recipe.trained), False, False)
     except ValueError as error:
         # With --resume or --overwrite it may be just what is wanted.
         yield finding(check, WARNING, str(error))
@@ -183,19 +186,16 @@ def _describe_data(checked: "CheckedData") -> Finding:
 def _check_memory(
     recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
 ) -> Iterator[Finding]:
-    from ..engine.memory_plan import OUTSIDE_TORCH, Batch, decide, estimate, offloaded
+    from ..data.packing import lay_out
+    from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded
     from ..engine.ram import free_ram
-    from ..finetune.trainer import longest_row, options_of
+    from ..finetune.trainer import batch_of, options_of
 
-    row_length, images = longest_row(_rows(recipe, checked))
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
-        processes=placement.processes,
-    )
+    layout = lay_out(checked, recipe.data.pack_to)
+    batch = batch_of(recipe, layout, placement.processes)
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    options = decide(config, options_of(recipe), batch, free, recipe.trainer.max_steps)
+    steps = total_steps(recipe.trainer, len(layout.lengths), placement.processes)
+    options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)
     told = f"tower {options.tower}, language {options.language}, offload {options.offload}"
     if placement.on_cpu:
@@ -206,16 +206,6 @@ def _check_memory(
     if options.offload is True:
         needed = offloaded(config, options)
         yield _compare_memory("memory of the optimizer", needed, free_ram(), "of the machine's")
-
-
-def _rows(recipe: Recipe, checked: "CheckedData") -> list[list]:
-    if recipe.data.pack_to is None:
-        return [[size] for size in checked.row_sizes]
-    from ..data.packing import share_out
-
-    lengths = [size.positions for size in checked.row_sizes]
-    shares = share_out(lengths, recipe.data.pack_to)
-    return [[checked.row_sizes[number] for number in share] for share in shares]
 
 
 def _free_on_gpus(processes: int) -> float:

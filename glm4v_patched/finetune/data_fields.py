@@ -54,6 +54,12 @@ class Data(Section):
             return self.eval
         return make_sources(self.eval, self._of_every_set())
 
+    def local_sources(self) -> list[Source]:
+        """All sets that are files or folders."""
+        evaluated = self.evaluated()
+        sets = [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
+        return [source for source in sets if source.is_local]
+
     def _of_every_set(self) -> dict[str, Any]:
         names = ("format", "image_folder", "ignore", "allow_urls")
         return {name: getattr(self, name) for name in names}

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..data.sets import Source
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
-from ..engine.options import require_packages
+from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
 from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
@@ -84,7 +83,7 @@ def launch(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(source.path) for source in _sources_of(recipe) if source.is_local]
+        inputs = [Path(source.path) for source in recipe.data.local_sources()]
         inputs += [file for model in models for file in model.iterdir()]
         extends = is_longer(read_report(folder).get("length"), length_of(recipe))
         remove = require_usable(
@@ -97,13 +96,8 @@ def launch(
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
 
 
-def _sources_of(recipe: Recipe) -> list[Source]:
-    evaluated = recipe.data.evaluated()
-    return [*recipe.data.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
-
-
 def _has_adapters(recipe: Recipe) -> bool:
-    return recipe.trained not in ("full", "lm")
+    return is_lora(recipe.trained)
 
 
 def _launch(

@@ -10,13 +10,13 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
@@ -26,10 +26,10 @@ from ..data.check import check_sets
 from ..data.checked import CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.packing import PackedRows, PackingCollator, share_out
+from ..data.packing import Layout, PackedRows, PackingCollator, lay_out
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, is_lora, part_of
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -50,6 +50,7 @@ from .trainer_fields import (
     FREE_FIELDS,
     eval_batch_size,
     eval_strategy,
+    highest_rate,
     save_strategy,
     steps_in_epoch,
     total_steps,
@@ -65,6 +66,9 @@ FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.
 FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+
+# What was fixed before there was a field for it, where its default is another.
+BEFORE = {"lora.alpha": 8}
 
 CHECKED_DATA = "data.json"
 """In ``out``: what the check found of the data."""
@@ -92,7 +96,7 @@ def starting_point(
         length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
         if is_longer({name: there[name] for name in length if name in there}, length):
             settings |= {name: there[name] for name in length}
-        require_same_settings(checkpoint, settings, files, Recipe.defaults())
+        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
     return checkpoint
 
 
@@ -101,13 +105,17 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
     if recipe.trainer.max_steps is not None:
         del decisive["trainer.num_train_epochs"]  # which it overrides
+    if is_lora(recipe.trained) and recipe.lora.alpha is None:
+        decisive["lora.alpha"] = 2 * recipe.lora.rank
     return decisive | {"processes": processes}
 
 
 def options_of(recipe: Recipe) -> EngineOptions:
     """What the recipe asks of the engine, "auto" where it leaves that open."""
     return EngineOptions(
-        trained=recipe.trained, lora_rank=recipe.lora.rank, **recipe.engine.model_dump()
+        trained=recipe.trained,
+        lora=recipe.lora.options(recipe.trained),
+        **recipe.engine.model_dump(),
     )
 
 
@@ -148,7 +156,7 @@ def arguments_of(
         per_device_train_batch_size=asked.per_device_train_batch_size,
         per_device_eval_batch_size=eval_batch_size(asked),
         gradient_accumulation_steps=asked.gradient_accumulation_steps,
-        learning_rate=asked.learning_rate or 0.0,  # each part has its own
+        learning_rate=highest_rate(asked),
         warmup_steps=warmup(asked, steps),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
@@ -183,6 +191,8 @@ class RecipeTrainer(Trainer):
     Args:
         model: A glm-4v, or peft's around one.
         max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
+        rates: Learning rates of the parts of the model (:data:`engine.options.PARTS`), where they
+            have their own.
     """
 
     def __init__(
@@ -190,8 +200,10 @@ class RecipeTrainer(Trainer):
         model: nn.Module,
         features: TowerFeatures | None = None,
         max_nonfinite_steps: int = 3,
+        rates: Mapping[Any, float] | None = None,
         **options,
     ):
+        self.rates = rates
         self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
         if features is not None:
@@ -210,13 +222,17 @@ class RecipeTrainer(Trainer):
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
-        """The Trainer's, without groups in which nothing is trained.
+        """The Trainer's, with a learning rate for each part and without groups in which nothing is
+        trained.
 
         Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
         scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        groups = optimizer.param_groups
+        if self.rates is not None:
+            groups = _by_part(groups, self.model, self.rates)
+        optimizer.param_groups[:] = [group for group in groups if group["params"]]
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -282,6 +298,17 @@ class RecipeTrainer(Trainer):
         if self.has_adapters:
             custom_object_save(self.inner, folder)
         give_usual_modes(folder)
+
+
+def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, float]) -> list[dict]:
+    """Groups of an optimizer, each split into one for each part of the model, with its rate."""
+    assert model is not None
+    parts = {id(parameter): part_of(name) for name, parameter in model.named_parameters()}
+    return [
+        {**group, "params": [p for p in group["params"] if parts[id(p)] == part], "lr": rate}
+        for group in groups
+        for part, rate in rates.items()
+    ]
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
@@ -350,15 +377,11 @@ def train(
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
     conversations: Any = checked.conversations()
     collator = ConversationCollator(processor, checked.stamps)
-    lengths, images = checked.column("positions"), checked.column("images")
-    if recipe.data.pack_to is not None:
-        shares = share_out(lengths.tolist(), recipe.data.pack_to)
-        conversations = PackedRows(conversations, shares)
-        lengths, images = (
-            np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
-        )
+    layout = lay_out(checked, recipe.data.pack_to)
+    if layout.shares is not None:
+        conversations = PackedRows(conversations, layout.shares)
         collator = PackingCollator(processor, checked.stamps)
-    options = _decide(recipe, base, len(lengths), int(lengths.max()), int(images.max()))
+    options = _decide(recipe, base, layout)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = arguments_of(recipe, options, len(conversations), _processes())
     assert arguments.world_size == _processes()
@@ -373,6 +396,7 @@ def train(
         model,
         features=features_of(recipe, model),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
+        rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         args=arguments,
         train_dataset=conversations,
         data_collator=collator,
@@ -402,10 +426,7 @@ def train(
 
 def _how_to_go_on(recipe: Recipe) -> str:
     checkpoint = last_complete_checkpoint(Path(recipe.out))
-    rate = recipe.trainer.learning_rate
-    lower = "lower learning rates"
-    if rate is not None:
-        lower = f"a lower trainer.learning_rate than {rate:g}"
+    lower = f"a lower trainer.learning_rate than {highest_rate(recipe.trainer):g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -432,30 +453,29 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _decide(recipe: Recipe, base: Base, rows: int, row_length: int, images: int) -> EngineOptions:
-    """The options for rows of such sizes and this machine; all processes come to the same.
+def batch_of(recipe: Recipe, layout: Layout, processes: int) -> Batch:
+    """The largest batch of one of so many processes."""
+    return Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=int(layout.lengths.max()),
+        images_per_row=int(layout.images.max()),
+        processes=processes,
+    )
 
-    Args:
-        rows: How many there are.
-        row_length: Positions of the longest row.
-        images: The most in a row.
-    """
+
+def _decide(recipe: Recipe, base: Base, layout: Layout) -> EngineOptions:
+    """The options for such rows and this machine; all processes come to the same."""
     asked = options_of(recipe)
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
-        processes=_processes(),
-    )
-    steps = total_steps(recipe.trainer, rows, _processes())
+    batch = batch_of(recipe, layout, _processes())
+    steps = total_steps(recipe.trainer, len(layout.lengths), _processes())
     options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
         choice += f", offload {options.offload}, compile {options.compile}"
-        print(f"for rows of {row_length} positions: {choice}", flush=True)
+        print(f"for rows of {batch.row_length} positions: {choice}", flush=True)
     return options
 
 

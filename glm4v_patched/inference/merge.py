@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..finetune.disk import GB
 from ..finetune.identity import ADAPTER_CONFIG, Base
-from ..finetune.preflight import GB
 from ..finetune.run_folder import give_usual_modes, require_apart
 from .source import find_source
 

@@ -69,7 +69,8 @@ def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path):
         "r.yaml: out is missing; expected a folder",
         "r.yaml:1: model is there twice, in lines 1 and 13",
         "r.yaml:5: trainer.max_steps is 0; expected a whole number of at least 1 or null",
-        'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0 (without quotes)',
+        'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0, or one for each '
+        "part (without quotes)",
         "r.yaml:10: engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
         "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
         "r.yaml:11: engine.towr is not a field of a recipe; did you mean engine.tower?",
@@ -87,7 +88,7 @@ def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
     assert told == [
         "r.yaml: trainer.per_device_train_batch_size is missing; expected a whole number of at "
         "least 1",
-        "r.yaml: trainer.learning_rate is missing; expected a number above 0",
+        "r.yaml: trainer.learning_rate is missing; expected a number above 0, or one for each part",
     ]
 
 
