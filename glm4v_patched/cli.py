@@ -1,4 +1,4 @@
-"""Command line: ``glm4v-patched demo``, ``train``, ``answer``, ``evaluate`` and ``bench``."""
+"""Command line: each of ``glm4v-patched``'s commands, and what it prints."""
 
 import argparse
 import platform
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
+from .compare.command import add_arguments as add_compare_arguments
+from .doctor.command import add_arguments as add_doctor_arguments
 from .inference.command import add_commands as add_inference_commands
 
 DEVICES = ("cuda", "cpu")
@@ -18,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     # argparse takes field=value only where no option stands before it.
-    if rest and (options.command != "train" or any(text.startswith("-") for text in rest)):
+    takes_fields = options.command in ("train", "doctor")
+    if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
     try:
@@ -88,6 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_bench)
     add_bench_arguments(bench)
+
+    doctor = commands.add_parser("doctor", help="say what will fail here, and the cure")
+    doctor.set_defaults(run=_doctor)
+    add_doctor_arguments(doctor)
+
+    compare = commands.add_parser("compare", help="the published code and ours, on one model")
+    compare.set_defaults(run=_compare)
+    add_compare_arguments(compare)
     return parser
 
 
@@ -141,6 +152,18 @@ def _bench(options: argparse.Namespace) -> None:
     from .bench.command import run
 
     run(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor.command import run
+
+    return run(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from .compare.command import run
+
+    return run(options)
 
 
 class _Version(argparse.Action):

@@ -7,8 +7,6 @@ from ..engine.ram import free_ram
 from .settings import Settings
 
 GB = 10**9
-# Of a weight that is trained with its optimizer on the CPU: fp32 copy and two moments.
-OFFLOADED = 12
 
 
 def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bool) -> None:
@@ -36,7 +34,7 @@ def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bo
 
 def _too_large(settings: Settings, processes: int, gpu_memory: int) -> Iterator[str]:
     # Late, for they import torch: the checks before are answered at once.
-    from ..engine.memory_plan import count_parameters, decide, estimate, states
+    from ..engine.memory_plan import decide, estimate, offloaded, states
     from .roofline import batch_of, config_of
 
     config, options = config_of(settings), settings.engine_options()
@@ -52,9 +50,7 @@ def _too_large(settings: Settings, processes: int, gpu_memory: int) -> Iterator[
                 "--offload, --optimizer adamw_8bit, or another --trained"
             )
             return
-        tower, language = count_parameters(config)
-        trained = {"full": tower + language, "lm": language}.get(settings.trained, 0)
-        needed, cure = OFFLOADED * trained * settings.offload, "no --offload, or another --trained"
+        needed, cure = offloaded(config, options), "no --offload, or another --trained"
     else:
         needed = processes * estimate(config, decide(config, options, batch, free=0), batch)
         cure = "a smaller --config, --micro-batch or --text-tokens"

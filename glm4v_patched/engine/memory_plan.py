@@ -179,6 +179,14 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
     return weights + gradients + (FP32 + moments) * trained / shards
 
 
+def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Bytes of the machine's memory, of all processes together, that an offloaded optimizer takes:
+    fp32 copies and two moments. Adapters are too small to count."""
+    of_tower, of_language = count_parameters(config)
+    trained = {"full": of_tower + of_language, "lm": of_language}.get(options.trained, 0)
+    return 3.0 * FP32 * trained if options.offload is True else 0.0
+
+
 def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What the layers keep from their forward pass to their backward."""
     tower_tokens, language_tokens = _tokens(config, batch)

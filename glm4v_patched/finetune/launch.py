@@ -1,12 +1,10 @@
 """Start a recipe on several processes of this machine and wait for it."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..data.sets import Source
 from ..engine.deepspeed.config import require_deepspeed
+from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
 from ..engine.options import require_packages
 from ..printed import own_command
@@ -85,8 +83,7 @@ def launch(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(source.path) for source in _sources_of(recipe) if source.is_local]
-        inputs += [file for model in models for file in model.iterdir()]
+        inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
         extends = is_longer(read_report(folder).get("length"), length_of(recipe))
         remove = require_usable(
             folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
@@ -96,11 +93,6 @@ def launch(
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
-
-
-def _sources_of(recipe: Recipe) -> list[Source]:
-    evaluated = recipe.data.evaluated()
-    return [*recipe.data.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
 
 
 def _has_adapters(recipe: Recipe) -> bool:
@@ -193,41 +185,6 @@ def _train(
     if checked.skipped:
         total = checked.skipped + checked.counts.rows
         print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
-
-
-def require_no_abandoned_lock() -> None:
-    """Raise ``RuntimeError`` naming the lock that would keep DeepSpeed waiting for ever.
-
-    Processes load DeepSpeed's CPU collectives in turn, under a lock that is a file: one that is
-    killed meanwhile leaves it behind, and nothing tells the next ones that nobody will remove it.
-    """
-    # It may need setuptools, which training on GPUs does not.
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    python = f"py{sys.version_info.major}{sys.version_info.minor}*"
-    for lock in [*root.glob("*_comm/lock"), *root.glob(f"{python}/*_comm/lock")]:
-        if _is_abandoned(lock):
-            raise RuntimeError(
-                f"{lock} was left behind by a process that was killed while it loaded DeepSpeed's "
-                "CPU collectives, and training would wait for it for ever; no process of this "
-                f"machine has it open. Delete it: rm {shlex.quote(str(lock))}"
-            )
-
-
-def _is_abandoned(lock: Path) -> bool:
-    # Its owner keeps it open until just before it deletes it.
-    for _ in range(3):
-        if not lock.exists():
-            return False
-        for process in psutil.process_iter():
-            try:
-                if str(lock.resolve()) in (file.path for file in process.open_files()):
-                    return False
-            except psutil.Error:  # another user's, or it has ended
-                continue
-        time.sleep(0.1)
-    return lock.exists()
 
 
 def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:

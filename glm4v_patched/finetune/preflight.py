@@ -16,10 +16,11 @@ from typing import Any, Literal
 from ..data.sets import Source, fault_of_path, make_sources
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
+from ..engine.places import fault_of_folder, nearest
 from ..patch.recognition import is_glm4v
 from .config import Recipe, check_values, located
 from .identity import base_of
-from .recipe_file import Fault, RecipeError, read_document, shown
+from .recipe_file import Document, Fault, RecipeError, read_document, shown
 from .trainer_fields import save_strategy
 
 Device = Literal["cuda", "cpu"]
@@ -66,6 +67,35 @@ def check(
         RecipeError: with a line for everything that is wrong, as far as one fault does not hide
             another.
     """
+    examined = examine(path, overrides, processes, device)
+    if examined.faults or examined.document.faults:
+        raise located(examined.document, examined.faults)
+    assert examined.recipe is not None and examined.placement is not None
+    return examined.recipe, examined.placement
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe's file with all that is wrong with it; ``recipe`` and ``placement`` are None where
+    there is none. Keys that are there twice are in ``document.faults``."""
+
+    document: Document
+    faults: list[Fault]
+    recipe: Recipe | None
+    placement: Placement | None
+
+
+def examine(
+    path: Path,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    device: Device = "cuda",
+) -> Examined:
+    """What :func:`check` does, of which it raises what is wrong.
+
+    Raises:
+        RecipeError: there is no such file, or it cannot be read.
+    """
     document = read_document(path).override(overrides)
     checked = check_values(document.values)
     faults = [*checked.faults, *_faults_here(checked.known, device)]
@@ -74,10 +104,8 @@ def check(
         faults.append(placement)
     if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
         faults.append(Fault("model", text))
-    if faults or document.faults:
-        raise located(document, faults)
-    assert checked.recipe is not None and isinstance(placement, Placement)
-    return checked.recipe, placement
+    found = placement if isinstance(placement, Placement) else None
+    return Examined(document, faults, checked.recipe, found)
 
 
 def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
@@ -126,8 +154,8 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         "data.train": fault_of_path,
         "data.eval": fault_of_path,
         "data.image_folder": _fault_of_image_folder,
-        "data.reuse_features": _fault_of_folder,
-        "out": _fault_of_folder,
+        "data.reuse_features": fault_of_folder,
+        "out": fault_of_folder,
     }
     for name, fault_of in checks.items():
         value = known.get(name)
@@ -158,7 +186,7 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
 def fault_of_model(model: str) -> str | None:
     """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
     if os.path.isdir(model):
-        return _fault_of_model_folder(Path(model))
+        return fault_of_model_folder(Path(model))
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
     if os.path.lexists(model):
         return f"a file, or a link to nothing; {expected}"
@@ -166,7 +194,7 @@ def fault_of_model(model: str) -> str | None:
     return None if is_id else f"there is no such folder; {expected}"
 
 
-def _fault_of_model_folder(folder: Path) -> str | None:
+def fault_of_model_folder(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         return None
     try:
@@ -188,9 +216,27 @@ def _fault_of_model_folder(folder: Path) -> str | None:
     pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
     if pointers:
         return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
+    if cut := [fault for name in shards if (fault := _fault_of_length(folder / name))]:
+        return cut[0]
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
+
+
+def _fault_of_length(weights: Path) -> str | None:
+    """What a file of safetensors says that it holds, against its length."""
+    try:
+        header, begin = _read_header(weights)
+        end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
+        length = weights.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None  # reported when it is loaded
+    if length >= end:
+        return None
+    return (
+        f"{weights.name} has {length:,} of its {end:,} bytes: a download that was cut short; "
+        "expected the whole file, download it again"
+    )
 
 
 def _fault_of_adapters(recipe: Recipe) -> str | None:
@@ -225,26 +271,6 @@ def _fault_of_image_folder(folder: str) -> str | None:
     return None if os.path.isdir(folder) else "there is no such folder"
 
 
-def _fault_of_folder(folder: str) -> str | None:
-    """Why a folder cannot be written, or made."""
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        return "no folder, but a file or a link to nothing"
-    place = _nearest(folder)
-    if not os.path.isdir(place):
-        return f"{place} is no folder"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{place} may not be written"
-    return None
-
-
-def _nearest(folder: str) -> str:
-    """The folder itself, or what there is of the folders around it."""
-    place = os.path.abspath(folder)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    return place
-
-
 def _fault_of_space(known: Mapping[str, Any]) -> str | None:
     names = {"model", "trained", "lora.rank", "engine.zero_stage", "engine.precision"}
     names |= {"engine.optimizer", "trainer.num_train_epochs", "trainer.max_steps"}
@@ -254,14 +280,14 @@ def _fault_of_space(known: Mapping[str, Any]) -> str | None:
         return None
     shapes = PUBLISHED_SHAPES
     if known["model"] not in PUBLISHED:
-        shapes = _shapes(Path(known["model"]))
+        shapes = shapes_of(Path(known["model"]))
     if not shapes:
         return None  # of others on the Hub, of adapters and of pickled weights it is not known
     model, checkpoint = saved_bytes(known, shapes)
     number = checkpoints_at_once(known)
     there = len([*Path(known["out"]).glob("checkpoint-*")])  # of a run to be continued
     needed = model + max(number - there, 0) * checkpoint
-    free = shutil.disk_usage(_nearest(known["out"])).free
+    free = shutil.disk_usage(nearest(known["out"])).free
     if needed <= free:
         return None
     saved = f"the model ({model / GB:.1f} GB)"
@@ -328,19 +354,25 @@ def saved_bytes(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -
     return model, model + copied * width + trained * (FP32 + moments)
 
 
-def _shapes(folder: Path) -> dict[str, list[int]]:
+def shapes_of(folder: Path) -> dict[str, list[int]]:
     """Of the weights in safetensors, by name; what cannot be read is reported when it is loaded."""
     shapes: dict[str, list[int]] = {}
     for name in _shards(folder):
         try:
-            with (folder / name).open("rb") as file:
-                length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
-                header = dict(json.loads(file.read(length)))
-            header.pop("__metadata__", None)
+            header, _ = _read_header(folder / name)
             shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
     return shapes
+
+
+def _read_header(weights: Path) -> tuple[dict[str, Any], int]:
+    """What a file of safetensors says of each tensor, and where the first one begins."""
+    with weights.open("rb") as file:
+        length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
+        header = dict(json.loads(file.read(length)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def _shards(folder: Path) -> list[str]:

@@ -114,6 +114,21 @@ def _take_lock(folder: Path) -> int:
         raise ValueError(_why_not_writable(folder, error)) from None
 
 
+def fault_of_lock(folder: Path) -> str | None:
+    """Which other run writes to a folder now; nothing is made or changed."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return None  # no run, or a folder that cannot be used, which is told elsewhere
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _describe_holder(folder, file)
+    finally:
+        os.close(file)
+    return None
+
+
 def _describe_holder(folder: Path, file: int) -> str:
     try:
         holder = json.loads(os.pread(file, 10_000, 0))

@@ -521,7 +521,7 @@ def test_the_saved_model_has_the_size_of_its_weights(model_folder, trained, prec
     if trained in LORA_TARGETS:
         saved = {name: w for name, w in saved.items() if "lora_" in name}
     width = 2 if precision == "bf16" else 4
-    found, checkpoint = saved_bytes(known, preflight._shapes(model_folder))
+    found, checkpoint = saved_bytes(known, preflight.shapes_of(model_folder))
     assert found == sum(weight.numel() for weight in saved.values()) * width
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     if trained != "lm":  # its tower is there twice

@@ -69,6 +69,12 @@ def deepspeed_config(
 
 def require_deepspeed(on_cpu: bool) -> None:
     """Raise ``RuntimeError`` naming what is missing or not supported, and how to install it."""
+    if missing := missing_for_deepspeed(on_cpu):
+        raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))
+
+
+def missing_for_deepspeed(on_cpu: bool) -> list[str]:
+    """What is missing or not supported, each with how to install it behind a colon."""
     missing = []
     if importlib.util.find_spec("deepspeed") is None:
         install = pip_install("glm4v-patched[train]")
@@ -79,8 +85,7 @@ def require_deepspeed(on_cpu: bool) -> None:
         missing.append("a C++ compiler, for DeepSpeed's CPU collectives: apt-get install g++")
     if on_cpu and shutil.which("ninja", path=path_of_processes()) is None:
         missing.append(f"ninja, for DeepSpeed's CPU collectives: {pip_install('ninja')}")
-    if missing:
-        raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))
+    return missing
 
 
 def _is_supported(found: str) -> bool:

@@ -1,4 +1,4 @@
-"""Every private name of DeepSpeed that this package uses.
+"""What this package uses of DeepSpeed by private names (:mod:`names` lists them).
 
 Each name is checked where it is used. A missing one is an error with the version and the cure,
 because skipping it silently would make training slower, or wrong. ``remote/`` uses some of these
@@ -7,45 +7,47 @@ names itself, because it must not import this package; they are checked from her
 
 import pkgutil
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...printed import pip_install
-from .config import SUPPORTED_DEEPSPEED
+from .names import (
+    CHECKPOINT_ENGINE,
+    IN_CHECKPOINTS,
+    OF_MODULES,
+    OF_SHARDED_WEIGHTS,
+    OF_SOME_MODULES,
+    OF_WEIGHTS_OF_ZERO3,
+    OF_ZERO3,
+    OF_ZERO12,
+    ZERO_PARAM_STATUS,
+    moved,
+)
 
-ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus"
-CHECKPOINT_ENGINE = (
-    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
-)
-# The three classes of numbers that DeepSpeed's part of a checkpoint holds.
-IN_CHECKPOINTS = (
-    "deepspeed.runtime.fp16.loss_scaler:LossScaler",
-    "deepspeed.runtime.zero.config:ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment:fragment_address",
-)
-# Of a weight that ZeRO-3 has sharded. remote/ uses the status, to know one, and the modules that
-# use it, to keep it gathered.
-OF_SHARDED_WEIGHTS = (
-    "all_gather_coalesced",
-    "ds_active_sub_modules",
-    "ds_id",
-    "ds_numel",
-    "ds_process_group",
-    "ds_secondary_tensor",
-    "ds_shape",
-    "ds_status",
-    "ds_tensor",
-)
-# Of a module under ZeRO-3, once DeepSpeed has taken the model over; remote/ uses it.
-OF_MODULES = ("ds_id",)
-# Of some modules since 0.19.3.
-OF_SOME_MODULES = ("ds_recompute_parameters",)
-# Of ZeRO-3's optimizer, which every weight knows by the name _z3_optimizer.
-OF_ZERO3 = ("get_grad_norm_direct", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")
-OF_ZERO12 = ("single_partition_of_fp32_groups",)
+__all__ = [
+    "CHECKPOINT_ENGINE",
+    "IN_CHECKPOINTS",
+    "OF_MODULES",
+    "OF_SHARDED_WEIGHTS",
+    "OF_SOME_MODULES",
+    "OF_ZERO3",
+    "OF_ZERO12",
+    "ZERO_PARAM_STATUS",
+    "Replacements",
+    "attribute",
+    "gradient_buffers",
+    "is_sharded",
+    "masters",
+    "moved",
+    "own_shard",
+    "require",
+    "resolve",
+    "shard_of",
+    "sharded_weights",
+    "whole_shape",
+    "zero3_optimizers",
+]
 
 
 def resolve(name: str) -> Any:
@@ -76,13 +78,6 @@ def require(owners: Iterable[object], names: Iterable[str]) -> None:
         for name in names:
             if not hasattr(owner, name):
                 raise moved(name, type(owner).__name__)
-
-
-def moved(name: str, owner: str) -> RuntimeError:
-    return RuntimeError(
-        f"DeepSpeed {version('deepspeed')} has no {name} (of {owner}), which training with ZeRO "
-        f"uses here; install a tested one: {pip_install(SUPPORTED_DEEPSPEED)}"
-    )
 
 
 class Replacements:
@@ -132,9 +127,9 @@ def zero3_optimizers(model: nn.Module) -> list[Any]:
     Raises:
         RuntimeError: no weight knows it.
     """
-    found = {id(o): o for w in model.parameters() if (o := getattr(w, "_z3_optimizer", None))}
+    found = {id(o): o for w in model.parameters() if (o := getattr(w, OF_WEIGHTS_OF_ZERO3, None))}
     if not found:
-        raise moved("_z3_optimizer", "Parameter")
+        raise moved(OF_WEIGHTS_OF_ZERO3, "Parameter")
     return list(found.values())
 
 

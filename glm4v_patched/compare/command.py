@@ -1,0 +1,168 @@
+"""``glm4v-patched compare``: the published code and ours on the reader's own download."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .environment import check_python, describe_code, environment_of_the_original, require_python
+
+if TYPE_CHECKING:
+    from .verdicts import Computed
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+WORKER = Path(__file__).with_name("worker.py")
+NEW_TOKENS = 8
+GB = 10**9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("original", type=Path, metavar="ORIGINAL", help="folder of the published model")
+    add("--run-code", action="store_true", help="run the code that lies in ORIGINAL")
+    python = parser.add_mutually_exclusive_group()
+    has = "a Python with transformers 4.42 to 4.44, for that code"
+    python.add_argument("--python", metavar="PATH", help=has)
+    makes = "make such an environment there, if there is none"
+    python.add_argument("--make-environment", type=Path, metavar="FOLDER", help=makes)
+    add("--precision", choices=[*DTYPES], default="bf16", help="default: bf16")
+    add("--device", choices=("cuda", "cpu"), help="default: the CPU if there is no GPU")
+    add("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was compared; 1 if ours differs where the original is right."""
+    folder = options.original
+    _require_original(folder)
+    code = describe_code(folder)
+    if not options.run_code:
+        raise ValueError(f"compare runs {code}\nTo have it run: --run-code")
+    python = require_python(options.python, options.make_environment)
+    device = options.device or _device()
+    told = check_python(python)
+    print(f"running with {told}: {code}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as work:
+        lines = compare(folder, python, options.precision, device, Path(work))
+    from .verdicts import DIFFERENT, OURS_WRONG, table
+
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        print(table(lines))
+    return int(any(line.verdict in (DIFFERENT, OURS_WRONG) for line in lines))
+
+
+def compare(folder: Path, python: str, precision: str, device: str, work: Path) -> list:
+    """Compute the same rows with the code in ``folder`` and with ours, one model at a time.
+
+    Args:
+        python: For that code.
+        work: A folder for what is in between.
+
+    Raises:
+        ValueError: the model is too large for the memory that is free, or not to be loaded.
+        RuntimeError: a model could not be run.
+    """
+    from .rows import learned, write_rows
+    from .verdicts import judge
+
+    positions = write_rows(work, folder)
+    _require_memory(folder, positions, precision, device)
+    job: dict[str, Any] = {"folder": str(folder.resolve()), "rows": str(work / "rows.safetensors")}
+    job |= {"dtype": DTYPES[precision], "device": device, "answers": NEW_TOKENS}
+    home = work / "home"
+    home.mkdir()
+    isolated = environment_of_the_original(home)
+    original = _compute([python, "-I", str(WORKER)], isolated, work / "original", job)
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "glm4v_patched.compare.worker"]
+    ours = _compute(command, offline, work / "ours", job | {"ours": True})
+    return judge(original, ours, learned(work), precision)
+
+
+def _compute(
+    command: list[str], environment: dict[str, str], work: Path, job: dict[str, Any]
+) -> "Computed":
+    from safetensors.torch import load_file
+
+    from .verdicts import Computed
+
+    work.mkdir()
+    tensors, told = work / "tensors.safetensors", work / "told.json"
+    job = {"ours": False, "tensors": str(tensors), "told": str(told)} | job
+    (work / "job.json").write_text(json.dumps(job))
+    log = work / "log.txt"
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, str(work / "job.json")],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
+    if done.returncode or not told.is_file():
+        whose = "our model" if job["ours"] else "the original"
+        end = log.read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{whose} could not be run, status {done.returncode}:\n{end}")
+    return Computed(json.loads(told.read_text(encoding="utf-8")), load_file(tensors))
+
+
+def _require_original(folder: Path) -> None:
+    """Raise ``ValueError`` if a folder does not hold a glm-4v with code that is not ours."""
+    from ..finetune.preflight import fault_of_model_folder
+
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder; expected your download of the published model, as "
+            f"`hf download zai-org/glm-4v-9b --local-dir {folder}` makes it"
+        )
+    if fault := fault_of_model_folder(folder):
+        raise ValueError(f"{folder}: {fault}")
+    if not (folder / "modeling_chatglm.py").is_file():
+        raise ValueError(f"{folder} has no modeling_chatglm.py; expected the published code")
+    if (folder / "sequence.py").is_file():
+        raise ValueError(
+            f"the code in {folder} is this package's (sequence.py); expected the published one"
+        )
+
+
+def _device() -> str:
+    from ..engine.gpus import find_gpus
+
+    return "cuda" if find_gpus().found else "cpu"
+
+
+def _require_memory(folder: Path, positions: int, precision: str, device: str) -> None:
+    """Say what a model needs, and raise ``ValueError`` if there is less."""
+    from ..engine.memory_plan import Batch, activations, count_parameters, free_memory
+    from ..engine.options import EngineOptions
+    from ..engine.ram import free_ram
+    from ..remote.configuration_chatglm import ChatGLMConfig
+
+    config = ChatGLMConfig.from_pretrained(folder)
+    width = {"bf16": 2, "fp32": 4}[precision]
+    # All layers of the language model keep what they need; the tower's do not, but for its last.
+    options = EngineOptions(
+        trained="lora_lm", precision=precision, tower="full", language="none", compile=False
+    )
+    weights = width * sum(count_parameters(config))
+    kept = activations(config, options, Batch(rows=2, row_length=positions))
+    logits = 2 * positions * config.padded_vocab_size * (width + 12)
+    needed = weights + kept + logits
+    free = free_ram() if device == "cpu" else free_memory()
+    print(
+        f"{precision} on {device}, one model after the other: about {needed / GB:.1f} GB "
+        f"({weights / GB:.1f} GB of weights), of which {free / GB:.1f} GB are free",
+        file=sys.stderr,
+        flush=True,
+    )
+    if needed > free:
+        raise ValueError(
+            f"comparing needs about {needed / GB:.1f} GB and {free / GB:.1f} GB are free; expected "
+            "a larger machine" + (", or --precision bf16" if precision == "fp32" else "")
+        )

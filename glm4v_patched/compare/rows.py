@@ -1,0 +1,106 @@
+"""The rows that both models are given, in the published form: three ids where a picture stands."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..data.collate import ConversationCollator
+from ..demo.pictures import draw_data_set
+from ..remote.loss import IGNORE_INDEX
+from ..remote.processing_chatglm import ChatGLMProcessor
+
+# Rows of two lengths, so that one is padded in their batch.
+WORDS = (
+    ("Hello.", "Hello to you."),
+    ("What do you see?", "A shape on a dark ground."),
+    ("Which shape is it, and which colour does it have?", "A circle, I think."),
+)
+
+
+def write_rows(folder: Path, model: Path) -> int:
+    """Write the inputs of each case to ``folder/rows.safetensors``.
+
+    Args:
+        model: Folder of the published model, whose tokenizer and image size are used.
+
+    Returns:
+        Positions of the longest row, with all that a picture takes.
+
+    Raises:
+        ValueError, OSError: its tokenizer cannot be loaded.
+    """
+    processor = ChatGLMProcessor.from_pretrained(model)
+    collator = ConversationCollator(processor)
+    side = processor.tokenizer.image_size
+    drawn = draw_data_set(folder / "pictures", 2, seed=0, side=side)
+    pictures = [conversation[0]["image"] for conversation in drawn]
+    text, first, second = (
+        [
+            {"role": "user", "content": question} | ({"image": picture} if picture else {}),
+            {"role": "assistant", "content": answer},
+        ]
+        for (question, answer), picture in zip(WORDS, [None, *pictures], strict=True)
+    )
+    grown, images = collator.encode([text, first, second])
+    rows = [_three_ids(ids, collator, processor) for ids in grown]
+    pixels: Tensor = images["pixel_values"]
+    cases = {
+        "text": _batch([rows[0]], collator),
+        "picture": _batch([rows[1]], collator) | {"images": pixels[:1]},
+        "other picture": _batch([rows[2]], collator) | {"images": pixels[1:]},
+        "batch": _batch(rows[1:], collator) | {"images": pixels},
+        "swapped": _batch(rows[1:], collator) | {"images": pixels.flip(0)},
+        "prompt text": {"input_ids": _prompt(rows[0], collator)},
+        "prompt picture": {"input_ids": _prompt(rows[1], collator), "images": pixels[:1]},
+    }
+    tensors = {f"{case}/{name}": t for case, inputs in cases.items() for name, t in inputs.items()}
+    tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "rows.safetensors")
+    return max(map(len, grown))
+
+
+def learned(folder: Path) -> dict[str, int]:
+    """Of each case, how many positions are labels that a loss counts."""
+    from safetensors.torch import load_file
+
+    rows = load_file(folder / "rows.safetensors")
+    found = {}
+    for key, tensor in rows.items():
+        case, _, name = key.partition("/")
+        if name == "labels":
+            found[case] = int((tensor[:, 1:] != IGNORE_INDEX).sum())
+    return found
+
+
+def _three_ids(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
+    """A grown row with one id in the place of all that stand for its picture."""
+    fill = processor.image_token_id
+    row: list[int] = []
+    for token in ids:
+        if token != fill:
+            row.append(token)
+        elif row[-1] == collator.image_id:
+            row.append(collator.end_id)  # the published placeholder is <|endoftext|>
+    return row
+
+
+def _batch(rows: list[list[int]], collator: ConversationCollator) -> dict[str, Tensor]:
+    """Padded on the left, with the mask and the positions that the published tokenizer makes."""
+    length = max(map(len, rows))
+    batch: dict[str, list[list[int]]] = {
+        name: [] for name in ("input_ids", "attention_mask", "position_ids", "labels")
+    }
+    for row in rows:
+        missing = length - len(row)
+        batch["input_ids"].append([collator.end_id] * missing + row)
+        batch["attention_mask"].append([0] * missing + [1] * len(row))
+        batch["position_ids"].append([0] * missing + list(range(len(row))))
+        batch["labels"].append([IGNORE_INDEX] * missing + collator.labels(row))
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def _prompt(row: list[int], collator: ConversationCollator) -> Tensor:
+    end = row.index(collator.assistant_id) + 1
+    return torch.tensor([row[:end]])

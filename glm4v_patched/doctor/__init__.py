@@ -1,0 +1,1 @@
+"""What will fail here, before it fails: the machine, and a recipe on it."""

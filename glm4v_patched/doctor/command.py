@@ -1,0 +1,44 @@
+"""``glm4v-patched doctor``."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .findings import FAILS, Finding, as_json, table
+from .machine import check_machine
+from .packages import check_packages
+
+DEVICES = ("cuda", "cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="check it, too")
+    instead = "instead of what the file says, as for train"
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
+    parser.add_argument("--processes", type=int, metavar="N", help="as for train")
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="as for train")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was found; 1 if something will fail."""
+    start = time.perf_counter()
+    found = list(examine(options))
+    seconds = time.perf_counter() - start
+    print((as_json if options.json else table)(found, seconds))
+    return int(any(each.verdict == FAILS for each in found))
+
+
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    yield from check_packages()
+    yield from check_machine(options.device == "cpu")
+    if options.recipe is None:
+        return
+    try:
+        from .recipe import check_recipe
+    except RuntimeError as error:  # neither pydantic nor PyYAML
+        yield Finding("recipe", FAILS, str(error))
+        return
+    overrides = [*options.overrides, *options.rest]
+    yield from check_recipe(options.recipe, overrides, options.processes, options.device)

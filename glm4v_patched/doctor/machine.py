@@ -1,0 +1,227 @@
+"""GPUs and their links, compilers, disks, shared memory, locks, limits; needs no torch."""
+
+import os
+import resource
+import shutil
+import socket
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..engine import gpu_facts
+from ..engine.deepspeed.config import missing_for_deepspeed
+from ..engine.gpus import Gpu, find_gpus
+from ..engine.places import fault_of_folder, nearest
+from ..engine.ram import free_ram
+from .findings import FAILS, OK, WARNING, Finding
+
+GB, GIB = 10**9, 2**30
+PUBLISHED_WEIGHTS = 28 * GB
+TAKEN = 2 * GIB  # of a GPU: more than a desktop takes
+# A container has 64 MB of it unless told otherwise. NCCL takes about 10 MB for a pair of processes,
+# and each worker that prepares pictures keeps some of 15 MB there.
+SHARED_MEMORY = GIB
+TEMPORARY = GB
+OPEN_FILES = 4096
+# bf16 in hardware, and Triton's compiler.
+AMPERE = (8, 0)
+# What a shell may still have of another program's start, and training would believe.
+STRANGE_VARIABLES: tuple[str, ...] = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "RANK",
+    "WORLD_SIZE",
+)
+STRANGE_VARIABLES += ("ACCELERATE_MIXED_PRECISION", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE")
+
+
+def check_machine(on_cpu: bool) -> Iterator[Finding]:
+    """Args:
+    on_cpu: Whether training is to use no GPU.
+    """
+    gpus = find_gpus()
+    if on_cpu:
+        yield Finding("GPUs", OK, "none is to be used (--device cpu)")
+    elif not gpus.found:
+        cure = "train where there is one; for trials of small models: --device cpu"
+        yield Finding("GPUs", WARNING, f"none: {gpus.reason}", cure)
+    else:
+        yield from _check_gpus(gpus.found)
+    yield from _check_compilers(on_cpu or not gpus.found)
+    yield from _check_lock(on_cpu or not gpus.found)
+    yield from _check_disks()
+    yield _check_shared_memory()
+    yield Finding("memory", OK, f"{free_ram() / GB:.1f} GB are free")
+    yield from _check_limits()
+    yield _check_hostname()
+    yield _check_variables()
+
+
+def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
+    names = ", ".join(f"{gpu.name} ({gpu.memory / GB:.0f} GB)" for gpu in dict.fromkeys(gpus))
+    yield Finding("GPUs", OK, f"{len(gpus)}: {names}")
+    yield _check_driver()
+    old = [
+        f"GPU {index} has compute capability {major}.{minor}"
+        for index, (major, minor) in enumerate(gpu_facts.compute_capabilities(len(gpus)))
+        if (major, minor) < AMPERE
+    ]
+    if old:
+        text = f"{'; '.join(old)}: it computes bf16 many times slower, and fp16 overflows"
+        yield Finding("bf16", WARNING, text, "use a GPU of the Ampere generation or newer")
+    for use in gpu_facts.memory_in_use():
+        if use.used > TAKEN:
+            text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are taken"
+            cure = "end what runs there (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES"
+            yield Finding(f"GPU {use.index}", WARNING, text, cure)
+    if len(gpus) > 1:
+        yield _check_links()
+
+
+def _check_driver() -> Finding:
+    built, runs = gpu_facts.cuda_of_torch(), gpu_facts.cuda_of_driver()
+    if built is None or runs is None:
+        return Finding("driver", WARNING, "nothing says which CUDA it runs")
+    text = f"it runs CUDA {_dotted(runs)}, and torch is built with {_dotted(built)}"
+    if runs[0] < built[0]:
+        cure = f"update NVIDIA's driver, or install a torch for CUDA {runs[0]} (pytorch.org)"
+        return Finding("driver", FAILS, f"{text}: torch will see no GPU", cure)
+    return Finding("driver", OK, text)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _check_links() -> Finding:
+    links = gpu_facts.links()
+    if not links:
+        return Finding("links", WARNING, "nvidia-smi topo -m does not tell how GPUs are joined")
+    kinds = ", ".join(sorted({link for *_, link in links}))
+    slow = [(a, b, link) for a, b, link in links if not gpu_facts.is_nvlink(link)]
+    if not slow:
+        return Finding("links", OK, f"all GPUs are joined by NVLink ({kinds})")
+    a, b, link = slow[0]
+    return Finding(
+        "links",
+        WARNING,
+        f"{len(slow)} of {len(links)} pairs of GPUs have no NVLink (GPU {a} and {b}: {link}): "
+        "ZeRO-3 gathers every weight over it, two or three times a step",
+        "engine.zero_stage: 2 where the weights fit into each GPU (LoRA), or fewer, larger steps",
+    )
+
+
+def _check_compilers(on_cpu: bool) -> Iterator[Finding]:
+    missing = [text for text in missing_for_deepspeed(on_cpu) if "DeepSpeed and" not in text]
+    # That DeepSpeed itself is there, and which, is a matter of check_packages().
+    missing = [text for text in missing if "a tested DeepSpeed" not in text]
+    for text in missing:
+        what, _, cure = text.partition(": ")
+        yield Finding("compiler", FAILS, f"there is no {what.removeprefix('a ')}", cure)
+    if on_cpu:
+        if not missing:
+            yield Finding("compiler", OK, "C++ and ninja, for DeepSpeed's CPU collectives")
+        return
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if compiler is None:
+        text = "there is no C compiler, with which Triton builds what starts its kernels"
+        yield Finding("compiler", FAILS, text, "apt-get install gcc; or engine.compile: false")
+    elif not header.is_file():
+        text = f"{header} is not there, which Triton compiles against"
+        cure = "apt-get install python3-dev (of this Python); or engine.compile: false"
+        yield Finding("compiler", FAILS, text, cure)
+    else:
+        yield Finding("compiler", OK, f"{compiler}, and Python's headers, for engine.compile")
+
+
+def _check_lock(on_cpu: bool) -> Iterator[Finding]:
+    try:
+        from ..engine.deepspeed.locks import extensions_folder, fault_of_abandoned_lock
+    except ImportError:
+        return  # no psutil, which check_packages() tells
+    text = fault_of_abandoned_lock()
+    if text is None:
+        yield Finding("locks", OK, "none was left behind by a process that was killed")
+    else:
+        found, _, cure = text.rpartition(" Delete it: ")
+        yield Finding("locks", FAILS if on_cpu else WARNING, found, cure)
+    if on_cpu and (fault := fault_of_folder(str(extensions_folder()))):
+        text = f"{extensions_folder()}, where DeepSpeed's CPU collectives are built: {fault}"
+        yield Finding("extensions", FAILS, text, "set TORCH_EXTENSIONS_DIR to another folder")
+
+
+def _check_disks() -> Iterator[Finding]:
+    yield _check_disk("temporary files", Path(tempfile.gettempdir()), TEMPORARY, "TMPDIR")
+    cache = hub_cache()
+    there = any(cache.glob("models--*--glm-4v-9b/snapshots/*/config.json"))
+    yield _check_disk("cache of the Hub", cache, 0 if there else PUBLISHED_WEIGHTS, "HF_HOME")
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has downloaded."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _check_disk(name: str, folder: Path, wanted: int, variable: str) -> Finding:
+    cure = f"set {variable} to a folder on a larger disk"
+    if fault := fault_of_folder(str(folder)):
+        return Finding(f"disk: {name}", FAILS, f"{folder}: {fault}", cure)
+    free = shutil.disk_usage(nearest(str(folder))).free
+    text = f"{free / GB:.1f} GB are free in {folder}"
+    if free >= wanted:
+        return Finding(f"disk: {name}", OK, text)
+    return Finding(
+        f"disk: {name}", WARNING, f"{text}, and {wanted / GB:.0f} GB may be needed", cure
+    )
+
+
+def _check_shared_memory() -> Finding:
+    check, folder = "/dev/shm", Path("/dev/shm")
+    cure = "in a container: start it with --shm-size=16g (Docker), or --ipc=host"
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Finding(check, FAILS, "it is not there, or may not be written", cure)
+    usage = shutil.disk_usage(folder)
+    text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB are free"
+    if usage.free >= SHARED_MEMORY:
+        return Finding(check, OK, text)
+    told = "NCCL and the workers that prepare pictures may end in a bus error"
+    return Finding(check, WARNING, f"{text}: {told}", cure)
+
+
+def _check_limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES or soft >= hard:
+        yield Finding("open files", OK, f"at most {soft:,} in a process")
+    else:
+        text = f"at most {soft:,} in a process, of {hard:,} that are allowed: workers that prepare"
+        text += " pictures may end with 'Too many open files'"
+        yield Finding("open files", WARNING, text, f"ulimit -n {min(hard, 65536)}")
+
+
+def _check_hostname() -> Finding:
+    check, name = "host name", socket.gethostname()
+    try:
+        address = socket.gethostbyname("localhost")
+    except OSError as error:
+        text = f"localhost cannot be resolved ({error}), where training processes find each other"
+        return Finding(check, FAILS, text, "add to /etc/hosts: 127.0.0.1 localhost")
+    try:
+        own = socket.gethostbyname(name)
+    except OSError as error:
+        text = f"{name} cannot be resolved ({error}), which gloo asks for on a CPU"
+        return Finding(check, WARNING, text, f"add to /etc/hosts: 127.0.0.1 {name}")
+    return Finding(check, OK, f"{name} is {own}, localhost {address}")
+
+
+def _check_variables() -> Finding:
+    check = "environment"
+    strange = [f"{name}={os.environ[name]}" for name in STRANGE_VARIABLES if os.environ.get(name)]
+    if not strange:
+        return Finding(check, OK, "no variable that another program's start would have left")
+    names = " ".join(entry.partition("=")[0] for entry in strange)
+    text = f"{', '.join(strange)}: training goes by it, or is slower for it"
+    return Finding(check, WARNING, text, f"unset {names}, if nothing here means it")

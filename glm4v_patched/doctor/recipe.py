@@ -1,0 +1,227 @@
+"""A recipe on this machine: its fields, model, data, folder and memory."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..finetune.config import Recipe, located
+from ..finetune.identity import Base, base_of, pin
+from ..finetune.preflight import Device, Placement, examine, shapes_of
+from ..finetune.recipe_file import RecipeError
+from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
+from .findings import FAILS, OK, WARNING, Finding, finding
+
+if TYPE_CHECKING:
+    from ..data.checked import CheckedData
+    from ..remote.configuration_chatglm import ChatGLMConfig
+
+GB = 10**9
+# An estimate of memory may err by so much (tests/engine/test_memory_plan.py).
+ERROR_OF_ESTIMATES = 0.15
+CONFIGS_OF_TOKENIZER = ("tokenizer_config.json", "tokenizer.model")
+# Faults that say nothing of model and data.
+OF_THE_MACHINE = {"--device", "--processes"}
+NOT_TRAINED = "rotary_pos_emb.inv_freq"  # in published weights; it is computed
+
+
+def check_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    device: Device = "cuda",
+) -> Iterator[Finding]:
+    """What :func:`preflight.check` and the launcher would refuse, all of it, and what only shows
+    when training has begun. Rows are read and pictures decoded, as before a training."""
+    try:
+        examined = examine(path, overrides, processes, device)
+    except RecipeError as error:
+        yield from _of_lines("recipe", error)
+        return
+    faults = [*examined.document.faults, *examined.faults]
+    if faults:
+        yield from _of_lines("recipe", located(examined.document, examined.faults))
+    recipe, placement = examined.recipe, examined.placement
+    if recipe is None or {fault.name for fault in faults} - OF_THE_MACHINE:
+        text = "not looked at: the recipe has to be right first"
+        yield Finding("model, data, memory", WARNING, text)
+        return
+    if placement is not None:
+        where = "on the CPU" if placement.on_cpu else "each on a GPU"
+        yield Finding("recipe", OK, f"{path}: {placement.processes} processes, {where}")
+    yield from _check_out(recipe)
+    try:
+        base = pin(base_of(recipe))
+    except ValueError as error:
+        yield finding("model", FAILS, str(error))
+        return
+    yield from _check_inside(recipe, base, placement)
+
+
+def _of_lines(check: str, error: Exception) -> Iterator[Finding]:
+    for line in str(error).splitlines():
+        yield finding(check, FAILS, line)
+
+
+def _check_out(recipe: Recipe) -> Iterator[Finding]:
+    folder, check = Path(recipe.out), "folder (out)"
+    models = [Path(name) for name in {recipe.model, base_of(recipe).model} if os.path.isdir(name)]
+    try:
+        for model in models:
+            require_apart(folder, model)
+    except ValueError as error:
+        yield finding(check, FAILS, str(error))
+        return
+    if text := fault_of_lock(folder):
+        yield finding(check, FAILS, text)
+        return
+    try:
+        if folder.is_dir():
+            adapters = recipe.trained not in ("full", "lm")
+            require_usable(folder, recipe.data.files(), adapters, False, False)
+    except ValueError as error:
+        # With --resume or --overwrite it may be just what is wanted.
+        yield finding(check, WARNING, str(error))
+        return
+    yield Finding(check, OK, f"{folder} can be written, and holds no other run")
+
+
+def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> Iterator[Finding]:
+    # Late, for they import torch.
+    from ..remote.configuration_chatglm import ChatGLMConfig
+
+    try:
+        config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    except (ValueError, OSError) as error:
+        yield finding("model", FAILS, str(error))
+        return
+    yield from _check_model(Path(base.model), config)
+    yield from _check_processor(recipe, base, config)
+    checked = None
+    try:
+        # It prints which rows are left out, and --json is for programs.
+        with redirect_stdout(sys.stderr):
+            from ..finetune.trainer import check_data
+
+            checked = check_data(recipe, base)
+    except (ValueError, OSError) as error:
+        yield finding("data", FAILS, str(error))
+    if checked is not None:
+        yield _describe_data(checked)
+    if checked is not None and placement is not None:
+        yield from _check_memory(recipe, config, checked, placement)
+
+
+def _check_model(folder: Path, config: "ChatGLMConfig") -> Iterator[Finding]:
+    """Names and shapes of the weights, and whose code lies beside them."""
+    shapes = shapes_of(folder) if folder.is_dir() else {}
+    if not shapes:
+        yield Finding("weights", OK, "of the Hub, or pickled: compared when they are loaded")
+        return
+    import torch
+
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
+
+    with torch.device("meta"):
+        model = GLM4VForCausalLM(config)
+    wanted = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    missing = [name for name in wanted if name not in shapes]
+    others = [name for name in shapes if name not in wanted and not name.endswith(NOT_TRAINED)]
+    unlike = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
+    if missing or unlike:
+        text = f"{len(missing)} of {len(wanted)} weights are missing, which would begin at random"
+        text += f", and {len(unlike)} have other shapes than config.json says"
+        named = (missing or unlike)[0]
+        text += f" ({named}{f'; there is {others[0]}' if others else ''})"
+        cure = "expected the names of the published weights; merge adapters as the README does"
+        yield Finding("weights", FAILS, text, cure)
+    elif others:
+        text = f"{len(others)} weights are not of this model and are left out: {others[0]}"
+        yield Finding("weights", WARNING, text)
+    else:
+        yield Finding("weights", OK, f"{len(wanted)}, with the names and shapes of a glm-4v")
+    if (folder / "modeling_chatglm.py").is_file() and not (folder / "sequence.py").is_file():
+        text = "the published code is beside the weights; a recipe does not use it, and scripts of "
+        text += "others that load it fail on this transformers (docs/patching.md)"
+        yield Finding("code", OK, text)
+
+
+def _check_processor(recipe: Recipe, base: Base, config: "ChatGLMConfig") -> Iterator[Finding]:
+    from ..finetune.trainer import processor_of
+
+    try:
+        processor = processor_of(recipe, base)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        text = f"tokenizer and image processor cannot be loaded: {error}"
+        cure = f"put the published {' and '.join(CONFIGS_OF_TOKENIZER)} beside the weights"
+        yield Finding("processor", FAILS, text, cure)
+        return
+    places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
+    if places == wanted:
+        side = config.vision.image_size
+        yield Finding("processor", OK, f"pictures of {side} pixels take {places + 2:,} positions")
+        return
+    size = json.dumps({"image_size": config.vision.image_size})
+    text = f"its pictures take {places:,} positions, and the model's {wanted:,}: image_size was "
+    text += "lost when the tokenizer was saved"
+    yield Finding("processor", FAILS, text, f"write {size} into tokenizer_config.json")
+
+
+def _describe_data(checked: "CheckedData") -> Finding:
+    counts = checked.counts
+    text = f"{counts.rows:,} rows, {counts.pictures:,} pictures, {counts.positions:,} positions, "
+    text += f"{counts.learned:,} of them learned"
+    if checked.skipped:
+        text += f"; {checked.skipped:,} rows are left out (data.on_bad: skip)"
+        return Finding("data", WARNING, text)
+    return Finding("data", OK, text)
+
+
+def _check_memory(
+    recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
+) -> Iterator[Finding]:
+    from ..engine.memory_plan import OUTSIDE_TORCH, Batch, decide, estimate, offloaded
+    from ..engine.ram import free_ram
+    from ..finetune.trainer import options_of
+
+    rows = checked.batch_rows()
+    batch = Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=int(rows.lengths.max()),
+        images_per_row=int(rows.images.max()),
+        processes=placement.processes,
+    )
+    free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
+    options = decide(config, options_of(recipe), batch, free, recipe.trainer.max_steps)
+    needed = estimate(config, options, batch)
+    told = f"tower {options.tower}, language {options.language}, offload {options.offload}"
+    if placement.on_cpu:
+        needed, room, where = needed * placement.processes, free_ram(), "of the machine's memory"
+    else:
+        room, where = free - OUTSIDE_TORCH, "of each GPU"
+    yield _compare_memory("memory of a step", needed, room, f"{where} ({told})")
+    if options.offload is True:
+        needed = offloaded(config, options)
+        yield _compare_memory("memory of the optimizer", needed, free_ram(), "of the machine's")
+
+
+def _free_on_gpus(processes: int) -> float:
+    """The least, in bytes, of the first so many GPUs; 0 where torch sees fewer."""
+    import torch
+
+    if torch.cuda.device_count() < processes:
+        return 0.0
+    return float(min(torch.cuda.mem_get_info(index)[0] for index in range(processes)))
+
+
+def _compare_memory(check: str, needed: float, room: float, where: str) -> Finding:
+    text = f"about {needed / GB:.1f} GB {where}, of which {room / GB:.1f} GB can be had"
+    if needed <= room:
+        return Finding(check, OK, text)
+    cure = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "
+    cure += "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or another trained: lora_lm, qlora"
+    surely = needed > room * (1 + ERROR_OF_ESTIMATES)
+    return Finding(check, FAILS if surely else WARNING, text, cure)

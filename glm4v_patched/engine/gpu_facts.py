@@ -1,0 +1,111 @@
+"""What NVIDIA's driver and its ``nvidia-smi`` tell of GPUs; needs no torch."""
+
+import ctypes
+import importlib.util
+import re
+import runpy
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS = 10  # nvidia-smi takes one or two where the driver is not kept loaded
+COMPUTE_CAPABILITY = (75, 76)  # of cuDeviceGetAttribute: major, minor
+NVLINK = re.compile(r"NV\d+")
+
+
+@dataclass(frozen=True)
+class Use:
+    """Memory in bytes that is taken of a GPU, by whomever."""
+
+    index: int
+    used: int
+    total: int
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, as (major, minor); None where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(number)):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def cuda_of_torch() -> tuple[int, int] | None:
+    """The CUDA that torch was built with; read without importing it. None for none."""
+    package = importlib.util.find_spec("torch")
+    if package is None or package.origin is None:
+        return None
+    cuda = runpy.run_path(str(Path(package.origin).with_name("version.py")))["cuda"]
+    if cuda is None:
+        return None
+    major, _, minor = cuda.partition(".")
+    return int(major), int(minor.partition(".")[0] or 0)
+
+
+def compute_capabilities(number: int) -> list[tuple[int, int]]:
+    """Of the first so many GPUs that this process sees."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)
+    found = []
+    for index in range(number):
+        device, value = ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        numbers = []
+        for attribute in COMPUTE_CAPABILITY:
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            numbers.append(value.value)
+        found.append((numbers[0], numbers[1]))
+    return found
+
+
+def memory_in_use() -> list[Use]:
+    """Of all GPUs of the machine; none where ``nvidia-smi`` does not say."""
+    query = "--query-gpu=index,memory.used,memory.total"
+    lines = _nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()
+    rows = [re.findall(r"\d+", line) for line in lines]
+    mib = 2**20
+    return [Use(int(a), int(b) * mib, int(c) * mib) for a, b, c in (r for r in rows if len(r) == 3)]
+
+
+def links() -> list[tuple[int, int, str]]:
+    """Of each pair of GPUs of the machine, how ``nvidia-smi topo -m`` calls what joins them."""
+    return parse_topology(_nvidia_smi("topo", "-m"))
+
+
+def parse_topology(text: str) -> list[tuple[int, int, str]]:
+    """The pairs of GPUs in a table of ``nvidia-smi topo -m``, each once."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
+    header = next((line for line in lines if "GPU0" in [cell.strip() for cell in line]), [])
+    columns = {at: cell.strip() for at, cell in enumerate(header)}
+    found = []
+    for row in lines:
+        if row is header or not (name := re.fullmatch(r"GPU(\d+)", row[0].strip())):
+            continue
+        for at, cell in enumerate(row):
+            other = re.fullmatch(r"GPU(\d+)", columns.get(at, ""))
+            if at and other and int(other[1]) > int(name[1]):
+                found.append((int(name[1]), int(other[1]), cell.strip()))
+    return found
+
+
+def is_nvlink(link: str) -> bool:
+    return NVLINK.fullmatch(link) is not None
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; nothing where it is not there, fails or hangs."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

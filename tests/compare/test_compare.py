@@ -1,0 +1,207 @@
+"""The published code (its stand-in) and ours on the same rows: where they agree, who is wrong."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm4v_patched.cli import main
+from glm4v_patched.compare import command, environment
+from glm4v_patched.compare.verdicts import Computed, judge, table
+from tests.helpers.legacy_repository import write_legacy_repository
+from tests.helpers.tiny import NUM_IMAGE_TOKENS, tiny_model
+
+# What the original's code sees, written where the test can read it.
+SPY = """
+import json, os, sys
+with open({seen!r}, "w") as file:
+    json.dump([dict(os.environ), [*sys.modules], sys.path], file)
+"""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("compare") / "original"
+    write_legacy_repository(folder)
+    code = folder / "modeling_chatglm.py"
+    text = code.read_text()
+    small = text.replace("LABELS_OF_AN_IMAGE = 1600", f"LABELS_OF_AN_IMAGE = {NUM_IMAGE_TOKENS}")
+    assert small != text
+    code.write_text(small + SPY.format(seen=str(folder / "seen.json")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(original, tmp_path_factory) -> tuple[int, list[dict], str]:
+    """Status, lines, and what was said beside them; with secrets around."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "check_python", lambda python: "a transformers")
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "a secret")
+        output = tmp_path_factory.mktemp("output")
+        with (output / "out").open("w") as out, (output / "err").open("w") as err:
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            options = ["--run-code", "--python", sys.executable, "--precision", "fp32"]
+            status = main(["compare", str(original), "--device", "cpu", "--json", *options])
+    return status, json.loads((output / "out").read_text()), (output / "err").read_text()
+
+
+def lines_of(compared, row: str) -> dict[str, dict]:
+    return {line["what"]: line for line in compared[1] if line["row"] == row}
+
+
+def test_on_a_row_with_a_picture_both_compute_the_same(compared):
+    lines = lines_of(compared, "picture")
+    assert {line["verdict"] for line in lines.values()} == {"same"}
+    assert lines.keys() == {"logits", "loss", "gradients", "answer (greedy ids)"}
+    assert lines["gradients"]["ours"] == "of 7 weights"
+    assert compared[0] == 0
+
+
+def test_where_the_original_is_wrong_it_is_said(compared):
+    text, padded = lines_of(compared, "text"), lines_of(compared, "padded batch")
+    assert text["logits"]["verdict"] == text["answer (greedy ids)"]["verdict"] == "same"
+    assert text["loss"]["verdict"] == "the original is wrong"
+    assert "is not in list" in text["loss"]["note"] and float(text["loss"]["ours"]) > 0
+    assert {line["verdict"] for line in padded.values()} == {"the original is wrong"}
+    assert "loses the pictures" in padded["loss, other pictures"]["note"]
+    assert padded["loss, other pictures"]["original"] == "0.00000"
+    assert padded["tower's gradients"]["original"] == "of 0 weights"
+    assert float(padded["loss, to rows alone"]["ours"].removeprefix("off by ")) < 1e-5
+
+
+def test_the_original_s_process_has_no_token_and_nothing_of_ours(compared, original):
+    variables, modules, paths = json.loads((original / "seen.json").read_text())
+    assert "a secret" not in variables.values()
+    assert variables["HF_HUB_OFFLINE"] == "1"
+    home = Path(variables["HF_HOME"])
+    assert home.is_relative_to(variables["HOME"]) and not home.is_relative_to(Path.home())
+    assert [name for name in modules if name.startswith("glm4v_patched")] == []
+    assert "" not in paths
+
+
+def test_what_runs_is_said_in_the_same_breath(compared, original):
+    for file in original.glob("*.py"):
+        assert re.search(rf"{file.name} \([\d,]+ bytes, sha256 [0-9a-f]{{16}}\)", compared[2])
+    assert "about 0.0 GB" in compared[2] and "are free" in compared[2]
+
+
+def test_no_code_runs_unless_asked(original, capsys, monkeypatch):
+    monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("it was run"))
+    assert main(["compare", str(original)]) == 1
+    told = capsys.readouterr().err
+    assert "modeling_chatglm.py (" in told and told.rstrip().endswith("--run-code")
+
+
+def test_an_environment_is_asked_for_with_the_commands_that_make_it(original, capsys):
+    assert main(["compare", str(original), "--run-code"]) == 1
+    told = capsys.readouterr().err
+    assert "--make-environment environment-of-the-original" in told
+    assert re.search(r"install .*torch==[\d.]+ transformers==4\.44\.2", told)
+    assert main(["compare", str(original), "--run-code", "--python", sys.executable]) == 1
+    assert "works with >=4.42,<4.45" in capsys.readouterr().err
+    assert main(["compare", str(original), "--run-code", "--python", "/no/python"]) == 1
+    assert "/no/python cannot be run" in capsys.readouterr().err
+
+
+def test_an_environment_is_made_once(tmp_path, monkeypatch):
+    ran = []
+
+    def run(command, check):
+        ran.append(command)
+        python = tmp_path / "new" / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.touch()
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    made = environment.make_environment(tmp_path / "new")
+    assert made == tmp_path / "new" / "bin" / "python" and len(ran) == 2
+    assert environment.make_environment(tmp_path / "new") == made and len(ran) == 2
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").touch()
+    with pytest.raises(ValueError, match="not empty, and no environment"):
+        environment.make_environment(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("what", ["nothing", "ours", "no code", "a text model"])
+def test_what_is_no_original_is_refused(tmp_path, capsys, what):
+    folder = tmp_path / "model"
+    if what != "nothing":
+        tiny_model().save_pretrained(folder)
+    if what == "no code":
+        for file in folder.glob("*.py"):
+            file.unlink()
+    if what == "a text model":
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["compare", str(folder)]) == 1
+    told = {
+        "nothing": "is no folder; expected your download",
+        "ours": "is this package's",
+        "no code": "has no modeling_chatglm.py",
+        "a text model": "is not a glm-4v's",
+    }
+    assert told[what] in capsys.readouterr().err
+
+
+# Verdicts
+
+
+def computed(**changes: float) -> Computed:
+    """A model without a fault; changes are added to one of its numbers."""
+    told, tensors = {}, {}
+    losses = {"text": 2.0, "picture": 1.0, "other picture": 3.0, "batch": 2.0, "swapped": 2.5}
+    for case, loss in losses.items():
+        told[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
+        rows = 2 if case in ("batch", "swapped") else 1
+        tensors[f"{case}/logits"] = torch.zeros(rows, 8, 4) + changes.get(f"logits {case}", 0.0)
+        for name in ("transformer.vision.boi", "transformer.encoder.final_layernorm.weight"):
+            gradient = torch.ones(3) + changes.get(f"gradient {case}", 0.0)
+            tensors[f"{case}/gradient/{name}"] = gradient
+    for case in ("prompt text", "prompt picture"):
+        told[case] = {"answer": [1, 2 + int(changes.get(case, 0))], "generate": [1, 2]}
+    return Computed(told, tensors)
+
+
+LEARNED = {"text": 3, "picture": 4, "other picture": 4, "batch": 8, "swapped": 8}
+
+
+def verdicts(original: Computed, ours: Computed) -> set[tuple[str, str, str]]:
+    lines = judge(original, ours, LEARNED, "fp32")
+    assert table(lines)
+    return {(line.row, line.what, line.verdict) for line in lines if line.verdict != "same"}
+
+
+def test_equal_models_are_the_same():
+    assert verdicts(computed(), computed()) == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "what"),
+    [
+        ({"loss text": 1.0}, "text", "loss"),
+        ({"logits picture": 1.0, "logits batch": 1.0, "logits other picture": 1.0}, *[""] * 2),
+        ({"gradient picture": 0.1}, "picture", "gradients"),
+        ({"prompt text": 1}, "text", "answer (greedy ids)"),
+        ({"logits text": float("nan")}, "text", "logits"),
+    ],
+)
+def test_a_difference_on_a_single_row_is_no_fault_of_the_original_s(change, row, what):
+    found = verdicts(computed(), computed(**change))
+    assert found == {(row or "picture", what or "logits", "DIFFERENT")}
+
+
+def test_ours_is_wrong_where_it_fails_or_loses_pictures():
+    without = computed(**{"loss swapped": -0.5})
+    assert verdicts(computed(), without) == {
+        ("padded batch", "loss, other pictures", "OURS IS WRONG")
+    }
+    failing = computed()
+    failing.told["text"]["loss"] = {"error": "ValueError: no"}
+    assert ("text", "loss", "OURS IS WRONG") in verdicts(computed(), failing)
+    apart = {("padded batch", "loss, to rows alone", "OURS IS WRONG")}
+    assert verdicts(computed(), computed(**{"loss batch": 0.1, "loss swapped": 0.1})) == apart

@@ -1,0 +1,280 @@
+"""What doctor says of a machine: each fault that can be seen beforehand, with its cure."""
+
+import json
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import get_default_build_root
+
+from glm4v_patched.cli import main
+from glm4v_patched.doctor import machine, packages
+from glm4v_patched.doctor.findings import Finding, finding, table
+from glm4v_patched.engine import gpu_facts
+from glm4v_patched.engine.deepspeed import locks, names
+from glm4v_patched.engine.gpu_facts import Use, parse_topology
+from glm4v_patched.engine.gpus import Gpu, Gpus
+
+Usage = namedtuple("Usage", "total used free")
+TWO_OF_FOUR_JOINED = (
+    "\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\x1b[0m\n".replace("GPU0", "\tGPU0", 1)
+    + "GPU0\t X \tNV18\tSYS\tSYS\tPXB\t0-47\n"
+    + "GPU1\tNV18\t X \tSYS\tSYS\tPXB\t0-47\n"
+    + "GPU2\tSYS\tSYS\t X \tNV18\tSYS\t48-95\n"
+    + "GPU3\tSYS\tSYS\tNV18\t X \tSYS\t48-95\n"
+    + "NIC0\tPXB\tPXB\tSYS\tSYS\t X \t\n\nLegend:\n\n  X    = Self\n"
+)
+
+
+@pytest.fixture
+def sound(monkeypatch, tmp_path):
+    """A machine with two GPUs on which nothing is wrong."""
+    gpus = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * 2)
+    monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(gpu_facts, "cuda_of_driver", lambda: (13, 0))
+    monkeypatch.setattr(gpu_facts, "cuda_of_torch", lambda: (12, 8))
+    monkeypatch.setattr(gpu_facts, "compute_capabilities", lambda number: [(9, 0)] * number)
+    monkeypatch.setattr(gpu_facts, "memory_in_use", lambda: [Use(0, 0, 10**11), Use(1, 0, 10**11)])
+    monkeypatch.setattr(gpu_facts, "links", lambda: [(0, 1, "NV18")])
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**14, 0, 10**14))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**6, 10**6))
+    monkeypatch.setattr(machine, "missing_for_deepspeed", lambda on_cpu: [])
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    for name in machine.STRANGE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def faults(on_cpu: bool = False) -> dict[str, Finding]:
+    """What is not in order, by its check."""
+    found = {each.check: each for each in machine.check_machine(on_cpu) if each.verdict != "ok"}
+    assert all(each.cure for name, each in found.items() if each.verdict == "fails"), found
+    return found
+
+
+def test_nothing_is_wrong_with_a_sound_machine(sound):
+    assert faults() == {} and faults(on_cpu=True) == {}
+
+
+def refuse_to_resolve(name):
+    raise OSError("Name or service not known")
+
+
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
+
+
+def older_driver(monkeypatch):
+    monkeypatch.setattr(gpu_facts, "cuda_of_driver", lambda: (11, 8))
+
+
+def volta(monkeypatch):
+    monkeypatch.setattr(gpu_facts, "compute_capabilities", lambda number: [(7, 0)] * number)
+
+
+def taken(monkeypatch):
+    uses = [Use(0, 0, 150 * 2**30), Use(1, 41 * 2**30, 150 * 2**30)]
+    monkeypatch.setattr(gpu_facts, "memory_in_use", lambda: uses)
+
+
+def no_nvlink(monkeypatch):
+    monkeypatch.setattr(gpu_facts, "links", lambda: parse_topology(TWO_OF_FOUR_JOINED))
+
+
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+
+
+def no_headers(monkeypatch):
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+
+
+def small_disk(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
+
+
+def few_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1048576))
+
+
+def no_names(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", refuse_to_resolve)
+
+
+def variables(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "verdict", "words"),
+    [
+        (no_gpu, "GPUs", "warning", "NVIDIA's driver shows none.*--device cpu"),
+        (older_driver, "driver", "fails", "runs CUDA 11.8, .* built with 12.8.*update"),
+        (volta, "bf16", "warning", "GPU 0 has compute capability 7.0; GPU 1.*Ampere"),
+        (taken, "GPU 1", "warning", "41 of 150 GiB are taken.*nvidia-smi"),
+        (no_nvlink, "links", "warning", r"4 of 6 pairs .*GPU 0 and 2: SYS.*zero_stage: 2"),
+        (no_compiler, "compiler", "fails", "no C compiler.*apt-get install gcc"),
+        (no_headers, "compiler", "fails", "/nowhere/Python.h is not there.*python3-dev"),
+        (small_disk, "/dev/shm", "warning", "0.06 of .*bus error.*--shm-size=16g"),
+        (small_disk, "disk: temporary files", "warning", "0.1 GB are free.* 1 GB.*TMPDIR"),
+        (few_files, "open files", "warning", "at most 1,024 .*1,048,576.*ulimit -n 65536"),
+        (no_names, "host name", "fails", "localhost cannot be resolved.*127.0.0.1 localhost"),
+        (variables, "environment", "warning", "WORLD_SIZE=8.*unset WORLD_SIZE"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_of_the_machine_is_told_with_its_cure(
+    sound, monkeypatch, fault, check, verdict, words
+):
+    fault(monkeypatch)
+    found = faults()[check]
+    assert found.verdict == verdict
+    text = f"{found.found}: {found.cure}"
+    assert re.search(words, text), text
+
+
+def test_an_abandoned_lock_fails_a_training_on_the_cpu(sound, monkeypatch):
+    lock = Path(locks.extensions_folder(), "deepspeed_shm_comm", "lock")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert faults(on_cpu=True)["locks"].verdict == "fails"
+    assert faults()["locks"].cure == f"rm {lock}"
+    with lock.open():
+        assert faults(on_cpu=True) == {}
+
+
+def test_extensions_are_where_torch_has_them(monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert str(locks.extensions_folder()) == get_default_build_root()
+
+
+def test_the_table_of_nvidia_smi_is_read():
+    kinds = {(a, b): link for a, b, link in parse_topology(TWO_OF_FOUR_JOINED)}
+    assert kinds[0, 1] == kinds[2, 3] == "NV18" and len(kinds) == 6
+    assert {link for pair, link in kinds.items() if pair not in ((0, 1), (2, 3))} == {"SYS"}
+    assert parse_topology("") == []
+
+
+# Packages
+
+
+def of_packages(monkeypatch, versions: dict[str, str | None]) -> dict[str, Finding]:
+    real = packages.version
+
+    def version(name):
+        if name in versions and versions[name] is None:
+            raise PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    monkeypatch.setattr(packages, "version", version)
+    wanted = ["torch>=2.11", "transformers>=4.57.6,<5.24", "deepspeed>=0.16.9,<0.20"]
+    of_torchvision = ["torch==2.11.0"] if "torchvision" in versions else None
+    monkeypatch.setattr(
+        packages,
+        "requires",
+        lambda name: {"glm4v-patched": wanted, "torchvision": of_torchvision}.get(name),
+    )
+    monkeypatch.setattr(packages, "metadata", lambda name: {"Requires-Python": ">=3.11"})
+    return {each.check: each for each in packages.check_packages() if each.verdict != "ok"}
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "verdict"),
+    [
+        ("transformers", "4.44.2", "fails"),
+        ("transformers", "5.24.0", "warning"),
+        ("deepspeed", "0.16.8", "fails"),
+        ("deepspeed", "0.20.1", "fails"),
+        ("torch", None, "fails"),
+        ("torch", "2.10.0", "fails"),
+        ("torch", "3.0", None),
+    ],
+)
+def test_versions_outside_of_the_range_are_told(monkeypatch, name, found, verdict):
+    told = of_packages(monkeypatch, {name: found})
+    assert (told[name].verdict if verdict else told.get(name)) == verdict
+    if verdict:
+        assert f"install '{name}" in told[name].cure
+
+
+def test_a_torchvision_of_another_torch_is_told(monkeypatch):
+    told = of_packages(monkeypatch, {"torchvision": "0.26.0", "torch": "2.13.0"})
+    assert told["versions together"].verdict == "fails"
+    assert "torchvision 0.26.0 needs torch==2.11.0, and 2.13.0" in told["versions together"].found
+
+
+@pytest.mark.parametrize("module", names.DEFINED_IN)
+def test_a_renamed_name_of_deepspeed_is_told_without_importing_it(monkeypatch, module):
+    changed = {module: (*names.DEFINED_IN[module], "ds_renamed")}
+    monkeypatch.setattr(names, "DEFINED_IN", names.DEFINED_IN | changed)
+    (found,) = packages._check_private_names()
+    assert found.verdict == "fails"
+    assert f"has no ds_renamed (of {module})" in found.found
+    assert "deepspeed>=0.16.9,<0.20" in found.cure
+
+
+def test_every_private_name_has_a_module():
+    listed = {name for names_ in names.DEFINED_IN.values() for name in names_}
+    constants = {
+        name: value for name, value in vars(names).items() if name.isupper() and name[0] != "_"
+    }
+    for name, value in constants.items():
+        if name not in ("DEFINED_IN", "OF_SOME_MODULES", "SUPPORTED_DEEPSPEED"):
+            each = [value] if isinstance(value, str) else value
+            assert {entry.rpartition(":")[2] for entry in each} <= listed, name
+
+
+# What is printed
+
+
+def test_a_message_is_divided_into_what_is_wrong_and_the_cure():
+    divided = finding("data", "fails", "out is a file: no folder; expected a folder")
+    assert (divided.found, divided.cure) == ("out is a file: no folder", "expected a folder")
+    assert finding("data", "fails", "broken").cure == ""
+
+
+def test_what_will_fail_comes_last_and_commands_stay_whole():
+    command = "pip install " + "x" * 120 + " y"
+    found = [Finding("torch", "fails", "old " * 40, command), Finding("disk", "ok", "fine")]
+    lines = table(found, 0.25).splitlines()
+    assert lines[0] == "ok      disk   fine"
+    assert lines[1].startswith("fails   torch  old old") and max(map(len, lines[:3])) <= 100
+    assert f"> {command}" in lines[-2]
+    assert lines[-1] == "2 checks in 0.2 s: 1 will fail, 0 warnings"
+
+
+def test_doctor_is_quick_and_loads_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from glm4v_patched.cli import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "sys.exit(main(['doctor', '--json', '--device', 'cpu']))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = json.loads(done.stdout)
+    assert told["seconds"] < 3 and done.returncode == int(told["fails"])
+    assert {"torch", "transformers", "deepspeed", "/dev/shm"} <= {
+        each["check"] for each in told["findings"]
+    }
+
+
+def test_the_status_says_whether_something_will_fail(sound, monkeypatch, capsys):
+    monkeypatch.setattr(packages, "requires", lambda name: [])
+    monkeypatch.setattr(packages, "metadata", lambda name: {"Requires-Python": ">=3.11"})
+    assert main(["doctor"]) == 0
+    volta(monkeypatch)
+    assert main(["doctor"]) == 0  # a warning
+    older_driver(monkeypatch)
+    assert main(["doctor"]) == 1
+    assert "1 will fail, 1 warning" in capsys.readouterr().out

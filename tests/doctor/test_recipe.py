@@ -1,0 +1,136 @@
+"""What doctor says of a recipe: all that the launcher would refuse, and what shows only later."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from glm4v_patched.cli import main
+from glm4v_patched.doctor import recipe as of_recipe
+from glm4v_patched.doctor.findings import Finding
+from glm4v_patched.engine import ram
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.run_folder import locked
+from tests.helpers.recipes import drawn_recipe
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    folder = tmp_path_factory.mktemp("doctor")
+    recipe = drawn_recipe(folder)
+    recipe.write(folder / "recipe.json")
+    return recipe
+
+
+@pytest.fixture
+def asked(drawn, tmp_path) -> Path:
+    """The recipe's file, with a model of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(drawn.model, folder)
+    changes = {"model": str(folder), "out": str(tmp_path / "out")}
+    drawn.override(changes).write(tmp_path / "recipe.json")
+    return tmp_path / "recipe.json"
+
+
+def checks(path: Path, *overrides: str) -> dict[str, Finding]:
+    return {each.check: each for each in of_recipe.check_recipe(path, overrides, None, "cpu")}
+
+
+def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
+    found = checks(asked)
+    assert {each.verdict for each in found.values()} == {"ok"}
+    assert "20 rows, 20 pictures" in found["data"].found
+    assert found.keys() >= {"weights", "processor", "memory of a step", "folder (out)"}
+    assert main(["doctor", str(asked), "--device", "cpu", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["findings"]
+    assert not Path(json.loads(asked.read_text())["out"]).exists()  # nothing was written
+
+
+def test_all_faults_of_the_fields_are_told_with_their_places(asked):
+    found = [
+        each.found
+        for each in of_recipe.check_recipe(asked, ["engine.zero_stage=7", "trained=all"], 1, "cpu")
+        if each.verdict == "fails"
+    ]
+    assert len(found) == 2 and all(text.startswith("command line: ") for text in found)
+
+
+def test_model_and_data_are_looked_at_without_the_gpus_that_are_wanted(asked, monkeypatch):
+    found = {each.check: each for each in of_recipe.check_recipe(asked, [], 64, "cuda")}
+    assert found["recipe"].verdict == "fails"
+    assert found["data"].verdict == "ok" and "memory of a step" not in found
+
+
+def rename_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("transformer.", "model.", 1): each for name, each in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def lose_image_size(folder: Path) -> None:
+    for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            text = (folder / name).read_text().replace(": 56", ": 112")
+            (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "words"),
+    [
+        (rename_weights, "weights", "weights are missing, which would begin at random.*model.emb"),
+        (cut_weights, "recipe", r"model.safetensors has [\d,]+ of its [\d,]+ bytes"),
+        (lose_tokenizer, "processor", "cannot be loaded"),
+        (lose_image_size, "processor", "its pictures take 16 positions, and the model's 4"),
+    ],
+)
+def test_a_damaged_model_is_told(asked, damage, check, words):
+    damage(asked.parent / "model")
+    found = checks(asked)[check]
+    assert found.verdict == "fails" and found.cure
+    assert re.search(words, found.found), found
+
+
+def test_rows_that_cannot_be_used_are_listed(asked, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"messages": [], "images": []}\n')
+    found = checks(asked, f"data.train={tmp_path / 'bad.jsonl'}")["data"]
+    assert found.verdict == "fails" and "bad.jsonl:1: " in found.found
+
+
+def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_path):
+    with locked(tmp_path / "out"):
+        before = (tmp_path / "out" / "run.lock").read_bytes()
+        found = checks(asked)["folder (out)"]
+        assert found.verdict == "fails" and "another run writes to" in found.found
+        assert (tmp_path / "out" / "run.lock").read_bytes() == before
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "model.safetensors").touch()
+    assert checks(asked)["folder (out)"].verdict == "warning"
+
+
+@pytest.mark.parametrize(("room", "verdict"), [(0.5, "fails"), (0.95, "warning"), (1.1, "ok")])
+def test_memory_that_does_not_suffice_is_told(asked, monkeypatch, room, verdict):
+    found = checks(asked)["memory of a step"]
+    told = []
+    compare = of_recipe._compare_memory
+    monkeypatch.setattr(
+        of_recipe, "_compare_memory", lambda check, needed, *rest: told.append(needed) or found
+    )
+    checks(asked)
+    monkeypatch.setattr(of_recipe, "_compare_memory", compare)
+    monkeypatch.setattr(ram, "free_ram", lambda: room * told[0])
+    found = checks(asked)["memory of a step"]
+    assert found.verdict == verdict
+    assert verdict == "ok" or "lora_lm, qlora" in found.cure
