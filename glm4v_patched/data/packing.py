@@ -8,37 +8,11 @@ large as any other.
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .collate import ConversationCollator
-
-if TYPE_CHECKING:
-    from .checked import CheckedData
-
-
-class Layout(NamedTuple):
-    """The rows of an epoch."""
-
-    lengths: np.ndarray
-    """Positions of each row, with all that its pictures take: ``(rows,)``."""
-    images: np.ndarray
-    """Pictures in each: ``(rows,)``."""
-    shares: list[list[int]] | None
-    """The conversations in each, where they are packed."""
-
-
-def lay_out(checked: "CheckedData", pack_to: int | None) -> Layout:
-    """A conversation a row, or where ``pack_to`` says how long a row is, several."""
-    lengths, images = checked.column("positions"), checked.column("images")
-    if pack_to is None:
-        return Layout(lengths, images, None)
-    shares = share_out(lengths.tolist(), pack_to)
-    of_rows = [np.array([of[share].sum() for share in shares]) for of in (lengths, images)]
-    return Layout(of_rows[0], of_rows[1], shares)
 
 
 def share_out(lengths: Sequence[int], max_length: int) -> list[list[int]]:

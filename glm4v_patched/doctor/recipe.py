@@ -19,7 +19,7 @@ from ..finetune.trainer_fields import total_steps
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
-    from ..data.check import CheckedData
+    from ..data.checked import CheckedData
     from ..remote.configuration_chatglm import ChatGLMConfig
 
 GB = 10**9
@@ -83,8 +83,7 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         if folder.is_dir():
-            inputs = [Path(each.path) for each in recipe.data.local_sources()]
-            require_usable(folder, inputs, is_lora(recipe.trained), False, False)
+            require_usable(folder, recipe.data.files(), is_lora(recipe.trained), False, False)
     except ValueError as error:
         # With --resume or --overwrite it may be just what is wanted.
         yield finding(check, WARNING, str(error))
@@ -186,15 +185,14 @@ def _describe_data(checked: "CheckedData") -> Finding:
 def _check_memory(
     recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
 ) -> Iterator[Finding]:
-    from ..data.packing import lay_out
     from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded
     from ..engine.ram import free_ram
     from ..finetune.trainer import batch_of, options_of
 
-    layout = lay_out(checked, recipe.data.pack_to)
-    batch = batch_of(recipe, layout, placement.processes)
+    rows = checked.batch_rows()
+    batch = batch_of(recipe, rows, placement.processes)
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    steps = total_steps(recipe.trainer, len(layout.lengths), placement.processes)
+    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
     options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)
     told = f"tower {options.tower}, language {options.language}, offload {options.offload}"

@@ -83,8 +83,7 @@ def launch(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(source.path) for source in recipe.data.local_sources()]
-        inputs += [file for model in models for file in model.iterdir()]
+        inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
         extends = is_longer(read_report(folder).get("length"), length_of(recipe))
         remove = require_usable(
             folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends

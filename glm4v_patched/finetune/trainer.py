@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,10 +24,11 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..data.check import check_sets
-from ..data.checked import CheckedData
+from ..data.checked import BatchRows, CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.packing import Layout, PackedRows, PackingCollator, lay_out
+from ..data.loading import loader_options
+from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
 from ..engine.options import EngineOptions, is_lora, part_of
@@ -138,13 +140,19 @@ def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
 
 
 def arguments_of(
-    recipe: Recipe, options: EngineOptions, rows: int, processes: int, evaluates: bool = False
+    recipe: Recipe,
+    options: EngineOptions,
+    rows: int,
+    processes: int,
+    evaluates: bool = False,
+    loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrainingArguments:
     """The Trainer's arguments for a recipe, of which the engine has been decided.
 
     Args:
         rows: That are learned in an epoch; packed ones, if they are packed.
         evaluates: Whether there is data to evaluate on.
+        loading: Of :func:`loader_options`.
     """
     asked = recipe.trainer
     steps = total_steps(asked, rows, processes)
@@ -178,7 +186,7 @@ def arguments_of(
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         logging_nan_inf_filter=False,
         seed=asked.seed,
-        **asked.handed_on(),
+        **{**loading, **asked.handed_on()},
     )
 
 
@@ -377,13 +385,14 @@ def train(
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
     conversations: Any = checked.conversations()
     collator = ConversationCollator(processor, checked.stamps)
-    layout = lay_out(checked, recipe.data.pack_to)
-    if layout.shares is not None:
-        conversations = PackedRows(conversations, layout.shares)
+    rows_of_batches = checked.batch_rows()
+    if rows_of_batches.shares is not None:
+        conversations = PackedRows(conversations, rows_of_batches.shares)
         collator = PackingCollator(processor, checked.stamps)
-    options = _decide(recipe, base, layout)
+    options = _decide(recipe, base, rows_of_batches)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    arguments = arguments_of(recipe, options, len(conversations), _processes())
+    loading = _loading(recipe, processor, rows_of_batches)
+    arguments = arguments_of(recipe, options, len(conversations), _processes(), loading=loading)
     assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = Rows(checked.row_digests, checked.row_lines)
@@ -453,24 +462,31 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def batch_of(recipe: Recipe, layout: Layout, processes: int) -> Batch:
+def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
     """The largest batch of one of so many processes."""
     return Batch(
         rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(layout.lengths.max()),
-        images_per_row=int(layout.images.max()),
+        row_length=int(rows.lengths.max()),
+        images_per_row=int(rows.images.max()),
         processes=processes,
     )
 
 
-def _decide(recipe: Recipe, base: Base, layout: Layout) -> EngineOptions:
+def _loading(recipe: Recipe, processor: ChatGLMProcessor, rows: BatchRows) -> dict[str, Any]:
+    pictures = int(rows.images.max()) * recipe.trainer.per_device_train_batch_size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    side = processor.image_processor.size["height"]
+    return loader_options(recipe.trainer.handed_on(), here, pictures, side)
+
+
+def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
     """The options for such rows and this machine; all processes come to the same."""
     asked = options_of(recipe)
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    batch = batch_of(recipe, layout, _processes())
-    steps = total_steps(recipe.trainer, len(layout.lengths), _processes())
+    batch = batch_of(recipe, rows, _processes())
+    steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
     options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
