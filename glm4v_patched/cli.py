@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"glm4v-patched: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        print(f"glm4v-patched: {stop or 'stopped'}", file=sys.stderr)
+        print(f"glm4v-patched: {str(stop) or 'stopped'}", file=sys.stderr)
         return 128 + getattr(stop, "number", 2)
 
 

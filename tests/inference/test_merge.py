@@ -20,11 +20,12 @@ from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from hub_upload.build import build, read_source
 
 BOTH = r".*query_key_value"
+FIRST = "encoder.layers.0.self_attention.query_key_value"
 KINDS = {
     "alpha": {"r": 4, "lora_alpha": 32},
     "rsLoRA": {"r": 4, "lora_alpha": 8, "use_rslora": True},
     "DoRA": {"r": 4, "lora_alpha": 8, "use_dora": True},
-    "patterns": {"r": 4, "rank_pattern": {"encoder": 2}, "alpha_pattern": {"layers.0": 64}},
+    "patterns": {"r": 4, "rank_pattern": {FIRST: 2}, "alpha_pattern": {FIRST: 64}},
     "other layers": {"r": 2, "target_modules": r".*(dense_h_to_4h|output_layer|encoder.*\.dense)"},
 }
 
