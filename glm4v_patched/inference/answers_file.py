@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.messages import shorten
-from ..data.messages import pictures_of
+from ..data.messages import pictures_of, shorten
 from .questions import Question
 
 
