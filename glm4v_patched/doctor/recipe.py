@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
 from ..finetune.disk import shapes_of
@@ -55,6 +56,7 @@ def check_recipe(
     if placement is not None:
         where = "on the CPU" if placement.on_cpu else "each on a GPU"
         yield Finding("recipe", OK, f"{path}: {placement.processes} processes, {where}")
+        yield from _check_zero_plus_plus(recipe, placement)
     yield from _check_out(recipe)
     try:
         base = pin(base_of(recipe))
@@ -62,6 +64,19 @@ def check_recipe(
         yield finding("model", FAILS, str(error))
         return
     yield from _check_inside(recipe, base, placement)
+
+
+def _check_zero_plus_plus(recipe: Recipe, placement: Placement) -> Iterator[Finding]:
+    engine = recipe.engine
+    quantized = engine.zero_quantized_weights or engine.zero_quantized_gradients
+    size = engine.zero_hpz_partition_size
+    try:
+        require_zero_plus_plus(size, quantized, placement.processes, placement.on_cpu)
+    except ValueError as error:
+        yield finding("ZeRO++", FAILS, str(error))
+        return
+    if quantized or size > 1:
+        yield Finding("ZeRO++", OK, f"on {placement.processes} processes")
 
 
 def _of_lines(check: str, error: Exception) -> Iterator[Finding]:
