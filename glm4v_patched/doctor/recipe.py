@@ -8,9 +8,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
 from ..finetune.disk import shapes_of
 from ..finetune.identity import Base, base_of, pin
+from ..finetune.launch import sources_of
 from ..finetune.preflight import Device, Placement, examine
 from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
@@ -82,8 +84,8 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         if folder.is_dir():
-            adapters = recipe.trained not in ("full", "lm")
-            require_usable(folder, [Path(recipe.data.train)], adapters, False, False)
+            inputs = [Path(source.path) for source in sources_of(recipe) if source.is_local]
+            require_usable(folder, inputs, is_lora(recipe.trained), False, False)
     except ValueError as error:
         # With --resume or --overwrite it may be just what is wanted.
         yield finding(check, WARNING, str(error))
@@ -187,17 +189,17 @@ def _check_memory(
 ) -> Iterator[Finding]:
     from ..engine.memory_plan import OUTSIDE_TORCH, Batch, decide, estimate, offloaded
     from ..engine.ram import free_ram
-    from ..finetune.trainer import longest_row, options_of
+    from ..finetune.trainer import options_of, rows_to_learn
 
-    row_length, images = longest_row(_rows(recipe, checked))
+    _, lengths, images = rows_to_learn(recipe, checked)
     batch = Batch(
         rows=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
+        row_length=int(lengths.max()),
+        images_per_row=int(images.max()),
         processes=placement.processes,
     )
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    steps = total_steps(recipe.trainer, len(checked.row_sizes), placement.processes)
+    steps = total_steps(recipe.trainer, len(lengths), placement.processes)
     options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)
     told = f"tower {options.tower}, language {options.language}, offload {options.offload}"
@@ -209,16 +211,6 @@ def _check_memory(
     if options.offload is True:
         needed = offloaded(config, options)
         yield _compare_memory("memory of the optimizer", needed, free_ram(), "of the machine's")
-
-
-def _rows(recipe: Recipe, checked: "CheckedData") -> list[list]:
-    if recipe.data.pack_to is None:
-        return [[size] for size in checked.row_sizes]
-    from ..data.packing import share_out
-
-    lengths = [size.positions for size in checked.row_sizes]
-    shares = share_out(lengths, recipe.data.pack_to)
-    return [[checked.row_sizes[number] for number in share] for share in shares]
 
 
 def _free_on_gpus(processes: int) -> float:

@@ -24,6 +24,7 @@ from ..engine.options import (
     is_lora,
     trains_vision,
 )
+from .data_fields import Data
 from .fields import (
     AtLeastOne,
     Expected,
@@ -52,23 +53,6 @@ from .training_arguments import refusal
 # After .fields, which says what to install where they are missing.
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-
-
-class Data(Section):
-    """What is learned."""
-
-    train: Annotated[Text, Expected("a file")]
-    """JSONL file of conversations."""
-    pack_to: AtLeastOne | None = None
-    """Pack conversations into rows of at most so many positions, none longer; the batch size then
-    counts such rows."""
-    on_bad: Literal["fail", "skip"] = "fail"
-    """What to do about rows that cannot be used: end with their list, or leave them out."""
-    reuse_features: bool | Folder = False
-    """A picture goes through the vision tower, which must be frozen, only the first time. What came
-    out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
-    is of use to a single process: others draw other pictures in each epoch."""
-
 
 TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
 Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]

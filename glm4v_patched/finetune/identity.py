@@ -6,6 +6,7 @@ Needs no torch. Models are known by their contents, so that folders may move.
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ class Rows:
 
     Args:
         digests: Of each row with the bytes of its pictures.
-        lines: Where it stands in the file.
+        lines: Where it stands in the file; of several files, with the file's name.
     """
 
     digests: tuple[str, ...]
-    lines: tuple[int, ...]
+    lines: tuple[int | str, ...]
 
     def changes_to(self, new: "Rows") -> list[str]:
         """What is different in ``new``, a line for each kind; nothing if they are the same."""
@@ -55,9 +56,9 @@ class Rows:
         return [f"rows: {there} there, {now} now; {changes}"]
 
 
-def _lines_of(rows: Rows, wanted: Counter) -> list[int]:
+def _lines_of(rows: Rows, wanted: Counter) -> list[int | str]:
     """Where so many rows of each digest stand; of equal ones, the last."""
-    lines = []
+    lines: list[int | str] = []
     for row, line in zip(reversed(rows.digests), reversed(rows.lines), strict=True):
         if wanted[row] > 0:
             wanted[row] -= 1
@@ -65,7 +66,7 @@ def _lines_of(rows: Rows, wanted: Counter) -> list[int]:
     return lines[::-1]
 
 
-def _count(lines: list[int], what: str, most: int = 5) -> str:
+def _count(lines: Sequence[int | str], what: str, most: int = 5) -> str:
     if not lines:
         return f"0 {what}"
     places = ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")

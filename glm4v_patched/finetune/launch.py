@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ..data.sets import Source
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
@@ -24,7 +25,7 @@ from .run_folder import begin, close_record, locked, read_report, require_apart,
 from .trainer_fields import save_strategy
 
 if TYPE_CHECKING:
-    from ..data.check import CheckedData
+    from ..data.checked import CheckedData
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -83,7 +84,8 @@ def launch(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
+        inputs = [Path(source.path) for source in sources_of(recipe) if source.is_local]
+        inputs += [file for model in models for file in model.iterdir()]
         extends = is_longer(read_report(folder).get("length"), length_of(recipe))
         remove = require_usable(
             folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
@@ -93,6 +95,11 @@ def launch(
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         _launch(recipe, base, placement, resume, remove, accept_changed_data)
+
+
+def sources_of(recipe: Recipe) -> list[Source]:
+    evaluated = recipe.data.evaluated()
+    return [*recipe.data.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
 
 
 def _has_adapters(recipe: Recipe) -> bool:

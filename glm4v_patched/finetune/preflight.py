@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..data.sets import Source, fault_of_path, make_sources
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..engine.places import fault_of_folder
@@ -136,7 +137,9 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
         "model": fault_of_model,
-        "data.train": _fault_of_file,
+        "data.train": fault_of_path,
+        "data.eval": fault_of_path,
+        "data.image_folder": _fault_of_image_folder,
         "data.reuse_features": fault_of_folder,
         "out": fault_of_folder,
     }
@@ -149,6 +152,10 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             text = text or fault_of_space(known)
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
+    for name in ("data.train", "data.eval"):
+        for source in _sets_of(known.get(name)):
+            if text := fault_of_path(source.path):
+                yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
         yield Fault(
             "engine.optimizer",
@@ -237,11 +244,14 @@ def _begins(file: Path, start: bytes) -> bool:
         return False  # reported when it is loaded
 
 
-def _fault_of_file(file: str) -> str | None:
-    if not os.path.lexists(file):
-        return "there is no such file"
-    if not os.path.isfile(file):
-        return "no file, but a folder or a link to nothing"
-    if not os.access(file, os.R_OK):
-        return "it may not be read"
-    return None if os.path.getsize(file) else "it is empty"
+def _sets_of(value: Any) -> Sequence[Source]:
+    if not isinstance(value, list):
+        return ()
+    try:
+        return make_sources(value, {})
+    except ValueError:
+        return ()  # which is reported elsewhere
+
+
+def _fault_of_image_folder(folder: str) -> str | None:
+    return None if os.path.isdir(folder) else "there is no such folder"

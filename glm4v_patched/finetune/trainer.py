@@ -17,15 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..data.check import CheckedData, check_file
-from ..data.collate import ConversationCollator, Size
+from ..data.check import check_sets
+from ..data.checked import CheckedData
+from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.packing import PackingCollator, share_out
+from ..data.packing import PackedRows, PackingCollator, share_out
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
 from ..engine.options import EngineOptions, is_lora, part_of
@@ -60,7 +62,8 @@ from .unpickling import loading_safely
 # What a continued run may change: where things are kept, how often they are saved, and what is
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
 # What is behind model and data.train is compared by its contents.
-FREE_WHEN_RESUMING = {"model", "revision", "data.train", "data.on_bad", "out"}
+FREE_WHEN_RESUMING = {"model", "revision", "out", "data.train", "data.eval", "data.on_bad"}
+FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.allow_urls"}
 FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
@@ -310,7 +313,7 @@ def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, fl
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
-    """Check a recipe's data for its model; :func:`check_file` has more.
+    """Check a recipe's data for its model; :func:`check_sets` has more.
 
     What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
 
@@ -318,10 +321,11 @@ def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
         base: Of :func:`base_of`, which is asked by default.
     """
     base = base or base_of(recipe)
-    return check_file(
-        recipe.data.train,
+    return check_sets(
+        recipe.data.sources(),
         processor_of(recipe, base),
         ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length,
+        evaluate=recipe.data.evaluated(),
         pack_to=recipe.data.pack_to,
         on_bad=recipe.data.on_bad,
     )
@@ -336,13 +340,32 @@ def processor_of(recipe: Recipe, base: Base) -> ChatGLMProcessor:
 
 def _read_checked(recipe: Recipe) -> CheckedData:
     checked = CheckedData.read(Path(recipe.out, CHECKED_DATA))
-    now = os.path.abspath(recipe.data.train), recipe.data.pack_to
-    if (checked.path, checked.pack_to) != now:
+    asked: Any = recipe.data.evaluated()
+    if isinstance(asked, tuple):
+        asked = [source.path for source in asked]
+    there = checked.sources, checked.asked, checked.pack_to
+    now = recipe.data.sources(), asked, recipe.data.pack_to
+    if there != now:
+        sets = [" and ".join(source.path for source in sources) for sources, *_ in (there, now)]
         raise ValueError(
-            f"{checked.path} was checked, for pack_to {checked.pack_to}, and the recipe has "
-            f"{now[0]} and {now[1]}: start the training again, so that it is checked"
+            f"{sets[0]} was checked, for pack_to {checked.pack_to}, and the recipe has {sets[1]} "
+            f"and {recipe.data.pack_to} (data.eval: {checked.asked} there, {asked} now): start the "
+            "training again, so that it is checked"
         )
     return checked
+
+
+def rows_to_learn(recipe: Recipe, checked: CheckedData) -> tuple[Any, np.ndarray, np.ndarray]:
+    """The rows of training, packed if they are to be; the positions of each, and its images."""
+    conversations: Any = checked.conversations()
+    lengths, images = checked.column("positions"), checked.column("images")
+    if recipe.data.pack_to is None:
+        return conversations, lengths, images
+    shares = share_out(lengths.tolist(), recipe.data.pack_to)
+    lengths, images = (
+        np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
+    )
+    return PackedRows(conversations, shares), lengths, images
 
 
 def train(
@@ -366,15 +389,11 @@ def train(
     """
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
-    conversations: list[Any] = checked.conversations()
-    collator = ConversationCollator(processor, checked.stamps)
-    sizes = [[size] for size in checked.row_sizes]
-    if recipe.data.pack_to is not None:
-        shares = share_out([size.positions for size in checked.row_sizes], recipe.data.pack_to)
-        conversations = [[conversations[number] for number in share] for share in shares]
-        sizes = [[checked.row_sizes[number] for number in share] for share in shares]
-        collator = PackingCollator(processor, checked.stamps)
-    options = _decide(recipe, base, sizes)
+    conversations, lengths, images = rows_to_learn(recipe, checked)
+    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
+    collator_of = ConversationCollator if recipe.data.pack_to is None else PackingCollator
+    collator = collator_of(processor, stamps)
+    options = _decide(recipe, base, len(lengths), int(lengths.max()), int(images.max()))
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     arguments = arguments_of(recipe, options, len(conversations), _processes())
     assert arguments.world_size == _processes()
@@ -446,36 +465,31 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _decide(recipe: Recipe, base: Base, rows: list[list[Size]]) -> EngineOptions:
-    """The options for rows of such sizes and this machine; all processes come to the same."""
+def _decide(recipe: Recipe, base: Base, rows: int, row_length: int, images: int) -> EngineOptions:
+    """The options for rows of such sizes and this machine; all processes come to the same.
+
+    Args:
+        rows: How many there are.
+        row_length: Positions of the longest row.
+        images: The most in a row.
+    """
     asked = options_of(recipe)
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    row_length, images = longest_row(rows)
     batch = Batch(
         rows=recipe.trainer.per_device_train_batch_size,
         row_length=row_length,
         images_per_row=images,
         processes=_processes(),
     )
-    steps = total_steps(recipe.trainer, len(rows), _processes())
+    steps = total_steps(recipe.trainer, rows, _processes())
     options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
         choice += f", offload {options.offload}, compile {options.compile}"
         print(f"for rows of {row_length} positions: {choice}", flush=True)
     return options
-
-
-def longest_row(rows: list[list[Size]]) -> tuple[int, int]:
-    """Positions of the longest row, and the most images in one.
-
-    Args:
-        rows: Sizes of the conversations in each.
-    """
-    positions = max(sum(size.positions for size in row) for row in rows)
-    return positions, max(sum(size.images for size in row) for row in rows)
 
 
 def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None) -> nn.Module:

@@ -126,7 +126,7 @@ def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, m
 
     monkeypatch.setattr(launching, "_run", run)
     launch(recipe, HERE)
-    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "data.json"}
+    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "data.json", "data.arrow"}
     assert LOCK not in contents(recipe.out)
 
 

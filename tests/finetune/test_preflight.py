@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -388,11 +389,39 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
     for name, message in [
         ("none", "there is no such file"),
         ("empty", "it is empty"),
-        ("", "no file, but a folder or a link to nothing"),
-        ("link", "no file, but a folder or a link to nothing"),
+        ("", "a folder without a data set; expected a file, or a folder that datasets has saved"),
+        ("link", "no file, but a link to nothing"),
     ]:
-        [line] = told(asked, f"data.train={tmp_path / name}")
-        assert line.endswith(f": {message}")
+        for field in ("data.train", "data.eval"):
+            [line] = told(asked, f"{field}={tmp_path / name}")
+            assert f": {message}" in line and f"{field} is " in line
+            [line] = told(asked, f"{field}=[{{path: {tmp_path / name}, weight: 2}}]")
+            assert f": {message}" in line and f"{field} has " in line
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("data.train=[]", "data.train: an empty list; expected at least 1 set"),
+        ("data.train=[5]", "data.train: set 1 of 1: is 5; expected a path, or {path: FILE, wei"),
+        ("data.train=[a, {file: b}]", '2 of 2: "file" is not a field of a set; expected path'),
+        ("data.train=[{path: a, wieght: 2}]", '"wieght" is not a field of a set; did you mean we'),
+        ("data.train=[{weight: 2}]", "set 1 of 1: path is missing"),
+        ("data.train=[{path: a, weight: 0}]", "weight is 0; expected a number above 0"),
+        ("data.train=[{path: a, weight: '2'}]", 'weight is "2"; expected a number above 0'),
+        ("data.train=[{path: a, format: alpaca}]", 'format is "alpaca"; expected auto, messages'),
+        ("data.train=[{path: a, ignore: id}]", 'ignore is "id"; expected a list of names'),
+        ("data.eval=[{path: ''}]", 'data.eval: set 1 of 1: path is ""; expected text'),
+        ("data.eval=1.5", "data.eval is 1.5; expected a file, .* a number between 0 and 1 or null"),
+        ("data.eval=true", "data.eval is true; expected a file"),
+        ("data.format=alpaca", 'data.format is "alpaca"; expected auto, messages, conversations'),
+        ("data.ignore=id", 'data.ignore is "id"; expected a list of names'),
+        ("data.image_folder=none", "data.image_folder is .*: there is no such folder"),
+    ],
+)
+def test_sets_that_cannot_be_are_told(asked, assignment, message):
+    [line] = told(asked, assignment)
+    assert re.search(message, line), line
 
 
 def test_out_must_be_a_folder_that_can_be_made(asked, tmp_path, monkeypatch):
