@@ -242,6 +242,30 @@ def _best_model_was_saved(best, saved, save_steps, evaluated, eval_steps) -> str
     return None
 
 
+@rule(
+    "data.eval",
+    "trainer.eval_strategy",
+    "trainer.eval_steps",
+    "trainer.load_best_model_at_end",
+    "trainer.early_stopping_patience",
+    "trainer.save_strategy",
+)
+def _evaluation_has_data(data, strategy, steps, best, patience, saved) -> str | None:
+    asked = {
+        f"trainer.eval_strategy {strategy}": strategy not in (None, "no"),
+        "trainer.eval_steps": steps is not None,
+        "trainer.load_best_model_at_end": best,
+        "trainer.early_stopping_patience": patience is not None,
+        "trainer.save_strategy best": saved == "best",
+    }
+    names = [name for name, given in asked.items() if given]
+    if data is None and names:
+        return f"{names[0]} needs rows to evaluate on; expected data.eval, a file or a share"
+    if strategy == "no" and names:
+        return f"{names[0]} with trainer.eval_strategy no; expected steps or epoch"
+    return None
+
+
 @rule("trainer.learning_rate", "trained")
 def _each_part_has_a_rate(rates, trained) -> str | None:
     expected = parts_with_rates(trained)
