@@ -14,7 +14,16 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
-from ..engine.options import trains_tower
+from ..engine.options import (
+    LANGUAGE_TARGETS,
+    PARTS,
+    TOWER_TARGETS,
+    TRAINED,
+    LoraOptions,
+    check_trained,
+    is_lora,
+    trains_vision,
+)
 from .data_fields import Data
 from .fields import (
     AtLeastOne,
@@ -42,8 +51,11 @@ from .training_arguments import refusal
 
 # isort: split
 # After .fields, which says what to install where they are missing.
-from pydantic import BeforeValidator, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+
+TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
+Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
 
 
 class Lora(Section):
@@ -51,6 +63,33 @@ class Lora(Section):
 
     rank: AtLeastOne = 8
     """Rank of the adapters."""
+    alpha: AtLeastOne | None = None
+    """What they add is multiplied by alpha / rank; null: twice the rank. Here and below, adapters
+    that go on being trained keep what they have where null is said."""
+    dropout: Annotated[
+        float | None, Field(ge=0, lt=1), Expected("a number from 0 to below 1 or null")
+    ] = None
+    """Of their input, in training; null: 0."""
+    targets: Annotated[
+        list[Target] | Literal["all-linear"] | None,
+        Expected(f"a list of {', '.join(TARGETS)}, or all-linear or null"),
+    ] = None
+    """The linear layers that have adapters, of each layer of what "trained" says (fc1 and fc2 are
+    the vision tower's, dense_... the language model's); null: query_key_value."""
+    use_rslora: bool | None = None
+    """Multiply by alpha / sqrt(rank) instead; null: false."""
+    use_dora: bool | None = None
+    """Learn the weights' magnitudes, too (not with engine.zero_stage 3); null: false."""
+
+    def options(self, trained: str = "lora_all") -> LoraOptions:
+        """For the engine."""
+        given = self.model_dump()
+        if self.targets == "all-linear":
+            on_tower = TOWER_TARGETS if trained == "lora_all" else ()
+            given["targets"] = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *on_tower]))
+        elif self.targets is not None:
+            given["targets"] = tuple(self.targets)
+        return LoraOptions(**given)
 
 
 class Engine(Section):
@@ -74,6 +113,28 @@ class Engine(Section):
     offload: bool | Literal["auto"] = "auto"
     """Keep the optimizer's states and the fp32 weights on the CPU; "auto": where nothing else
     fits."""
+    zero_hpz_partition_size: AtLeastOne = 1
+    """DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the
+    weights between them, so that the backward pass gathers nothing over the network; 1 for none."""
+    zero_quantized_weights: bool = False
+    """DeepSpeed's ZeRO++ (qwZ): gather weights in 8 bits; needs CUDA's compiler."""
+    zero_quantized_gradients: bool = False
+    """DeepSpeed's ZeRO++ (qgZ): sum gradients in 4 bits; needs CUDA's compiler."""
+
+
+def _join_parts(value: Any) -> Any:
+    """A list of parts as one name; of all that have a name, that one."""
+    if isinstance(value, list):
+        if not value or not all(isinstance(part, str) for part in value):
+            raise ValueError("no list of parts")
+        value = "+".join(value)
+    if not isinstance(value, str):
+        return value
+    check_trained(value)
+    if value in TRAINED:
+        return value
+    ordered = "+".join(part for part in PARTS if part in value.split("+"))
+    return {"+".join(PARTS): "full", "language_model": "lm"}.get(ordered, ordered)
 
 
 class Recipe(Section):
@@ -85,9 +146,14 @@ class Recipe(Section):
     """For checkpoints and what is trained; of LoRA, the adapters alone."""
     data: Data
     trainer: TrainerFields
-    trained: Literal["full", "lm", "lora_lm", "lora_all", "qlora"] = "full"
+    trained: Annotated[
+        str,
+        BeforeValidator(_join_parts),
+        Expected(f"{', '.join(TRAINED)}, or a list of {', '.join(PARTS)}"),
+    ] = "full"
     """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the
-    language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
+    language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
+    parts of the model, as [adapter, language_model]."""
     lora: Lora = Lora()
     engine: Engine = Engine()
     revision: Annotated[Text, Expected("a branch, tag or commit")] | None = None
@@ -181,7 +247,7 @@ def check_values(values: Any) -> Checked:
     for name, field in fields():
         value = _given(values, name, field)
         if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
-            known[name] = value
+            known[name] = _join_parts(value) if name == "trained" else value
     faults += conflicts(known)
     assert (recipe is None) == bool(faults)
     return Checked(recipe, faults, known)
@@ -348,6 +414,10 @@ OTHER_NAMES = {
     "micro_batch": "trainer.per_device_train_batch_size",
     "batch_size": "trainer.per_device_train_batch_size",
     "lr": "trainer.learning_rate",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
     "epochs": "trainer.num_train_epochs",
     "scheduler": "trainer.lr_scheduler_type",
     "accumulation": "trainer.gradient_accumulation_steps",
@@ -406,6 +476,26 @@ def _offload_needs_adamw(offload, optimizer) -> str | None:
     return None
 
 
+@rule("engine.zero_hpz_partition_size", "engine.zero_stage")
+def _second_copies_need_stage_3(size, zero_stage) -> str | None:
+    if size > 1 and zero_stage != 3:
+        return (
+            f"engine.zero_hpz_partition_size {size} with engine.zero_stage {zero_stage}: only "
+            "stage 3 shards weights; expected engine.zero_stage 3, or 1 in its place"
+        )
+    return None
+
+
+@rule("engine.zero_quantized_weights", "engine.zero_quantized_gradients", "engine.zero_stage")
+def _quantized_gathers_need_stage_3(weights, gradients, zero_stage) -> str | None:
+    if (weights or gradients) and zero_stage != 3:
+        return (
+            f"engine.zero_quantized_weights or _gradients with engine.zero_stage {zero_stage}: "
+            "only stage 3 gathers weights; expected engine.zero_stage 3, or false"
+        )
+    return None
+
+
 @rule("trained", "engine.zero_stage")
 def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
     if trained == "qlora" and zero_stage != 0:
@@ -427,10 +517,35 @@ def _folders_have_no_revision(revision, model) -> str | None:
 
 @rule("data.reuse_features", "trained")
 def _trained_features_change(reuse_features, trained) -> str | None:
-    if reuse_features and trains_tower(trained):
+    if reuse_features and trains_vision(trained):
         return (
-            f"data.reuse_features with trained {trained}, which trains the vision tower: its "
-            "features change with every step; expected trained to be lm, lora_lm or qlora, or "
-            "data.reuse_features to be false"
+            f"data.reuse_features with trained {trained}, which trains the vision tower or its "
+            "adapter: its features change with every step; expected trained to be lm, lora_lm or "
+            "qlora, or data.reuse_features to be false"
+        )
+    return None
+
+
+@rule("lora.targets", "trained")
+def _targets_are_there(targets, trained) -> str | None:
+    if targets is None or not is_lora(trained):
+        return None
+    if not targets:
+        return "lora.targets is an empty list; expected names of linear layers, or null"
+    known = {*LANGUAGE_TARGETS} | ({*TOWER_TARGETS} if trained == "lora_all" else set())
+    if targets != "all-linear" and (others := sorted({*targets} - known)):
+        return (
+            f"lora.targets has {', '.join(others)}, of the vision tower, and trained is {trained}; "
+            "expected lora_all"
+        )
+    return None
+
+
+@rule("lora.use_dora", "trained", "engine.zero_stage")
+def _dora_needs_whole_weights(use_dora, trained, zero_stage) -> str | None:
+    if use_dora and is_lora(trained) and zero_stage == 3:
+        return (
+            "lora.use_dora with engine.zero_stage 3: DoRA takes norms of whole weights, and ZeRO-3 "
+            "shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null"
         )
     return None

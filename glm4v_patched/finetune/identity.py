@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..engine.options import is_lora
 from ..patch.recognition import is_glm4v
-from .config import Recipe
+from .config import Lora, Recipe
 from .run_folder import read_report
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -160,11 +161,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
 
 
 def _require_continuable(recipe: Recipe, folder: Path) -> None:
-    if recipe.trained in ("full", "lm"):
+    if not is_lora(recipe.trained):
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
-            "other weights, merge them into their model first (peft: merge_and_unload)"
+            "other weights, merge them into their model first (glm4v-patched merge)"
         )
     on_tower = any(".vision." in name for name in _tensor_names(folder / ADAPTER_WEIGHTS))
     if on_tower != (recipe.trained == "lora_all"):
@@ -173,12 +174,32 @@ def _require_continuable(recipe: Recipe, folder: Path) -> None:
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
-    rank = _read_json(folder / ADAPTER_CONFIG).get("r")
-    if rank != recipe.lora.rank:
+    _require_same_lora(recipe.lora, folder, _read_json(folder / ADAPTER_CONFIG))
+    if (asked := recipe.lora.options(recipe.trained).targets) is not None:
+        found = {
+            n.rsplit(".", 3)[1] for n in _tensor_names(folder / ADAPTER_WEIGHTS) if ".lora_A." in n
+        }
+        if found != {*asked}:
+            raise ValueError(
+                f"the adapters in {folder} are on {', '.join(sorted(found))}, and lora.targets is "
+                f"{', '.join(sorted(asked))}; expected the same, or null"
+            )
+
+
+def _require_same_lora(lora: Lora, folder: Path, config: dict) -> None:
+    if config.get("r") != lora.rank:
         raise ValueError(
-            f"the adapters in {folder} have rank {rank}, and lora.rank is "
-            f"{recipe.lora.rank}; expected the same"
+            f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is {lora.rank}; "
+            "expected the same"
         )
+    names = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+    for field in ("alpha", "dropout", "use_rslora", "use_dora"):
+        asked, there = getattr(lora, field), config.get(names.get(field, field))
+        if asked is not None and asked != (there or 0):
+            raise ValueError(
+                f"the adapters in {folder} have {names.get(field, field)} {there}, and lora.{field}"
+                f" is {asked}; expected the same, or null"
+            )
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:

@@ -7,18 +7,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from ..engine.deepspeed.config import require_deepspeed
+from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
-from ..engine.options import require_packages
+from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
+from .identity import Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 from .trainer_fields import save_strategy
@@ -70,12 +71,38 @@ def launch(
             another model or other data.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
-    if recipe.engine.zero_stage:
-        require_deepspeed(placement.on_cpu)
-        if placement.on_cpu:
-            require_no_abandoned_lock()
-    require_packages(recipe.trained)
-    require_packages(recipe.engine.optimizer)
+    with prepared(recipe, placement, resume, overwrite, accept_changed_data) as start:
+        _train(start, placement, accept_changed_data)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What training processes are given: the recipe's file, and where they continue from."""
+
+    recipe: Recipe
+    settings: Path
+    checkpoint: Path | None
+    checked: "CheckedData"
+
+
+@contextmanager
+def prepared(
+    recipe: Recipe,
+    placement: Placement,
+    resume: bool | Path = False,
+    overwrite: bool = False,
+    accept_changed_data: bool = False,
+) -> Iterator[Start]:
+    """All that comes before the first training process, once for all of them. ``recipe.out`` stays
+    locked until they have ended. Takes and raises what :func:`launch` does."""
+    require_installed(recipe, placement.on_cpu)
+    engine = recipe.engine
+    require_zero_plus_plus(
+        engine.zero_hpz_partition_size,
+        engine.zero_quantized_weights or engine.zero_quantized_gradients,
+        placement.processes,
+        placement.on_cpu,
+    )
     base = base_of(recipe)
     folder = Path(recipe.out)
     models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
@@ -92,57 +119,49 @@ def launch(
         require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
-        _launch(recipe, base, placement, resume, remove, accept_changed_data)
+        # Late, for they import torch: what comes before is answered at once.
+        from .checkpoints import changes_of_data
+        from .trainer import check_data, starting_point
+
+        # What is to be removed is nothing to continue from.
+        checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+        if resume and checkpoint is None and read_report(folder).get("finished"):
+            raise ValueError(
+                f"the training in {folder} is finished and left no checkpoint, so that it cannot "
+                "be made longer; to train further, give a new run that folder as model"
+            )
+        checked = check_data(recipe, base)
+        if checkpoint is not None:
+            rows = Rows(checked.row_digests, checked.row_lines)
+            if changes := changes_of_data(checkpoint, rows, accept_changed_data):
+                print(_describe_changes(recipe, checkpoint, changes), flush=True)
+        begin(folder, remove)
+        try:
+            yield _write_start(recipe, checkpoint, checked, bool(resume))
+        finally:
+            close_record(folder, _has_adapters(recipe))
+
+
+def require_installed(recipe: Recipe, on_cpu: bool) -> None:
+    """Raise ``RuntimeError`` if what the recipe needs is missing on this machine."""
+    if recipe.engine.zero_stage:
+        require_deepspeed(on_cpu)
+        if on_cpu:
+            require_no_abandoned_lock()
+    require_packages(recipe.trained)
+    require_packages(recipe.engine.optimizer)
 
 
 def _has_adapters(recipe: Recipe) -> bool:
-    return recipe.trained not in ("full", "lm")
+    return is_lora(recipe.trained)
 
 
-def _launch(
-    recipe: Recipe,
-    base: Base,
-    placement: Placement,
-    resume: bool | Path,
-    remove: list[str],
-    accept_changed_data: bool,
-) -> None:
-    # Late, for they import torch: what comes before is answered at once.
-    from .checkpoints import changes_of_data
-    from .trainer import check_data, starting_point
-
-    folder = Path(recipe.out)
-    # What is to be removed is nothing to continue from.
-    checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
-    if resume and checkpoint is None and read_report(folder).get("finished"):
-        raise ValueError(
-            f"the training in {folder} is finished and left no checkpoint, so that it cannot be "
-            "made longer; to train further, give a new run that folder as model"
-        )
-    checked = check_data(recipe, base)
-    if checkpoint is not None:
-        rows = Rows(checked.row_digests, checked.row_lines)
-        if changes := changes_of_data(checkpoint, rows, accept_changed_data):
-            print(_describe_changes(recipe, checkpoint, changes), flush=True)
-    begin(folder, remove)
-    try:
-        _train(recipe, placement, checked, checkpoint, bool(resume), accept_changed_data)
-    finally:
-        close_record(folder, _has_adapters(recipe))
-
-
-def _train(
-    recipe: Recipe,
-    placement: Placement,
-    checked: "CheckedData",
-    checkpoint: Path | None,
-    resume: bool,
-    accept_changed_data: bool,
-) -> None:
+def _write_start(
+    recipe: Recipe, checkpoint: Path | None, checked: "CheckedData", resume: bool
+) -> Start:
     from .checkpoints import set_incomplete_aside, step_of
     from .trainer import CHECKED_DATA
 
-    processes, on_cpu = placement.processes, placement.on_cpu
     folder = Path(recipe.out)
     if resume:
         print(_describe_start(recipe, checkpoint), flush=True)
@@ -150,6 +169,17 @@ def _train(
     settings = folder / "recipe.json"
     recipe.write(settings)
     checked.write(folder / CHECKED_DATA)
+    return Start(recipe, settings, checkpoint, checked)
+
+
+def _train(start: Start, placement: Placement, accept_changed_data: bool) -> None:
+    recipe, settings, checkpoint, checked = (
+        start.recipe,
+        start.settings,
+        start.checkpoint,
+        start.checked,
+    )
+    processes, on_cpu = placement.processes, placement.on_cpu
     environment = training_environment(processes, on_cpu)
     if not on_cpu and not recipe.engine.zero_stage:
         # The Trainer would spread a single process over all GPUs that it sees.
@@ -175,7 +205,7 @@ def _train(
             f"training was stopped by {number.name}{_how_to_resume(recipe, settings, placement)}",
             number,
         ) from None
-    if status and (error := read_report(folder).get("error")):
+    if status and (error := read_report(settings.parent).get("error")):
         raise RuntimeError(f"{error} (settings: {settings})")
     if status:
         raise RuntimeError(

@@ -20,8 +20,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, set_seed
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from ..data.check import check_sets
 from ..data.checked import BatchRows, CheckedData
@@ -31,7 +36,7 @@ from ..data.loading import loader_options
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -45,13 +50,15 @@ from .checkpoints import (
     require_same_settings,
 )
 from .config import Recipe
-from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe, highest
+from .divergence import Diverged, as_json
 from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
-from .run_folder import REPORT, give_usual_modes, remove_weights
+from .recipe_trainer import RecipeTrainer
+from .run_folder import REPORT, remove_weights
 from .trainer_fields import (
     FREE_FIELDS,
     eval_batch_size,
     eval_strategy,
+    highest_rate,
     save_strategy,
     steps_in_epoch,
     total_steps,
@@ -67,6 +74,9 @@ FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.
 FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+
+# What was fixed before there was a field for it, where its default is another.
+BEFORE = {"lora.alpha": 8}
 
 CHECKED_DATA = "data.json"
 """In ``out``: what the check found of the data."""
@@ -94,7 +104,7 @@ def starting_point(
         length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
         if is_longer({name: there[name] for name in length if name in there}, length):
             settings |= {name: there[name] for name in length}
-        require_same_settings(checkpoint, settings, files, Recipe.defaults())
+        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
     return checkpoint
 
 
@@ -103,13 +113,17 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
     if recipe.trainer.max_steps is not None:
         del decisive["trainer.num_train_epochs"]  # which it overrides
+    if is_lora(recipe.trained) and recipe.lora.alpha is None:
+        decisive["lora.alpha"] = 2 * recipe.lora.rank
     return decisive | {"processes": processes}
 
 
 def options_of(recipe: Recipe) -> EngineOptions:
     """What the recipe asks of the engine, "auto" where it leaves that open."""
     return EngineOptions(
-        trained=recipe.trained, lora_rank=recipe.lora.rank, **recipe.engine.model_dump()
+        trained=recipe.trained,
+        lora=recipe.lora.options(recipe.trained),
+        **recipe.engine.model_dump(),
     )
 
 
@@ -156,7 +170,7 @@ def arguments_of(
         per_device_train_batch_size=asked.per_device_train_batch_size,
         per_device_eval_batch_size=eval_batch_size(asked),
         gradient_accumulation_steps=asked.gradient_accumulation_steps,
-        learning_rate=asked.learning_rate or 0.0,  # each part has its own
+        learning_rate=highest_rate(asked),
         warmup_steps=warmup(asked, steps),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
@@ -180,116 +194,6 @@ def arguments_of(
         seed=asked.seed,
         **{**loading, **asked.handed_on()},
     )
-
-
-class RecipeTrainer(Trainer):
-    """Saves the model with the config it came with, in checkpoints too: they can be loaded.
-
-    Adapters get the code beside them, with which a process without this package loads their base.
-    With ``features``, pictures that they know do not go through the tower.
-
-    Args:
-        model: A glm-4v, or peft's around one.
-        max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        features: TowerFeatures | None = None,
-        max_nonfinite_steps: int = 3,
-        **options,
-    ):
-        self.watch = DivergenceWatch(max_nonfinite_steps)
-        self.features = features
-        if features is not None:
-            options["data_collator"] = features.collator(options["data_collator"])
-        self.has_adapters = hasattr(model, "get_base_model")
-        given: Any = model
-        self.inner: GLM4VForCausalLM = given.get_base_model() if self.has_adapters else given
-        if self.has_adapters:
-            # To see whether embeddings have grown, peft would ask the Hub for its newest config.
-            given.save_pretrained = partial(given.save_pretrained, save_embedding_layers=False)
-        # The Trainer puts the tokenizer's one end token in place of the model's three.
-        self.stop_ids = self.inner.config.eos_token_id
-        self._last_step: tuple[nn.Module, dict] | None = None
-        super().__init__(model=model, **options)
-        self.add_callback(self.watch)
-        self.inner.config.skip_logits = True
-
-    def create_optimizer(self, *model) -> torch.optim.Optimizer:
-        """The Trainer's, without groups in which nothing is trained.
-
-        Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
-        scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
-        """
-        optimizer = super().create_optimizer(*model)
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return optimizer
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.features is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = self.features.replace_pictures(inputs)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.features.keep(outputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def training_step(self, model, inputs, *rest):
-        self._last_step = model, dict(inputs)
-        loss = super().training_step(model, inputs, *rest)
-        norm = model.get_global_grad_norm() if self.is_deepspeed_enabled else None
-        return self.watch.see(loss, norm)
-
-    def log(self, logs: dict[str, float], *rest) -> None:
-        if "loss" in logs:
-            logs["loss"] += self.watch.left_out_of_log()
-        super().log(logs, *rest)
-
-    def _require_finite_loss(self, folder: Path) -> None:
-        """Compute the loss of the last batch again: no step has seen the last update's weights."""
-        if self._last_step is None:
-            return
-        model, inputs = self._last_step
-        # In training mode, as processes without a picture then keep the others' order. Compiled
-        # layers would be compiled anew without gradients.
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),
-            self.compute_loss_context_manager(),
-        ):
-            loss = self.compute_loss(model, self._prepare_inputs(dict(inputs)))
-        if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
-            raise Diverged(
-                "the loss of the last batch is NaN or infinite with the weights of step "
-                f"{self.state.global_step}; {folder} is no model"
-            )
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
-        config = self.inner.config
-        config.eos_token_id = self.stop_ids
-        config.skip_logits = False
-        assert self.model is not None
-        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        check = WeightsCheck(trained)
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            config.skip_logits = True
-        folder = Path(output_dir or cast(str, self.args.output_dir))
-        if names := check.names():
-            raise Diverged(
-                f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
-            )
-        self._require_finite_loss(folder)
-        if not self.args.should_save:
-            return
-        if self.has_adapters:
-            custom_object_save(self.inner, folder)
-        give_usual_modes(folder)
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
@@ -357,15 +261,18 @@ def train(
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
     conversations: Any = checked.conversations()
-    collator = ConversationCollator(processor, checked.stamps)
+    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
+    collator = ConversationCollator(processor, stamps)
     rows_of_batches = checked.batch_rows()
     if rows_of_batches.shares is not None:
         conversations = PackedRows(conversations, rows_of_batches.shares)
-        collator = PackingCollator(processor, checked.stamps)
+        collator = PackingCollator(processor, stamps)
+    evaluated = None if checked.eval is None else checked.eval.conversations()
     options = _decide(recipe, base, rows_of_batches)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
     loading = _loading(recipe, processor, rows_of_batches)
-    arguments = arguments_of(recipe, options, len(conversations), _processes(), loading=loading)
+    evaluates = evaluated is not None
+    arguments = arguments_of(recipe, options, len(conversations), _processes(), evaluates, loading)
     assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = Rows(checked.row_digests, checked.row_lines)
@@ -378,11 +285,14 @@ def train(
         model,
         features=features_of(recipe, model),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
+        rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
+        eval_collator=ConversationCollator(processor, stamps),
         args=arguments,
         train_dataset=conversations,
+        eval_dataset=evaluated,
         data_collator=collator,
         processing_class=processor,
-        callbacks=[CompletionMarker(origin, recipe.trainer.save_total_limit)],
+        callbacks=callbacks_of(recipe, origin),
     )
     error = None
     try:
@@ -390,6 +300,7 @@ def train(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
+        _evaluate_at_end(trainer)
         if recipe.engine.zero_stage == 0:
             _round_trained(model, DTYPES[recipe.engine.precision])
         trainer.save_model()
@@ -407,10 +318,7 @@ def train(
 
 def _how_to_go_on(recipe: Recipe) -> str:
     checkpoint = last_complete_checkpoint(Path(recipe.out))
-    rate = recipe.trainer.learning_rate
-    lower = "lower learning rates"
-    if rate is not None:
-        lower = f"a lower trainer.learning_rate than {rate:g}"
+    lower = f"a lower trainer.learning_rate than {highest_rate(recipe.trainer):g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -427,7 +335,17 @@ def _write_report(
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
+    measured = ("step", "eval_loss", "eval_tokens", "eval_runtime")
+    evaluations = [
+        {name: as_json(entry[name]) for name in measured}
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    ]
     report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
+    if evaluations:
+        report["evaluations"] = evaluations
+    if trainer.args.load_best_model_at_end:
+        report["best_step"] = trainer.state.best_global_step
     report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), "base": base}
     text = json.dumps(report, indent=2, allow_nan=False)
     Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
@@ -435,6 +353,16 @@ def _write_report(
 
 def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
+    """The largest batch of one of so many processes."""
+    return Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=int(rows.lengths.max()),
+        images_per_row=int(rows.images.max()),
+        processes=processes,
+    )
 
 
 def _loading(recipe: Recipe, processor: ChatGLMProcessor, rows: BatchRows) -> dict[str, Any]:
@@ -450,12 +378,7 @@ def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(rows.lengths.max()),
-        images_per_row=int(rows.images.max()),
-        processes=_processes(),
-    )
+    batch = batch_of(recipe, rows, _processes())
     steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
     options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
@@ -463,6 +386,22 @@ def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
         choice += f", offload {options.offload}, compile {options.compile}"
         print(f"for rows of {batch.row_length} positions: {choice}", flush=True)
     return options
+
+
+def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
+    asked = recipe.trainer
+    callbacks: list[TrainerCallback] = [CompletionMarker(origin, asked.save_total_limit)]
+    if asked.early_stopping_patience is not None:
+        patience = asked.early_stopping_patience, asked.early_stopping_threshold
+        callbacks.append(EarlyStoppingCallback(*patience))
+    return callbacks
+
+
+def _evaluate_at_end(trainer: Trainer) -> None:
+    """Where evaluations are not at the end of each epoch, after the last step, too."""
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    if trainer.args.eval_strategy != "no" and trainer.state.global_step not in evaluated[-1:]:
+        trainer.evaluate()
 
 
 def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, create_model, model_serializer
 
+from ..engine.options import PARTS, parts_with_rates
 from ..printed import pip_install
 from .fields import AtLeastOne, Expected, Positive, Section, Seed, Text, rule
 from .training_arguments import installed_fields
@@ -30,8 +31,12 @@ class DeclaredFields(Section):
     gradient_accumulation_steps: AtLeastOne = 1
     """Batches of each process in one update: the effective batch is this times
     per_device_train_batch_size times the processes."""
-    learning_rate: Annotated[Positive | None, Expected("a number above 0")] = None
-    """The highest of the schedule. Required, unless trained gives each part its own."""
+    learning_rate: Annotated[
+        Positive | dict[Literal["tower", "adapter", "language_model"], Positive],
+        Expected("a number above 0, or one for each part"),
+    ]
+    """The highest of the schedule. Parts of the model may have their own, as {tower: 1e-6,
+    language_model: 1e-5}."""
     warmup_steps: NotNegative = 0.05
     """Steps until the learning rate is at its highest; below 1, a share of all steps."""
     weight_decay: NotNegative = 0.0
@@ -237,9 +242,48 @@ def _best_model_was_saved(best, saved, save_steps, evaluated, eval_steps) -> str
     return None
 
 
-@rule("trainer.learning_rate", "trained")
-def _rates_are_known(rate, trained) -> str | None:
-    own = list(trained.values()) if isinstance(trained, dict) else [None]
-    if rate is None and None in own:
-        return "trainer.learning_rate is missing; expected a number above 0"
+@rule(
+    "data.eval",
+    "trainer.eval_strategy",
+    "trainer.eval_steps",
+    "trainer.load_best_model_at_end",
+    "trainer.early_stopping_patience",
+    "trainer.save_strategy",
+)
+def _evaluation_has_data(data, strategy, steps, best, patience, saved) -> str | None:
+    asked = {
+        f"trainer.eval_strategy {strategy}": strategy not in (None, "no"),
+        "trainer.eval_steps": steps is not None,
+        "trainer.load_best_model_at_end": best,
+        "trainer.early_stopping_patience": patience is not None,
+        "trainer.save_strategy best": saved == "best",
+    }
+    names = [name for name, given in asked.items() if given]
+    if data is None and names:
+        return f"{names[0]} needs rows to evaluate on; expected data.eval, a file or a share"
+    if strategy == "no" and names:
+        return f"{names[0]} with trainer.eval_strategy no; expected steps or epoch"
     return None
+
+
+@rule("trainer.learning_rate", "trained")
+def _each_part_has_a_rate(rates, trained) -> str | None:
+    expected = parts_with_rates(trained)
+    if isinstance(rates, dict) and rates.keys() != expected:
+        return (
+            f"trainer.learning_rate is for {', '.join(rates) or 'nothing'}, and trained is "
+            f"{trained}; expected one number, or one for each of "
+            f"{', '.join(part for part in PARTS if part in expected)}"
+        )
+    return None
+
+
+def rate_of(trainer: DeclaredFields, part: str) -> float:
+    """The learning rate of a part of the model."""
+    rates = trainer.learning_rate
+    return rates[part] if isinstance(rates, dict) else rates  # type: ignore[index]
+
+
+def highest_rate(trainer: DeclaredFields) -> float:
+    rates = trainer.learning_rate
+    return max(rates.values()) if isinstance(rates, dict) else rates

@@ -15,8 +15,9 @@ from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 
 from glm4v_patched.finetune.config import Recipe, RecipeError
+from glm4v_patched.finetune.disk import checkpoints_at_once
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.preflight import Placement, checkpoints_at_once
+from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.finetune.trainer import settings_of, starting_point
 from glm4v_patched.finetune.trainer_fields import steps_in_epoch, total_steps, warmup
@@ -74,7 +75,10 @@ def test_what_is_the_recipe_s_own_is_refused_with_what_to_write(name, message):
         ({"weight_decai": 0.1}, r"did you mean trainer\.weight_decay\?"),
         ({"epochs": 3}, r"did you mean trainer\.num_train_epochs\?"),
         ({"num_train_epochs": 0}, "num_train_epochs is 0; expected a number above 0"),
-        ({"learning_rate": None}, "trainer.learning_rate is missing; expected a number above 0"),
+        (
+            {"learning_rate": None},
+            "trainer.learning_rate is null; expected a number above 0, or one",
+        ),
         ({"warmup_steps": -1}, "warmup_steps is -1; expected a number of at least 0"),
         ({"report_to": "tensorbord"}, "'tensorbord', which is no logger .* expected none or tens"),
         ({"report_to": ["clearml"]}, "report_to clearml needs clearml: .*pip install clearml"),
