@@ -50,6 +50,8 @@ ELSEWHERE = {
     "torchrun --nproc_per_node 2 -m glm4v_patched.run -m trl.scripts.sft": "by hand, as it says",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    # Rows in each format.
+    "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
