@@ -86,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="continue although rows or pictures have changed, and say which",
     )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, say what would be trained, and train nothing",
+    )
 
     add_inference_commands(commands)
 
@@ -144,7 +149,10 @@ def _train(options: argparse.Namespace) -> int:
         resume=options.resume_from or options.resume,
         overwrite=options.overwrite,
         accept_changed_data=options.accept_changed_data,
+        dry_run=options.dry_run,
     )
+    if options.dry_run:
+        return 0
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
     return 0
 

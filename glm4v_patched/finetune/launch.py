@@ -19,10 +19,11 @@ from ..engine.environment import training_environment
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
+from .disk import fault_of_space
 from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
-from .trainer_fields import save_strategy
+from .trainer_fields import save_strategy, total_steps
 
 if TYPE_CHECKING:
     from ..data.checked import CheckedData
@@ -47,6 +48,7 @@ def launch(
     resume: bool | Path = False,
     overwrite: bool = False,
     accept_changed_data: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Train with NCCL on GPUs, or with gloo on the CPU; with ``engine.zero_stage`` 0 a single
     process trains without either, and without DeepSpeed.
@@ -62,6 +64,8 @@ def launch(
         overwrite: Whether to remove what earlier runs wrote to ``recipe.out``, once the data has
             been checked; :mod:`run_folder` has more.
         accept_changed_data: Whether the checkpoint's rows may have been others.
+        dry_run: Check all that is checked before the first step, say what would be done
+            (:mod:`summary`), and do none of it.
 
     Raises:
         RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
@@ -94,7 +98,7 @@ def launch(
         require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
-        _launch(recipe, base, placement, resume, remove, accept_changed_data)
+        _launch(recipe, base, placement, resume, remove, accept_changed_data, dry_run)
 
 
 def sources_of(recipe: Recipe) -> list[Source]:
@@ -113,10 +117,12 @@ def _launch(
     resume: bool | Path,
     remove: list[str],
     accept_changed_data: bool,
+    dry_run: bool,
 ) -> None:
     # Late, for they import torch: what comes before is answered at once.
     from .checkpoints import changes_of_data
-    from .trainer import check_data, starting_point
+    from .summary import describe
+    from .trainer import check_data, rows_to_learn, starting_point
 
     folder = Path(recipe.out)
     # What is to be removed is nothing to continue from.
@@ -131,6 +137,13 @@ def _launch(
         rows = Rows(checked.row_digests, checked.row_lines)
         if changes := changes_of_data(checkpoint, rows, accept_changed_data):
             print(_describe_changes(recipe, checkpoint, changes), flush=True)
+    print(describe(recipe, base, checked, placement), flush=True)
+    steps = total_steps(recipe.trainer, len(rows_to_learn(recipe, checked)[1]), placement.processes)
+    if text := fault_of_space(recipe.flat(), steps):
+        raise ValueError(f"out is {folder}: {text}")
+    if dry_run:
+        print("nothing was trained, and nothing written (--dry-run)", flush=True)
+        return
     begin(folder, remove)
     try:
         _train(recipe, placement, checked, checkpoint, bool(resume), accept_changed_data)
