@@ -10,9 +10,9 @@ from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
 from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
+from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 
-DEVICES = ("cuda", "cpu")
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"glm4v-patched: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        print(f"glm4v-patched: {stop or 'stopped'}", file=sys.stderr)
+        print(f"glm4v-patched: {str(stop) or 'stopped'}", file=sys.stderr)
         return 128 + getattr(stop, "number", 2)
 
 
@@ -58,34 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
     train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
-    which = "a YAML or JSON file, or the name of one that ships (below)"
-    train.add_argument("recipe", type=Path, metavar="RECIPE", help=which)
-    instead = "instead of what the file says, as engine.compile=true; YAML"
-    train.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
+    add_recipe(train)
     every = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
-    device = "cpu: train without GPUs (slow: for trials of small models)"
-    train.add_argument("--device", choices=DEVICES, default="cuda", help=device)
-    start = train.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last complete checkpoint, if there is one",
-    )
-    start.add_argument(
-        "--resume-from", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint"
-    )
-
-    start.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="remove what earlier runs wrote to the recipe's folder (out), and nothing else",
-    )
-    train.add_argument(
-        "--accept-changed-data",
-        action="store_true",
-        help="continue although rows or pictures have changed, and say which",
-    )
+    add_start(train)
     train.add_argument(
         "--dry-run",
         action="store_true",

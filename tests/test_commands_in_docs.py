@@ -370,3 +370,30 @@ def test_adapters_load_and_are_merged(given, reader, trained):
     without_package = "import sys\nsys.modules['glm4v_patched'] = None\n"
     adapters = load.replace("my_adapter", "trained")
     reader.python(without_package + adapters + MERGED_IS_THE_SAME)
+
+
+@pytest.mark.slow
+@runs(
+    "glm4v-patched answer ",
+    "glm4v-patched evaluate ",
+    "glm4v-patched chat ",
+    "glm4v-patched merge ",
+    "def starts_right",
+)
+def test_what_was_trained_answers_and_is_evaluated_and_merged(given, reader, trained):
+    [code, *given] = given
+    (reader.folder / "scores.py").write_text(code)
+    questions = (reader.folder / "train.jsonl").read_text().splitlines(keepends=True)[:3]
+    (reader.folder / "questions.jsonl").write_text("".join(questions))
+    for command in given:
+        short = "" if " merge " in command else " --device cpu --max-new-tokens 3"
+        shutil.rmtree(reader.folder / "merged", ignore_errors=True)
+        piped = "printf 'What is it?\\n/image cat.png\\nAnd this?\\n' | " * (" chat " in command)
+        told = reader.shell(f"{piped}{command}{short}")
+        if "scores.py" in command:
+            assert "starts_right" in told
+    assert (reader.folder / "merged" / "model.safetensors").is_file()
+    lines = (reader.folder / "answers.jsonl").read_text().splitlines()
+    [example] = [block for block in blocks(ROOT / "docs" / "answering.md", "json")]
+    assert [json.loads(line).keys() for line in lines] == [json.loads(example).keys()] * 3
+    assert (reader.folder / "evaluation" / "metrics.json").is_file()

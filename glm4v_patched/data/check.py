@@ -44,6 +44,8 @@ ROWS_A_PROCESS = 10_000
 NANOSECONDS_UNTIL_SURE = 2 * 10**9
 
 Sources = Sequence[Source]
+# Anew for each row would take longer than the row.
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass
@@ -161,9 +163,10 @@ def digest_row(messages: list[dict], pictures: dict[str, Facts]) -> bytes:
 
 
 def _digest_messages(messages: list[dict], name_of: Callable[[str], str]) -> bytes:
-    messages = replace_pictures(messages, name_of)
+    if pictures_of(messages):
+        messages = replace_pictures(messages, name_of)
     messages = [dict(sorted(message.items())) for message in messages]
-    text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+    text = ENCODER.encode(messages)
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -203,7 +206,7 @@ def _read(sources: Sources, path: Path) -> _Read:
                 continue
             pictures |= dict.fromkeys(row.pictures)
             writer.add(
-                messages=json.dumps(row.messages, ensure_ascii=False),
+                messages=ENCODER.encode(row.messages),
                 source=number,
                 line=row.line,
                 digest=_digest_messages(row.messages, lambda path: ""),

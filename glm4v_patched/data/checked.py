@@ -13,6 +13,7 @@ import numpy as np
 
 from ..printed import own_command
 from .collate import Size
+from .packing import share_out
 from .sets import Source
 from .sources import place
 from .stored_rows import Conversations, StoredRows
@@ -31,6 +32,17 @@ class Counts(NamedTuple):
     """With all that the pictures take."""
     learned: int
     """Positions that are labels."""
+
+
+class BatchRows(NamedTuple):
+    """The rows of batches: packed ones, if they are packed."""
+
+    lengths: np.ndarray
+    """Positions of each."""
+    images: np.ndarray
+    """How many each has."""
+    shares: list[list[int]] | None
+    """The conversations of each, of packed ones."""
 
 
 class Picture(NamedTuple):
@@ -132,6 +144,17 @@ class CheckedData:
     def counts(self) -> Counts:
         sums = [int(self.column(name).sum()) for name in ("images", "positions", "learned")]
         return Counts(len(self.order), *sums)
+
+    def batch_rows(self) -> BatchRows:
+        """The rows that batches are made of, for ``pack_to``."""
+        lengths, images = self.column("positions"), self.column("images")
+        if self.pack_to is None:
+            return BatchRows(lengths, images, None)
+        shares = share_out(lengths.tolist(), self.pack_to)
+        lengths, images = (
+            np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
+        )
+        return BatchRows(lengths, images, shares)
 
     @property
     def stamps(self) -> dict[str, tuple[int, int]]:

@@ -5,11 +5,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..finetune.arguments import DEVICES
 from .findings import FAILS, Finding, as_json, table
 from .machine import check_machine
 from .packages import check_packages
-
-DEVICES = ("cuda", "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,11 +8,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
 from ..finetune.disk import shapes_of
 from ..finetune.identity import Base, base_of, pin
-from ..finetune.launch import sources_of
 from ..finetune.preflight import Device, Placement, examine
 from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
@@ -20,7 +20,7 @@ from ..finetune.trainer_fields import total_steps
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
-    from ..data.check import CheckedData
+    from ..data.checked import CheckedData
     from ..remote.configuration_chatglm import ChatGLMConfig
 
 GB = 10**9
@@ -56,6 +56,7 @@ def check_recipe(
     if placement is not None:
         where = "on the CPU" if placement.on_cpu else "each on a GPU"
         yield Finding("recipe", OK, f"{path}: {placement.processes} processes, {where}")
+        yield from _check_zero_plus_plus(recipe, placement)
     yield from _check_out(recipe)
     try:
         base = pin(base_of(recipe))
@@ -63,6 +64,19 @@ def check_recipe(
         yield finding("model", FAILS, str(error))
         return
     yield from _check_inside(recipe, base, placement)
+
+
+def _check_zero_plus_plus(recipe: Recipe, placement: Placement) -> Iterator[Finding]:
+    engine = recipe.engine
+    quantized = engine.zero_quantized_weights or engine.zero_quantized_gradients
+    size = engine.zero_hpz_partition_size
+    try:
+        require_zero_plus_plus(size, quantized, placement.processes, placement.on_cpu)
+    except ValueError as error:
+        yield finding("ZeRO++", FAILS, str(error))
+        return
+    if quantized or size > 1:
+        yield Finding("ZeRO++", OK, f"on {placement.processes} processes")
 
 
 def _of_lines(check: str, error: Exception) -> Iterator[Finding]:
@@ -84,8 +98,7 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         if folder.is_dir():
-            inputs = [Path(source.path) for source in sources_of(recipe) if source.is_local]
-            require_usable(folder, inputs, is_lora(recipe.trained), False, False)
+            require_usable(folder, recipe.data.files(), is_lora(recipe.trained), False, False)
     except ValueError as error:
         # With --resume or --overwrite it may be just what is wanted.
         yield finding(check, WARNING, str(error))
@@ -187,19 +200,14 @@ def _describe_data(checked: "CheckedData") -> Finding:
 def _check_memory(
     recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
 ) -> Iterator[Finding]:
-    from ..engine.memory_plan import OUTSIDE_TORCH, Batch, decide, estimate, offloaded
+    from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded
     from ..engine.ram import free_ram
-    from ..finetune.trainer import options_of, rows_to_learn
+    from ..finetune.trainer import batch_of, options_of
 
-    _, lengths, images = rows_to_learn(recipe, checked)
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(lengths.max()),
-        images_per_row=int(images.max()),
-        processes=placement.processes,
-    )
+    rows = checked.batch_rows()
+    batch = batch_of(recipe, rows, placement.processes)
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    steps = total_steps(recipe.trainer, len(lengths), placement.processes)
+    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
     options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)
     told = f"tower {options.tower}, language {options.language}, offload {options.offload}"

@@ -213,6 +213,8 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
     of_tower, of_language = count_parameters(config)
     shards, stage, width = batch.processes, options.zero_stage, _width(options)
     weights = width * (of_tower + of_language) / (shards if stage == 3 else 1)
+    if stage == 3 and options.zero_hpz_partition_size > 1:  # a second copy, within a machine
+        weights += width * (of_tower + of_language) / options.zero_hpz_partition_size
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
         weights = BF16 * embeddings + (of_tower + of_language - embeddings) * 0.55

@@ -88,6 +88,12 @@ class EngineOptions:
     stage3_max_live_parameters: float | None = None
     """DeepSpeed's: weights that may stay gathered between a layer's forward and its backward,
     2 bytes each."""
+    zero_hpz_partition_size: int = 1
+    """DeepSpeed's, of ZeRO++: processes that share a second copy of the weights (hpZ)."""
+    zero_quantized_weights: bool = False
+    """DeepSpeed's, of ZeRO++: gathers carry weights of 8 bits."""
+    zero_quantized_gradients: bool = False
+    """DeepSpeed's, of ZeRO++: gradients are summed in 4 bits."""
     skip_logits: bool = True
     """The loss comes from supervised positions alone, in chunks, and no logits are returned."""
     loss_chunk_size: int | None = None

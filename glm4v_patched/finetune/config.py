@@ -113,6 +113,13 @@ class Engine(Section):
     offload: bool | Literal["auto"] = "auto"
     """Keep the optimizer's states and the fp32 weights on the CPU; "auto": where nothing else
     fits."""
+    zero_hpz_partition_size: AtLeastOne = 1
+    """DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the
+    weights between them, so that the backward pass gathers nothing over the network; 1 for none."""
+    zero_quantized_weights: bool = False
+    """DeepSpeed's ZeRO++ (qwZ): gather weights in 8 bits; needs CUDA's compiler."""
+    zero_quantized_gradients: bool = False
+    """DeepSpeed's ZeRO++ (qgZ): sum gradients in 4 bits; needs CUDA's compiler."""
 
 
 def _join_parts(value: Any) -> Any:
@@ -465,6 +472,26 @@ def _offload_needs_adamw(offload, optimizer) -> str | None:
         return (
             "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be "
             "adamw, or engine.offload to be false"
+        )
+    return None
+
+
+@rule("engine.zero_hpz_partition_size", "engine.zero_stage")
+def _second_copies_need_stage_3(size, zero_stage) -> str | None:
+    if size > 1 and zero_stage != 3:
+        return (
+            f"engine.zero_hpz_partition_size {size} with engine.zero_stage {zero_stage}: only "
+            "stage 3 shards weights; expected engine.zero_stage 3, or 1 in its place"
+        )
+    return None
+
+
+@rule("engine.zero_quantized_weights", "engine.zero_quantized_gradients", "engine.zero_stage")
+def _quantized_gathers_need_stage_3(weights, gradients, zero_stage) -> str | None:
+    if (weights or gradients) and zero_stage != 3:
+        return (
+            f"engine.zero_quantized_weights or _gradients with engine.zero_stage {zero_stage}: "
+            "only stage 3 gathers weights; expected engine.zero_stage 3, or false"
         )
     return None
 

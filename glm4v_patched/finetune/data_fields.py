@@ -1,5 +1,6 @@
 """``data:`` of a recipe: the sets of rows, and what becomes of them."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..data.sets import Source, make_sources
@@ -53,6 +54,12 @@ class Data(Section):
         if self.eval is None or isinstance(self.eval, float):
             return self.eval
         return make_sources(self.eval, self._of_every_set())
+
+    def files(self) -> list[Path]:
+        """The files and folders of all sets."""
+        evaluated = self.evaluated()
+        sources = [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
+        return [Path(source.path) for source in sources if source.is_local]
 
     def _of_every_set(self) -> dict[str, Any]:
         names = ("format", "image_folder", "ignore", "allow_urls")

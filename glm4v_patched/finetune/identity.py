@@ -165,7 +165,7 @@ def _require_continuable(recipe: Recipe, folder: Path) -> None:
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
-            "other weights, merge them into their model first (peft: merge_and_unload)"
+            "other weights, merge them into their model first (glm4v-patched merge)"
         )
     on_tower = any(".vision." in name for name in _tensor_names(folder / ADAPTER_WEIGHTS))
     if on_tower != (recipe.trained == "lora_all"):

@@ -7,13 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from ..data.sets import Source
-from ..engine.deepspeed.config import require_deepspeed
+from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
 from ..engine.options import is_lora, require_packages
@@ -75,12 +75,70 @@ def launch(
             another model or other data.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
-    if recipe.engine.zero_stage:
-        require_deepspeed(placement.on_cpu)
-        if placement.on_cpu:
-            require_no_abandoned_lock()
-    require_packages(recipe.trained)
-    require_packages(recipe.engine.optimizer)
+    if dry_run:
+        with _checked(recipe, placement, resume, overwrite, accept_changed_data):
+            print("nothing was trained, and nothing written (--dry-run)", flush=True)
+        return
+    with prepared(recipe, placement, resume, overwrite, accept_changed_data) as start:
+        _train(start, placement, accept_changed_data)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What training processes are given: the recipe's file, and where they continue from."""
+
+    recipe: Recipe
+    settings: Path
+    checkpoint: Path | None
+    checked: "CheckedData"
+
+
+@contextmanager
+def prepared(
+    recipe: Recipe,
+    placement: Placement,
+    resume: bool | Path = False,
+    overwrite: bool = False,
+    accept_changed_data: bool = False,
+) -> Iterator[Start]:
+    """All that comes before the first training process, once for all of them. ``recipe.out`` stays
+    locked until they have ended. Takes and raises what :func:`launch` does."""
+    with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
+        folder = Path(found.recipe.out)
+        begin(folder, found.remove)
+        try:
+            yield _write_start(found.recipe, found.checkpoint, found.data, bool(resume))
+        finally:
+            close_record(folder, _has_adapters(found.recipe))
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """``remove`` is for :func:`run_folder.begin`."""
+
+    recipe: Recipe
+    checkpoint: Path | None
+    data: "CheckedData"
+    remove: list[str]
+
+
+@contextmanager
+def _checked(
+    recipe: Recipe,
+    placement: Placement,
+    resume: bool | Path,
+    overwrite: bool,
+    accept_changed_data: bool,
+) -> Iterator[_Checked]:
+    """Check all that can be checked, and say what is about to be done; writes nothing."""
+    require_installed(recipe, placement.on_cpu)
+    engine = recipe.engine
+    require_zero_plus_plus(
+        engine.zero_hpz_partition_size,
+        engine.zero_quantized_weights or engine.zero_quantized_gradients,
+        placement.processes,
+        placement.on_cpu,
+    )
     base = base_of(recipe)
     folder = Path(recipe.out)
     models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
@@ -88,8 +146,7 @@ def launch(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(source.path) for source in sources_of(recipe) if source.is_local]
-        inputs += [file for model in models for file in model.iterdir()]
+        inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
         extends = is_longer(read_report(folder).get("length"), length_of(recipe))
         remove = require_usable(
             folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
@@ -98,71 +155,58 @@ def launch(
         require_recorded_base(base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
-        _launch(recipe, base, placement, resume, remove, accept_changed_data, dry_run)
+        # Late, for they import torch: what comes before is answered at once.
+        from .checkpoints import changes_of_data
+        from .trainer import check_data, starting_point
+
+        # What is to be removed is nothing to continue from.
+        checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+        if resume and checkpoint is None and read_report(folder).get("finished"):
+            raise ValueError(
+                f"the training in {folder} is finished and left no checkpoint, so that it cannot "
+                "be made longer; to train further, give a new run that folder as model"
+            )
+        checked = check_data(recipe, base)
+        if checkpoint is not None:
+            rows = Rows(checked.row_digests, checked.row_lines)
+            if changes := changes_of_data(checkpoint, rows, accept_changed_data):
+                print(_describe_changes(recipe, checkpoint, changes), flush=True)
+        _announce(recipe, base, checked, placement)
+        yield _Checked(recipe, checkpoint, checked, remove)
 
 
-def sources_of(recipe: Recipe) -> list[Source]:
-    evaluated = recipe.data.evaluated()
-    return [*recipe.data.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
+def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Placement) -> None:
+    """Say what is about to be done; raise ``ValueError`` if the disk is too small for it, now that
+    the number of steps is known."""
+    from .summary import describe
+
+    print(describe(recipe, base, checked, placement), flush=True)
+    rows = len(checked.batch_rows().lengths)
+    steps = total_steps(recipe.trainer, rows, placement.processes)
+    if text := fault_of_space(recipe.flat(), steps):
+        raise ValueError(f"out is {recipe.out}: {text}")
+
+
+def require_installed(recipe: Recipe, on_cpu: bool) -> None:
+    """Raise ``RuntimeError`` if what the recipe needs is missing on this machine."""
+    if recipe.engine.zero_stage:
+        require_deepspeed(on_cpu)
+        if on_cpu:
+            require_no_abandoned_lock()
+    require_packages(recipe.trained)
+    require_packages(recipe.engine.optimizer)
 
 
 def _has_adapters(recipe: Recipe) -> bool:
     return is_lora(recipe.trained)
 
 
-def _launch(
-    recipe: Recipe,
-    base: Base,
-    placement: Placement,
-    resume: bool | Path,
-    remove: list[str],
-    accept_changed_data: bool,
-    dry_run: bool,
-) -> None:
-    # Late, for they import torch: what comes before is answered at once.
-    from .checkpoints import changes_of_data
-    from .summary import describe
-    from .trainer import check_data, rows_to_learn, starting_point
-
-    folder = Path(recipe.out)
-    # What is to be removed is nothing to continue from.
-    checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
-    if resume and checkpoint is None and read_report(folder).get("finished"):
-        raise ValueError(
-            f"the training in {folder} is finished and left no checkpoint, so that it cannot be "
-            "made longer; to train further, give a new run that folder as model"
-        )
-    checked = check_data(recipe, base)
-    if checkpoint is not None:
-        rows = Rows(checked.row_digests, checked.row_lines)
-        if changes := changes_of_data(checkpoint, rows, accept_changed_data):
-            print(_describe_changes(recipe, checkpoint, changes), flush=True)
-    print(describe(recipe, base, checked, placement), flush=True)
-    steps = total_steps(recipe.trainer, len(rows_to_learn(recipe, checked)[1]), placement.processes)
-    if text := fault_of_space(recipe.flat(), steps):
-        raise ValueError(f"out is {folder}: {text}")
-    if dry_run:
-        print("nothing was trained, and nothing written (--dry-run)", flush=True)
-        return
-    begin(folder, remove)
-    try:
-        _train(recipe, placement, checked, checkpoint, bool(resume), accept_changed_data)
-    finally:
-        close_record(folder, _has_adapters(recipe))
-
-
-def _train(
-    recipe: Recipe,
-    placement: Placement,
-    checked: "CheckedData",
-    checkpoint: Path | None,
-    resume: bool,
-    accept_changed_data: bool,
-) -> None:
+def _write_start(
+    recipe: Recipe, checkpoint: Path | None, checked: "CheckedData", resume: bool
+) -> Start:
     from .checkpoints import set_incomplete_aside, step_of
     from .trainer import CHECKED_DATA
 
-    processes, on_cpu = placement.processes, placement.on_cpu
     folder = Path(recipe.out)
     if resume:
         print(_describe_start(recipe, checkpoint), flush=True)
@@ -170,6 +214,17 @@ def _train(
     settings = folder / "recipe.json"
     recipe.write(settings)
     checked.write(folder / CHECKED_DATA)
+    return Start(recipe, settings, checkpoint, checked)
+
+
+def _train(start: Start, placement: Placement, accept_changed_data: bool) -> None:
+    recipe, settings, checkpoint, checked = (
+        start.recipe,
+        start.settings,
+        start.checkpoint,
+        start.checked,
+    )
+    processes, on_cpu = placement.processes, placement.on_cpu
     environment = training_environment(processes, on_cpu)
     if not on_cpu and not recipe.engine.zero_stage:
         # The Trainer would spread a single process over all GPUs that it sees.
@@ -195,7 +250,7 @@ def _train(
             f"training was stopped by {number.name}{_how_to_resume(recipe, settings, placement)}",
             number,
         ) from None
-    if status and (error := read_report(folder).get("error")):
+    if status and (error := read_report(settings.parent).get("error")):
         raise RuntimeError(f"{error} (settings: {settings})")
     if status:
         raise RuntimeError(

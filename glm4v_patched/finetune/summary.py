@@ -22,7 +22,7 @@ from .config import Recipe
 from .disk import GB, needed_space
 from .identity import Base
 from .preflight import Placement
-from .trainer import options_of, processor_of, rows_to_learn
+from .trainer import batch_of, options_of, processor_of
 from .trainer_fields import eval_strategy, rate_of, steps_in_epoch, total_steps
 
 GIB = 2**30
@@ -32,20 +32,15 @@ LONGEST_SAMPLE = 1500  # characters
 def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placement) -> str:
     """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    _, lengths, images = rows_to_learn(recipe, checked)
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(lengths.max()),
-        images_per_row=float(images.max()),
-        processes=placement.processes,
-    )
-    steps = total_steps(recipe.trainer, len(lengths), placement.processes)
+    rows = checked.batch_rows()
+    batch = batch_of(recipe, rows, placement.processes)
+    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
     free = 0.0 if placement.on_cpu else float(min(gpu.memory for gpu in find_gpus().found))
     options = decide(config, options_of(recipe), batch, free, steps)
     told = {
         "data": _describe_data(checked),
         "evaluation": _describe_evaluation(recipe, checked),
-        "steps": _describe_steps(recipe, len(lengths), steps, placement),
+        "steps": _describe_steps(recipe, len(rows.lengths), steps, placement),
         "trained": _describe_trained(recipe, config, options),
         "device": _describe_device(recipe, placement),
         "kept": _describe_policies(options, batch),

@@ -10,13 +10,14 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -29,10 +30,11 @@ from transformers import (
 )
 
 from ..data.check import check_sets
-from ..data.checked import CheckedData
+from ..data.checked import BatchRows, CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.packing import PackedRows, PackingCollator, share_out
+from ..data.loading import loader_options
+from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
 from ..engine.options import EngineOptions, is_lora
@@ -146,13 +148,19 @@ def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
 
 
 def arguments_of(
-    recipe: Recipe, options: EngineOptions, rows: int, processes: int, evaluates: bool = False
+    recipe: Recipe,
+    options: EngineOptions,
+    rows: int,
+    processes: int,
+    evaluates: bool = False,
+    loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrainingArguments:
     """The Trainer's arguments for a recipe, of which the engine has been decided.
 
     Args:
         rows: That are learned in an epoch; packed ones, if they are packed.
         evaluates: Whether there is data to evaluate on.
+        loading: Of :func:`loader_options`.
     """
     asked = recipe.trainer
     steps = total_steps(asked, rows, processes)
@@ -186,7 +194,7 @@ def arguments_of(
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         logging_nan_inf_filter=False,
         seed=asked.seed,
-        **asked.handed_on(),
+        **{**loading, **asked.handed_on()},
     )
 
 
@@ -233,19 +241,6 @@ def _read_checked(recipe: Recipe) -> CheckedData:
     return checked
 
 
-def rows_to_learn(recipe: Recipe, checked: CheckedData) -> tuple[Any, np.ndarray, np.ndarray]:
-    """The rows of training, packed if they are to be; the positions of each, and its images."""
-    conversations: Any = checked.conversations()
-    lengths, images = checked.column("positions"), checked.column("images")
-    if recipe.data.pack_to is None:
-        return conversations, lengths, images
-    shares = share_out(lengths.tolist(), recipe.data.pack_to)
-    lengths, images = (
-        np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
-    )
-    return PackedRows(conversations, shares), lengths, images
-
-
 def train(
     recipe: Recipe, checkpoint: Path | None = None, accept_changed_data: bool = False
 ) -> None:
@@ -267,16 +262,19 @@ def train(
     """
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
-    conversations, lengths, images = rows_to_learn(recipe, checked)
+    conversations: Any = checked.conversations()
     stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
-    collator_of = ConversationCollator if recipe.data.pack_to is None else PackingCollator
-    collator = collator_of(processor, stamps)
+    collator = ConversationCollator(processor, stamps)
+    rows_of_batches = checked.batch_rows()
+    if rows_of_batches.shares is not None:
+        conversations = PackedRows(conversations, rows_of_batches.shares)
+        collator = PackingCollator(processor, stamps)
     evaluated = None if checked.eval is None else checked.eval.conversations()
-    options = _decide(recipe, base, len(lengths), int(lengths.max()), int(images.max()))
+    options = _decide(recipe, base, rows_of_batches)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    arguments = arguments_of(
-        recipe, options, len(conversations), _processes(), evaluated is not None
-    )
+    loading = _loading(recipe, processor, rows_of_batches)
+    evaluates = evaluated is not None
+    arguments = arguments_of(recipe, options, len(conversations), _processes(), evaluates, loading)
     assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = Rows(checked.row_digests, checked.row_lines)
@@ -363,30 +361,36 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _decide(recipe: Recipe, base: Base, rows: int, row_length: int, images: int) -> EngineOptions:
-    """The options for rows of such sizes and this machine; all processes come to the same.
+def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
+    """The largest batch of one of so many processes."""
+    return Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=int(rows.lengths.max()),
+        images_per_row=int(rows.images.max()),
+        processes=processes,
+    )
 
-    Args:
-        rows: How many there are.
-        row_length: Positions of the longest row.
-        images: The most in a row.
-    """
+
+def _loading(recipe: Recipe, processor: ChatGLMProcessor, rows: BatchRows) -> dict[str, Any]:
+    pictures = int(rows.images.max()) * recipe.trainer.per_device_train_batch_size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    side = processor.image_processor.size["height"]
+    return loader_options(recipe.trainer.handed_on(), here, pictures, side)
+
+
+def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
+    """The options for such rows and this machine; all processes come to the same."""
     asked = options_of(recipe)
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
-        processes=_processes(),
-    )
-    steps = total_steps(recipe.trainer, rows, _processes())
+    batch = batch_of(recipe, rows, _processes())
+    steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
     options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
         choice += f", offload {options.offload}, compile {options.compile}"
-        print(f"for rows of {row_length} positions: {choice}", flush=True)
+        print(f"for rows of {batch.row_length} positions: {choice}", flush=True)
     return options
 
 

@@ -84,10 +84,15 @@ def answer_questions(
 
             require_pictures(request.data, to_learn=False)
             _require_room(request, base, missing)
-        with _progress(len(questions), len(file.lines)) as progress:
-            for question, answer in answers(request, placement, base, missing):
-                file.add(Line(question.row, *answer, question.reference, question.swapped))
-                progress.update()
+        try:
+            with _progress(len(questions), len(file.lines)) as progress:
+                for question, answer in answers(request, placement, base, missing):
+                    file.add(Line(question.row, *answer, question.reference, question.swapped))
+                    progress.update()
+        except (KeyboardInterrupt, RuntimeError) as error:
+            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}"
+            told = f"{str(error) or 'stopped'}\n{kept}, and the same command continues"
+            raise type(error)(told) from error
         return file.all_lines()
 
 

@@ -28,6 +28,24 @@ def add_commands(commands) -> None:
     evaluate.add_argument("--overwrite", action="store_true", help=replaced)
     _add_generation(evaluate, 512)
 
+    merge = commands.add_parser("merge", help="make one model of LoRA adapters and their model")
+    merge.set_defaults(run=_merge)
+    merge.add_argument("adapters", metavar="ADAPTER", help="a folder of LoRA adapters")
+    merge.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    merge.add_argument("--revision", help="of the model under the adapters, if it is on the Hub")
+    where = "where the check computes (default: cpu)"
+    merge.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
+    unchecked = "do not compare the merged model's logits with those of the adapters"
+    merge.add_argument("--no-check", dest="check", action="store_false", help=unchecked)
+
+    chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
+    chat.set_defaults(run=_chat)
+    _add_source(chat)
+    shown = "a picture that the first question shows; several are allowed"
+    chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
+    chat.add_argument("--system", metavar="TEXT", help="what the system says first")
+    _add_generation(chat, 1024, beams=False)
+
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
@@ -46,7 +64,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
 
 
-def _add_generation(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def _add_generation(
+    parser: argparse.ArgumentParser, max_new_tokens: int, beams: bool = True
+) -> None:
     add = parser.add_argument_group("generation; greedy by default").add_argument
     longest = f"tokens of the longest answer (default: {max_new_tokens})"
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=longest)
@@ -54,7 +74,9 @@ def _add_generation(parser: argparse.ArgumentParser, max_new_tokens: int) -> Non
     add("--top-p", type=float, metavar="P", help="draw among the likeliest, up to this probability")
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest")
     add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
-    add("--num-beams", type=int, default=1, metavar="N", help="beams of a beam search (default: 1)")
+    if beams:  # which cannot be shown as they come
+        told = "beams of a beam search (default: 1)"
+        add("--num-beams", type=int, default=1, metavar="N", help=told)
     add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
 
 
@@ -73,7 +95,8 @@ def _generation(options: argparse.Namespace):
 
     from .questions import Generation
 
-    return Generation(**{each.name: getattr(options, each.name) for each in fields(Generation)})
+    given = vars(options)
+    return Generation(**{f.name: given[f.name] for f in fields(Generation) if f.name in given})
 
 
 def _request(options: argparse.Namespace):
@@ -105,3 +128,25 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     report = evaluate(_request(options), options.out, options.metric, options.overwrite)
     print(describe(report, options.out))
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from .merge import merge
+
+    asked = options.adapters, options.out, options.revision, options.device, options.check
+    difference = merge(*asked)
+    print(f"model {options.out}\n{difference or 'its logits were not compared (--no-check)'}")
+
+
+def _chat(options: argparse.Namespace) -> None:
+    from .chat import chat
+
+    chat(
+        options.model,
+        options.image,
+        revision=options.revision,
+        device=options.device,
+        in_4_bit=options.load_in_4bit,
+        generation=_generation(options),
+        system=options.system,
+    )

@@ -217,6 +217,41 @@ def test_an_answer_that_ends_is_told_from_one_that_was_cut(files, monkeypatch):
     assert reasons == ["stop", "length"]
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [(KeyboardInterrupt(), 130, "stopped"), (RuntimeError("OOM"), 1, "OOM")],
+)
+def test_a_run_that_stops_says_how_to_go_on(
+    files, answered, tmp_path, monkeypatch, capsys, error, status, told
+):
+    def two_batches(*arguments):
+        yield from list(given(*arguments))[:3]
+        raise error
+
+    given = module.answers
+    out = tmp_path / "answers.jsonl"
+    options = ["--data", str(files.data), "--device", "cpu", "--max-new-tokens", str(NEW)]
+    options += ["--batch-size", "3"]
+    monkeypatch.setattr(module, "answers", two_batches)
+    assert main(["answer", str(files.model), *options, "--out", str(out)]) == status
+    assert f"{told}\n3 of 6 answers are in {out}, and the same command" in capsys.readouterr().err
+    assert (
+        main(["evaluate", str(files.model), *options, "--data", str(with_reference(files))])
+        == status
+    )
+    assert f"{told}\nno answer is kept, as there is no --out" in capsys.readouterr().err
+    monkeypatch.setattr(module, "answers", given)
+    assert main(["answer", str(files.model), *options, "--out", str(out)]) == 0
+    assert out.read_text() == answered.read_text()
+
+
+def with_reference(files) -> Path:
+    lines = files.data.read_text().splitlines(keepends=True)
+    path = files.data.with_name("some.jsonl")
+    path.write_text("".join(lines[at] for at in (0, 1, 3, 5)))
+    return path
+
+
 @pytest.mark.slow
 def test_several_processes_give_the_same_answers_in_order(files, answered, tmp_path):
     out = tmp_path / "answers.jsonl"

@@ -1,6 +1,7 @@
 """DeepSpeed's configuration, and what DeepSpeed needs of the machine."""
 
 import importlib.util
+import os
 import shutil
 from importlib.metadata import version
 from typing import Any
@@ -51,6 +52,7 @@ def deepspeed_config(
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
         }
+    zero |= _zero_plus_plus(options)
     config = {
         "bf16": {"enabled": options.precision == "bf16"},
         "zero_optimization": zero,
@@ -65,6 +67,47 @@ def deepspeed_config(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config["zero_force_ds_cpu_optimizer"] = False
     return config
+
+
+def _zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
+    """What is asked for of ZeRO++, by DeepSpeed's names; nothing by default."""
+    asked: dict[str, Any] = {}
+    if options.zero_hpz_partition_size > 1:
+        asked["zero_hpz_partition_size"] = options.zero_hpz_partition_size
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(options, name):
+            asked[name] = True
+    return asked
+
+
+def require_zero_plus_plus(size: int, quantized: bool, processes: int, on_cpu: bool) -> None:
+    """Raise ``ValueError`` if ZeRO++ cannot do what is asked for on these processes.
+
+    Args:
+        size: ``zero_hpz_partition_size``.
+        quantized: Whether weights or gradients travel quantised.
+    """
+    if processes % size:
+        raise ValueError(
+            f"engine.zero_hpz_partition_size is {size}, and there are {processes} processes; "
+            "expected a number that divides them: the GPUs of one machine"
+        )
+    if quantized and on_cpu:
+        raise ValueError(
+            "engine.zero_quantized_weights and engine.zero_quantized_gradients run on GPUs; "
+            "expected false on a CPU"
+        )
+    if quantized and not has_nvcc():
+        raise ValueError(
+            "DeepSpeed compiles what engine.zero_quantized_weights and _gradients ask for, and "
+            "there is no nvcc; install CUDA's toolkit and set CUDA_HOME, or expected false"
+        )
+
+
+def has_nvcc() -> bool:
+    """Whether CUDA's compiler is where torch looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or os.path.isfile(os.path.join(home, "bin", "nvcc"))
 
 
 def require_deepspeed(on_cpu: bool) -> None:

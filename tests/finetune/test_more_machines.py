@@ -1,0 +1,136 @@
+"""How the processes of several machines begin: one checks, all others wait for it and see the same
+disk. Here they are threads with a store between them; tests/distributed has real ones."""
+
+import json
+import threading
+from argparse import Namespace
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from glm4v_patched.finetune import __main__ as machines
+from glm4v_patched.finetune.__main__ import VARIABLES, Process, main
+from tests.helpers.recipes import recipe
+
+OPTIONS = Namespace(
+    recipe=Path("r.json"),
+    overrides=[],
+    device="cpu",
+    resume=False,
+    resume_from=None,
+    overwrite=False,
+    accept_changed_data=False,
+)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Three processes, of which the first is made to prepare a folder or to fail; what each ended
+    with and trained."""
+    store, ended, trained = HashStore(), {}, []
+    asked = recipe({"out": str(tmp_path / "out")})
+
+    def run(rank: int) -> None:
+        try:
+            ended[rank] = machines._run(OPTIONS, Process(rank, 3, 1))
+        except Exception as error:
+            ended[rank] = error
+
+    def start(prepare, read=None) -> tuple[dict, list]:
+        @contextmanager
+        def prepared(*_, **__):
+            prepare(tmp_path / "out")
+            checkpoint = tmp_path / "out" / "checkpoint-2"
+            yield SimpleNamespace(
+                recipe=asked, settings=tmp_path / "out" / "recipe.json", checkpoint=checkpoint
+            )
+
+        monkeypatch.setattr(machines, "prepared", prepared)
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return ended, trained
+
+    monkeypatch.setattr(machines, "_join_store", lambda: store)
+    monkeypatch.setattr(machines, "_read", lambda options, process: asked)
+    monkeypatch.setattr(machines, "require_installed", lambda recipe, on_cpu: None)
+    monkeypatch.setattr(
+        machines, "_train", lambda options, given, checkpoint: trained.append(checkpoint) or 0
+    )
+    monkeypatch.setattr(machines, "_leave", lambda status: status)
+    return SimpleNamespace(start=start, recipe=asked)
+
+
+def test_all_begin_when_the_first_has_prepared_and_continue_from_its_checkpoint(world):
+    def prepare(out: Path) -> None:
+        out.mkdir()
+        world.recipe.write(out / "recipe.json")
+
+    ended, trained = world.start(prepare)
+    assert ended == {0: 0, 1: 0, 2: 0}
+    assert [path.name for path in trained] == ["checkpoint-2"] * 3
+
+
+def test_none_begins_where_the_first_finds_a_fault(world, capsys):
+    def prepare(out: Path) -> None:
+        raise ValueError("the data cannot be used")
+
+    ended, trained = world.start(prepare)
+    assert str(ended[0]) == "the data cannot be used" and (ended[1], ended[2]) == (1, 1)
+    assert trained == []
+    assert capsys.readouterr().err.count("process 0 says why") == 2
+
+
+def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
+    real = machines._text
+
+    def prepare(out: Path) -> None:
+        out.mkdir()
+        world.recipe.write(out / "recipe.json")
+
+    def text(file: Path) -> str | None:
+        return real(file) if threading.current_thread().name == "rank 0" else None
+
+    monkeypatch.setattr(machines, "_text", text)
+    ended, trained = world.start(prepare)
+    assert "out has to be on a disk that all machines see" in str(ended[0])
+    assert "recipe.json is not there, or another file" in str(ended[0])
+    assert (ended[1], ended[2]) == (1, 1) and trained == []
+
+
+def test_without_a_launcher_it_is_told_how_to_start(monkeypatch, capsys):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["recipe.yaml"]) == 1
+    told = capsys.readouterr().err
+    assert "RANK, WORLD_SIZE" in told and "glm4v-patched train RECIPE" in told
+
+
+def test_each_launcher_s_variables_are_understood(monkeypatch):
+    for name, value in zip(VARIABLES, ("3", "4", "1", "node0", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Process.of_environment() == Process(3, 4, 4)
+    monkeypatch.setenv("LOCAL_SIZE", "2")  # DeepSpeed's
+    assert Process.of_environment() == Process(3, 4, 2)
+    # DeepSpeed's launcher adds this to every process's arguments.
+    assert machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"]).overrides == [
+        "engine.compile=true"
+    ]
+
+
+def test_faults_of_the_recipe_are_told_by_the_first_process(world, monkeypatch, tmp_path):
+    monkeypatch.undo()
+    (tmp_path / "r.json").write_text(json.dumps({"trained": "all"}))
+    options = Namespace(**vars(OPTIONS) | {"recipe": tmp_path / "r.json"})
+    with pytest.raises(ValueError, match='trained is "all"'):
+        machines._read(options, Process(0, 2, 1))
