@@ -62,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     every = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
     add_start(train)
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, say what would be trained, and train nothing",
+    )
 
     add_inference_commands(commands)
 
@@ -120,7 +125,10 @@ def _train(options: argparse.Namespace) -> int:
         resume=options.resume_from or options.resume,
         overwrite=options.overwrite,
         accept_changed_data=options.accept_changed_data,
+        dry_run=options.dry_run,
     )
+    if options.dry_run:
+        return 0
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
     return 0
 

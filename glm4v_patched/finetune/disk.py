@@ -5,7 +5,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.options import (
     LANGUAGE_TARGETS,
@@ -39,11 +39,22 @@ PUBLISHED_SHAPES = {
 }
 
 
-def fault_of_space(known: Mapping[str, Any]) -> str | None:
-    """Why the disk is too small, as far as it can be known.
+class Space(NamedTuple):
+    """Bytes: of what is saved at the end, of a checkpoint, of all together, and what is free."""
+
+    model: int
+    checkpoint: int
+    number: int
+    total: int
+    free: int
+
+
+def needed_space(known: Mapping[str, Any], steps: int | None = None) -> Space | None:
+    """What a run takes of the disk; None where it cannot be known.
 
     Args:
         known: Values of a recipe by dotted names.
+        steps: Of the run, where max_steps does not say it.
     """
     names = {"model", "trained", "engine.zero_stage", "engine.precision"}
     names |= {"lora.rank", "lora.targets", "lora.use_dora"}
@@ -58,19 +69,28 @@ def fault_of_space(known: Mapping[str, Any]) -> str | None:
     if not shapes:
         return None  # of others on the Hub, of adapters and of pickled weights it is not known
     model, checkpoint = saved_bytes(known, shapes)
-    number = checkpoints_at_once(known)
+    number = checkpoints_at_once(known, steps)
     there = len([*Path(known["out"]).glob("checkpoint-*")])  # of a run to be continued
-    needed = model + max(number - there, 0) * checkpoint
+    total = model + max(number - there, 0) * checkpoint
     free = shutil.disk_usage(nearest(known["out"])).free
-    if needed <= free:
+    return Space(model, checkpoint, number, total, free)
+
+
+def fault_of_space(known: Mapping[str, Any], steps: int | None = None) -> str | None:
+    """Why the disk is too small, as far as it can be known; takes what :func:`needed_space`
+    does."""
+    space = needed_space(known, steps)
+    if space is None or space.total <= space.free:
         return None
-    saved = f"the model ({model / GB:.1f} GB)"
-    if number:
-        saved += f" and up to {number} checkpoints at once ({checkpoint / GB:.1f} GB each)"
+    saved = f"the model ({space.model / GB:.1f} GB)"
+    if space.number:
+        saved += f" and up to {space.number} checkpoints at once ({space.checkpoint / GB:.1f} GB "
+        saved += "each)"
     cure = "expected a folder on a larger disk"
-    if number > 1:
+    if space.number > 1:
         cure += ", or fewer checkpoints (trainer.save_total_limit, trainer.save_steps)"
-    return f"{free / GB:.1f} GB are free there, and {saved} take {needed / GB:.1f} GB; {cure}"
+    free, total = f"{space.free / GB:.1f} GB", f"{space.total / GB:.1f} GB"
+    return f"{free} are free there, and {saved} take {total}; {cure}"
 
 
 def checkpoints_at_once(known: Mapping[str, Any], steps: int | None = None) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import (
     EarlyStoppingCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -52,6 +53,7 @@ from .checkpoints import (
 from .config import Recipe
 from .divergence import Diverged, as_json
 from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
+from .progress import LossPlot, ProgressBar
 from .recipe_trainer import RecipeTrainer
 from .run_folder import REPORT, remove_weights
 from .trainer_fields import (
@@ -294,6 +296,10 @@ def train(
         processing_class=processor,
         callbacks=callbacks_of(recipe, origin),
     )
+    if not arguments.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
+        trainer.add_callback(ProgressBar(batch * arguments.world_size))
     error = None
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
@@ -391,6 +397,7 @@ def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
 def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
     asked = recipe.trainer
     callbacks: list[TrainerCallback] = [CompletionMarker(origin, asked.save_total_limit)]
+    callbacks.append(LossPlot())
     if asked.early_stopping_patience is not None:
         patience = asked.early_stopping_patience, asked.early_stopping_threshold
         callbacks.append(EarlyStoppingCallback(*patience))

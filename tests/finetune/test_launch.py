@@ -220,6 +220,7 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
 
     monkeypatch.setattr(launching, "pin", pin)
     monkeypatch.setattr("glm4v_patched.finetune.trainer.check_data", check)
+    monkeypatch.setattr("glm4v_patched.finetune.summary.describe", lambda *_: "of the Hub")
     launch(recipe.override({"model": str(folder)}), HERE)
     # What processes read, and a run that continues.
     written = Recipe.read(Path(recipe.out, "recipe.json"))
