@@ -1,5 +1,4 @@
-"""Command line: ``glm4v-patched demo``, ``train``, ``answer``, ``evaluate``, ``bench``,
-``doctor`` and ``compare``."""
+"""Command line: each of ``glm4v-patched``'s commands, and what it prints."""
 
 import argparse
 import platform
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"glm4v-patched: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        print(f"glm4v-patched: {stop or 'stopped'}", file=sys.stderr)
+        print(f"glm4v-patched: {str(stop) or 'stopped'}", file=sys.stderr)
         return 128 + getattr(stop, "number", 2)
 
 
@@ -63,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     every = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
     add_start(train)
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, say what would be trained, and train nothing",
+    )
 
     add_inference_commands(commands)
 
@@ -121,7 +125,10 @@ def _train(options: argparse.Namespace) -> int:
         resume=options.resume_from or options.resume,
         overwrite=options.overwrite,
         accept_changed_data=options.accept_changed_data,
+        dry_run=options.dry_run,
     )
+    if options.dry_run:
+        return 0
     print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
     return 0
 
@@ -168,8 +175,12 @@ class _HelpWithFields(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
         from .finetune.config import describe_fields
+        from .finetune.shipped import shipped_names
 
-        parser.epilog = f"fields of a recipe:\n\n{describe_fields()}"
+        ship = "\n".join(f"  {name}" for name in shipped_names())
+        parser.epilog = (
+            f"recipes that ship:\n\n{ship}\n\nfields of a recipe:\n\n{describe_fields()}"
+        )
         parser.print_help()
         parser.exit()
 

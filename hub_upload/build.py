@@ -28,9 +28,9 @@ from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
 from .checks import Target, refuse_what_fails
-from .errors import reason_of
+from .errors import during
 from .files import Contents, File, is_small, read_folder, read_repository, sha256_of, sha256_of_file
-from .layout import ARCHITECTURE, AUTO_MAPS, ID, INDEX, MANIFEST, REMOTE, SPECIAL_IDS, UPSTREAM
+from .layout import ARCHITECTURE, AUTO_MAPS, ID, INDEX, MANIFEST, SPECIAL_IDS, UPSTREAM, our_code
 from .manifest import FineTune, Manifest, Weight, Weights, read_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,11 @@ def _read_repository(text: str) -> Source:
         told = f"{text} is neither a folder nor a repository of the Hub"
         raise ValueError(f"{told}: give a folder, or {UPSTREAM}@<commit of 40 hex digits>")
     if not re.fullmatch("[0-9a-f]{40}", revision):
-        raise ValueError(_ask_for_a_commit(repository, revision))
+        given = f"{revision} is no full commit" if revision else "no revision is given"
+        with during(f"{repository}: {given}, and asking for the commit that it is at"):
+            commit = HfApi().model_info(repository, revision=revision or None).sha
+        told = f"{repository}: {given}, and what it points to may change between two builds"
+        raise ValueError(f"{told}: give {repository}@{commit}, where it is at now")
     with tempfile.TemporaryDirectory() as folder:
         _, files = read_repository(repository, revision, Path(folder, "source"), _is_read)
     return Source(text, files, repository, revision)
@@ -95,19 +99,6 @@ def _read_repository(text: str) -> Source:
 
 def _is_read(name: str, size: int) -> bool:
     return is_small(name, size) and any(fnmatch(name, pattern) for pattern in READ)
-
-
-def _ask_for_a_commit(repository: str, revision: str) -> str:
-    commit, now = None, f"{revision or 'its main branch'} is at that commit now"
-    try:
-        commit = HfApi().model_info(repository, revision=revision or None).sha
-    except Exception as error:  # whatever the client raises, the cure below is what matters
-        now = f"its commit could not be asked for: {reason_of(error) or type(error).__name__}"
-    given = f"{revision} is no full commit" if revision else "no revision is given"
-    return (
-        f"{repository}: {given}, and what it points to may change between two builds; give "
-        f"{repository}@{commit or '<commit of 40 hex digits>'} ({now})"
-    )
 
 
 def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> FineTune | None:
@@ -190,8 +181,7 @@ def describe(manifest: Manifest) -> str:
 
 def contents(source: Source, name: str) -> dict[str, bytes]:
     """Every file but the weights, by its name."""
-    code = {path.name: path.read_bytes() for path in sorted(REMOTE.glob("*.py"))}
-    del code["__init__.py"]
+    code = our_code()
     our_license = (ROOT / "LICENSE").read_bytes()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     files = _processor_files(source)
@@ -295,19 +285,16 @@ def _json(values: dict[str, Any]) -> bytes:
 
 def _require_replaceable(out: Path) -> None:
     """Raise ``ValueError`` unless nothing but an earlier build is at ``out``."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is no folder: give a new one, or an earlier build")
     here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
-    if not here:
-        return
-    try:
-        foreign = sorted(here - {*read_manifest((out / MANIFEST).read_bytes()).names})
-    except (OSError, ValueError) as error:
-        told = f"{out} is not empty and holds no {MANIFEST} of an earlier build ({error})"
-        raise ValueError(f"{told}: give a new folder, or empty this one") from error
-    if foreign:
-        told = f"{out} holds {len(foreign)} files that no build wrote: {', '.join(foreign[:5])}"
-        raise ValueError(f"{told}; move them away, or give a new folder")
+    known, why = set(), ""
+    if here:
+        try:
+            known = {*read_manifest((out / MANIFEST).read_bytes()).names}
+        except (OSError, ValueError) as error:
+            why = f"; no {MANIFEST} of an earlier build: {error}"
+    if foreign := sorted(here - known) or [out.name] * out.is_file():
+        told = f"{out} holds {len(foreign)} files that no build wrote ({', '.join(foreign[:5])}"
+        raise ValueError(f"{told}{why}); move them away, or give a new folder")
 
 
 @contextmanager

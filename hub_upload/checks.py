@@ -1,6 +1,5 @@
 """The checks that run nothing of what they look at: each returns a line, or raises."""
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from glm4v_patched import __version__
 
 from .errors import Failure, during
-from .files import PICKLES, Contents, is_pickle, sha256_of_file
+from .files import Contents, sha256_of_file
 from .layout import (
     ARCHITECTURE,
     AUTO_MAPS,
@@ -20,17 +19,15 @@ from .layout import (
     ID,
     INDEX,
     MANIFEST,
-    REMOTE,
     SPECIAL_IDS,
     UPSTREAM,
+    our_code,
 )
 from .load_check import FAILED, Check, Skip, require, run_check, shorten
 from .manifest import Manifest, read_manifest
 
 # Larger weights are compared by names and shapes, with an empty model.
 LARGEST_TO_LOAD = 1_000_000_000
-ITEM_SIZES = {"BOOL": 1, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-ITEM_SIZES |= {f"{kind}{8 * size}": size for kind in "FIU" for size in (1, 2, 4, 8)}
 # Fields whose value may be the id of a repository: nothing is loaded from there.
 MAY_NAME_A_REPOSITORY = {"_name_or_path", "name_or_path"}
 
@@ -43,8 +40,8 @@ class Target(Contents):
     code_only: bool = False  # weights should be absent
     check_weights: bool = False  # read all weights for their sha256
     run_code: bool = False  # somebody has said that code which is not this clone's may run
-    # Filled by checks: type and shape of every tensor at hand, and code that is not this clone's.
-    tensors: dict[str, dict[str, tuple[str, list[int]]]] = field(default_factory=dict)
+    # Filled by checks: shapes of the tensors at hand, by file; code that is not this clone's.
+    tensors: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     foreign_code: list[str] = field(default_factory=list)
 
     @property
@@ -61,9 +58,6 @@ class Target(Contents):
     @property
     def may_be_loaded(self) -> bool:
         return 0 < sum(self.files[name].size for name in self.tensors) <= LARGEST_TO_LOAD
-
-    def is_pickle(self, name: str) -> bool:
-        return name.lower().endswith(PICKLES) or is_pickle(self.files[name].content or b"")
 
     def compare(self, listed: dict[str, str]) -> None:
         """Raise unless these files are there, with these sha256."""
@@ -85,7 +79,7 @@ def check_code(target: Target) -> str:
     unlisted = here.keys() - manifest.code.keys()
     require(not unlisted, f"code that the manifest does not list: {shorten(unlisted)}")
     target.compare(manifest.code)
-    ours = {p.name: p.read_bytes() for p in REMOTE.glob("*.py") if p.name != "__init__.py"}
+    ours = our_code()
     names = here.keys() | ours.keys()
     target.foreign_code = sorted(n for n in names if here.get(n) != ours.get(n))
     if not target.foreign_code:
@@ -129,7 +123,10 @@ def _strings(values: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def check_other_files(target: Target) -> str:
-    """Whether files are the manifest's, but for code, weights and the card, which people edit."""
+    """Whether files are the manifest's, but for code, weights and the card, which people edit.
+
+    All of them are text of names that builds write: nothing that is loaded by unpickling it.
+    """
     listed = dict(target.manifest.files)
     if target.code_only:
         listed.pop(INDEX, None)
@@ -137,7 +134,7 @@ def check_other_files(target: Target) -> str:
     require(not unknown, f"no build writes what the manifest lists: {shorten(unknown)}")
     # Of these, the other checks tell; git's own files are added by the Hub.
     known = {MANIFEST, ".gitattributes", ".gitignore", *listed}
-    known |= {n for n in target.files if n.endswith((".py", ".safetensors")) or target.is_pickle(n)}
+    known |= {name for name in target.files if name.endswith((".py", ".safetensors"))}
     foreign = target.files.keys() - known
     require(not foreign, f"not in the manifest: {shorten(foreign)}")
     target.compare({name: digest for name, digest in listed.items() if name != "README.md"})
@@ -146,14 +143,8 @@ def check_other_files(target: Target) -> str:
     return f"{len(listed)} files"
 
 
-def check_pickles(target: Target) -> str:
-    found = [name for name in target.files if target.is_pickle(name)]
-    require(not found, f"loading these can run code hidden in them: {shorten(found)}")
-    return f"none of {len(target.files)} files, by name and content"
-
-
-def check_weight_files(target: Target) -> str:
-    """Whether they are there, of the manifest's size, and whole safetensors."""
+def check_weights(target: Target) -> str:
+    """Whether they are there, whole, and as large and with the sha256 that the manifest lists."""
     listed = target.manifest.weights
     here = {name: file for name, file in target.files.items() if name.endswith(".safetensors")}
     if target.code_only:
@@ -167,48 +158,43 @@ def check_weight_files(target: Target) -> str:
     missing = shorten(wanted - here.keys())
     require(not missing, f"missing: {missing}; for a repository of code only, --code-only")
     for name, weight in listed.files.items():
-        size, given = here[name].size, here[name].sha256
-        require(size == weight.size, f"{name}: {size:,} bytes, not {weight.size:,}")
-        require(given in (None, weight.sha256), f"{name}: the Hub has sha256 {given}")
+        file = here[name]
+        require(file.size == weight.size, f"{name}: {file.size:,} bytes, not {weight.size:,}")
+        given = sha256_of_file(file.path) if target.check_weights and file.path else file.sha256
+        read = given or not file.path
+        require(not read or given == weight.sha256, f"{name}: sha256 {given}, not {weight.sha256}")
     target.tensors = {name: _read_header(target, name) for name in names}
-    return f"{len(names)} files, {sum(f.size for f in here.values()):,} bytes, headers valid"
+    compared = "sha256 compared" if read else "sha256 not compared without --weights"
+    return f"{len(names)} files, {sum(f.size for f in here.values()):,} bytes, {compared}"
 
 
-def _read_header(target: Target, name: str) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of the tensors of a file; the length of the file is checked by the library."""
+def _read_header(target: Target, name: str) -> dict[str, list[int]]:
+    """The shapes of the tensors of a file; the length of the file is checked by the library."""
     path = target.files[name].path
     if path is None:
         with during(f"reading the header of {name}"):
             read = HfApi().parse_safetensors_file_metadata
             tensors = read(target.name, name, revision=target.revision).tensors
-        return {key: (info.dtype, list(info.shape)) for key, info in tensors.items()}
+        return {key: list(info.shape) for key, info in tensors.items()}
     try:
         with safe_open(path, framework="numpy") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dict)
-            return {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+            return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise AssertionError(f"{name}: {error}") from error
 
 
 def check_index(target: Target) -> str:
-    if INDEX not in target.files:
-        raise Skip("no index: one file of weights, or none, needs none")
-    index = target.read_json(INDEX)
-    where = index["weight_map"]
-    if not target.tensors:
-        raise Skip("the files of weights are not at hand")
+    if INDEX not in target.files or not target.tensors:
+        raise Skip("no index, or no weights at hand")
+    where = target.read_json(INDEX)["weight_map"]
     held = {tensor: name for name, tensors in target.tensors.items() for tensor in tensors}
     wrong = {t for t in {*where, *held} if where.get(t) != held.get(t)}
     require(not wrong, f"{len(wrong)} tensors are not where the index says: {shorten(wrong)}")
-    parts = [part for tensors in target.tensors.values() for part in tensors.values()]
-    size = sum(ITEM_SIZES[dtype] * math.prod(shape) for dtype, shape in parts)
-    told = index.get("metadata", {}).get("total_size", size)
-    require(told == size, f"total_size is {told:,}, the tensors take {size:,} bytes")
     return f"{len(where):,} tensors in {len(target.tensors)} files"
 
 
 def check_config(target: Target) -> str:
-    """Whether vLLM serves it by this name, and the ids are those of the tokenizer."""
+    """Whether vLLM serves it by this name, and ids and image size are those of the processor."""
     config = target.read_json("config.json")
     given = config.get("architectures")
     require(given == [ARCHITECTURE], f"architectures is {given}, vLLM serves {[ARCHITECTURE]}")
@@ -223,62 +209,34 @@ def check_config(target: Target) -> str:
         for number in eos if isinstance(eos, list) else [eos]:
             inside = isinstance(number, int) and 0 <= number < size
             require(inside, f"{name}: eos_token_id has {number}, outside of {size} ids")
+    sides = {
+        "config.json": config["vision_config"]["image_size"],
+        "tokenizer_config.json": target.read_json("tokenizer_config.json")["image_size"],
+        "preprocessor_config.json": target.read_json("preprocessor_config.json")["size"]["height"],
+    }
+    told = ", ".join(f"{side} in {name}" for name, side in sides.items())
+    require(len({*sides.values()}) == 1, f"image_size is {told}: they are not of the same model")
     return f"{ARCHITECTURE}, {', '.join(f'{name} {config[name]}' for name in SPECIAL_IDS)}"
 
 
-def check_image_size(target: Target) -> str:
-    tower = target.read_json("config.json")["vision_config"]["image_size"]
-    tokenizer = target.read_json("tokenizer_config.json")["image_size"]
-    processor = target.read_json("preprocessor_config.json")["size"]["height"]
-    told = f"image_size is {tower} in config.json, {tokenizer} in tokenizer_config.json, "
-    told += f"{processor} in preprocessor_config.json"
-    require(tower == tokenizer == processor, f"{told}: they are not of the same model")
-    return told
-
-
 def check_card(target: Target) -> str:
-    """The fields by which the Hub files a model, and a text without gaps."""
+    """Whether it says nothing that the manifest does not; the Hub looks at its other fields."""
     text, manifest = target.read("README.md").decode("utf-8"), target.manifest
     require(text.startswith("---\n"), "README.md does not begin with its metadata")
-    data = ModelCard(text).data.to_dict()
-    word = r"\S.*"
-    patterns = {"license": "other", "library_name": "transformers", "license_name": word}
-    patterns |= {"pipeline_tag": "image-text-to-text", "base_model": ID}
-    patterns |= {"license_link": r"https?://[^/\s]+/\S+", "language": word, "tags": word}
-    for name, pattern in patterns.items():
-        given = data.get(name)
-        values = given if isinstance(given, list) and name in ("language", "tags") else [given]
-        odd = [v for v in values if not isinstance(v, str) or not re.fullmatch(pattern, v)]
-        require(values and not odd, f"{name} is {given!r}, expected {pattern!r}")
+    base, fine_tune = ModelCard(text).data.to_dict().get("base_model"), manifest.fine_tune
+    require(base, "base_model is missing")
+    wanted = fine_tune.base if fine_tune else base
+    require(base == wanted, f"base_model is {base}, the manifest says that {wanted} was fine-tuned")
     pinned = set(re.findall(r'"v(\d+\.\d+\.\d+)"', text)) - {manifest.version}
     require(not pinned, f"it pins {shorten(pinned)}, the manifest has {manifest.version}")
     gaps = re.findall(r"\{\{.*?\}\}|\{%.*?%\}", text)
     require(not gaps, f"the template was not filled in: {shorten(gaps)}")
-    base, fine_tune, source = data["base_model"], manifest.fine_tune, manifest.weights.repository
-    wanted = fine_tune.base if fine_tune else base
-    require(base == wanted, f"base_model is {base}, the manifest says that {wanted} was fine-tuned")
     text = " ".join(text.split())
     claim = re.search("weights of .{,200}?, unchanged|[Nn]othing was fine-?tuned", text)
     told = f"it says {claim and claim[0]!r} of weights that are not {UPSTREAM}'s at a commit"
-    published = source == UPSTREAM and not fine_tune
+    published = manifest.weights.repository == UPSTREAM and not fine_tune
     require(published or not claim, f"{told}: build again, with --fine-tune-of")
-    return f"{data['license']} ({data['license_name']}), of {base}"
-
-
-def check_sha256(target: Target) -> str:
-    listed = target.manifest.weights.files
-    here = {name: target.files[name] for name in listed if name in target.files}
-    if not here:
-        raise Skip("no weights are at hand")
-    if all(file.sha256 for file in here.values()):  # compared with their sizes
-        return f"{len(here)} files, by what the Hub says it stores"
-    if not target.check_weights:
-        raise Skip("reads all weights: ask for it with --weights")
-    paths = {name: file.path for name, file in here.items() if file.path}
-    require(len(paths) == len(here), "the Hub gives no sha256 of weights that are no large files")
-    wrong = [name for name, path in paths.items() if sha256_of_file(path) != listed[name].sha256]
-    require(not wrong, f"not what the manifest says: {shorten(wrong)}")
-    return f"{len(here)} files"
+    return f"of {base}"
 
 
 CHECKS: dict[str, Callable[[Target], str]] = {
@@ -286,13 +244,10 @@ CHECKS: dict[str, Callable[[Target], str]] = {
     "code": check_code,
     "auto_map": check_auto_map,
     "other files": check_other_files,
-    "nothing pickled": check_pickles,
-    "weight files": check_weight_files,
+    "weight files": check_weights,
     "index": check_index,
     "config": check_config,
-    "image size": check_image_size,
     "card": check_card,
-    "sha256 of weights": check_sha256,
 }
 
 

@@ -3,39 +3,23 @@
 import glob
 import hashlib
 import os
-import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
-from .errors import BadAnswer, during
+from .errors import during
 from .layout import INDEX, SHARD, SINGLE_FILE
 from .manifest import read_object
 
 # A tokenizer.json takes 20 MB; what is larger is no small file of a model.
 LARGEST_TO_READ = 100_000_000
-# Loading these can run code that lies in them.
-PICKLES: tuple[str, ...] = (
-    ".bin",
-    ".ckpt",
-    ".dill",
-    ".h5",
-    ".joblib",
-    ".keras",
-    ".msgpack",
-    ".npy",
-    ".npz",
-)
-PICKLES += (".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
-PICKLE_STARTS = (b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
-# A stream without such a start, which protocols 0 and 1 lack, reaches code by a name and a call.
-NAMES_CODE = {"GLOBAL", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"}
-CALLS_CODE = {"REDUCE", "BUILD", "OBJ", "NEWOBJ", "NEWOBJ_EX"}
+# Only text is read: no weights, and nothing that Python or torch would unpickle.
+TEXT = {"", ".jinja", ".json", ".md", ".model", ".py", ".txt"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +27,7 @@ class File:
     """A file of a folder or of a repository."""
 
     size: int
-    content: bytes | None = None  # as it was hashed; None for weights, pickles and large files
+    content: bytes | None = None  # as it was hashed; None for weights and whatever is not read
     sha256: str | None = None  # or what the Hub or a manifest says; None if nobody has read it
     path: Path | None = None  # None if it is only on the Hub
 
@@ -90,8 +74,8 @@ def sha256_of_file(path: Path) -> str:
 
 
 def is_small(name: str, size: int) -> bool:
-    """Whether it is read: all but weights, pickles and what is too large."""
-    return size <= LARGEST_TO_READ and not name.lower().endswith((*PICKLES, ".safetensors"))
+    """Whether it is read: text that is not too large."""
+    return size <= LARGEST_TO_READ and PurePosixPath(name).suffix in TEXT
 
 
 def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> dict[str, File]:
@@ -107,14 +91,12 @@ def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> d
     for where, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(where, name) for name in [*folders, *names]):
-            name = path.relative_to(root).as_posix()
-            if path.is_symlink():
-                end = Path(os.path.realpath(path))
-                inside = end.is_relative_to(root) or end.parent == blobs
-                if not inside or end.is_dir():
-                    what = "a link to a folder" if inside else "a link that leads out of the folder"
-                    told = f"{folder / name} is {what}, to {end}, and is not followed"
-                    raise ValueError(f"{told}: put a copy in its place, or take it away")
+            name, end = path.relative_to(root).as_posix(), Path(os.path.realpath(path))
+            inside = end.is_relative_to(root) or end.parent == blobs
+            if path.is_symlink() and (end.is_dir() or not inside):
+                what = "a link to a folder" if inside else "a link that leads out of the folder"
+                told = f"{folder / name} is {what}, to {end}, and is not followed"
+                raise ValueError(f"{told}: put a copy in its place, or take it away")
             if path.is_file() and reads(name, path.stat().st_size):
                 content = path.read_bytes()
                 # What was read counts, whatever has become of the file since.
@@ -127,11 +109,10 @@ def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> d
 def read_tree(api: HfApi, name: str, revision: str | None) -> tuple[ModelInfo, dict[str, RepoFile]]:
     """What the Hub says of a repository, and of the files of the commit that a revision is at."""
     info = api.model_info(name, revision=revision)
-    if not info.sha or info.siblings is None:
-        raise BadAnswer("no commit, or no list of files")
-    tree = tree_at(api, name, info.sha)
-    if info.siblings and not tree:
-        raise BadAnswer(f"no tree of a repository with {len(info.siblings)} files")
+    tree = tree_at(api, name, info.sha) if info.sha and info.siblings is not None else {}
+    if not info.sha or info.siblings is None or (info.siblings and not tree):
+        told = "the server's answer is not that of a Hub (it lacks a commit, or its files)"
+        raise ValueError(f"{told}: check HF_ENDPOINT")
     return info, tree
 
 
@@ -162,19 +143,4 @@ def download(name: str, commit: str, paths: list[str], into: Path) -> None:
         found = HfApi().verify_repo_checksums(name, revision=commit, local_dir=into)
         wrong = [mismatch["path"] for mismatch in found.mismatches]
         if wrong := wrong + [path for path in paths if path in found.missing_paths]:
-            raise BadAnswer(f"{wrong[0]} has another hash than its list of files tells")
-
-
-def is_pickle(content: bytes) -> bool:
-    """Whether Python's or torch's loader would find objects to make in it."""
-    if content.startswith(PICKLE_STARTS):
-        return True
-    named = False
-    try:
-        for code, _, _ in pickletools.genops(content):
-            named = named or code.name in NAMES_CODE
-            if code.name == "INST" or (named and code.name in CALLS_CODE):
-                return True
-    except Exception:  # of many kinds; the loader ends there, too, and has called nothing before
-        pass
-    return False
+            raise ValueError(f"{wrong[0]} has another hash than its list of files tells")

@@ -30,3 +30,10 @@ FILES = {*AUTO_MAPS, INDEX, "MODEL_LICENSE", "LICENSE", "README.md", "chat_templ
 FILES |= {"generation_config.json", "requirements.txt", "tokenizer.json"}
 ID = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 SHARD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
+
+
+def our_code() -> dict[str, bytes]:
+    """This clone's, by file."""
+    files = {path.name: path.read_bytes() for path in sorted(REMOTE.glob("*.py"))}
+    del files["__init__.py"]
+    return files

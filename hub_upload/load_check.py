@@ -8,6 +8,7 @@ are written one by one, because a process that is killed for its memory tells no
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,18 +79,19 @@ class LoadCheck:
         require(module.startswith("transformers_modules."), f"{auto} loads a class of {module}")
         return loaded
 
+    def read(self, name: str) -> dict[str, Any]:
+        return json.loads(Path(self.source, name).read_text(encoding="utf-8"))
+
     def config_loads(self) -> str:
-        self.config = self.load("AutoConfig")
-        given = json.loads(Path(self.source, "config.json").read_text(encoding="utf-8"))
+        self.config, given = self.load("AutoConfig"), self.read("config.json")
         values = json.loads(self.config.to_json_string(use_diff=False))
         lost = [k for k in given.keys() - OF_TRANSFORMERS if values.get(k, values) != given[k]]
         require(not lost, f"fields of config.json with another value once loaded: {lost}")
         return f"{type(self.config).__name__}, {len(given)} fields"
 
     def processor_loads(self) -> str:
-        self.processor = self.load("AutoProcessor")
+        self.processor, self.tokenizer = self.load("AutoProcessor"), self.load("AutoTokenizer")
         self.load("AutoImageProcessor")
-        self.tokenizer = self.load("AutoTokenizer")
         for text in (QUESTION, "你好，世界！\n\tdef f(x):  return x"):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             require(self.tokenizer.decode(ids) == text, f"{text!r} does not survive its ids {ids}")
@@ -105,7 +107,7 @@ class LoadCheck:
         return f"{len(self.tokenizer):,} ids, of which an image takes {made:,}"
 
     def parameters(self) -> str:
-        """Names and shapes, on an empty model; without the files, names and size in the index."""
+        """Names and shapes, on an empty model; without the files, names in the index."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -114,26 +116,18 @@ class LoadCheck:
         self.model_class = type(model)
         state = {name: list(value.shape) for name, value in model.state_dict().items()}
         trained = {name for name, _ in model.named_parameters()}
-        index = Path(self.source, INDEX)
-        told = json.loads(index.read_text(encoding="utf-8")) if index.exists() else {}
-        names = set(self.shapes or told.get("weight_map", ()))
-        if not names:
+        told = self.shapes
+        if told is None and Path(self.source, INDEX).exists():
+            told = {name: state.get(name, []) for name in self.read(INDEX)["weight_map"]}
+        if not told:
             raise Skip("no weights and no index are at hand")
-        lacking, foreign = shorten(trained - names), shorten(names - state.keys())
+        lacking, foreign = shorten(trained - told.keys()), shorten(told.keys() - state.keys())
         require(not lacking, f"parameters that are in no file: {lacking}")
         require(not foreign, f"tensors that are no parameter: {foreign}")
-        for name, shape in (self.shapes or {}).items():
-            require(
-                shape == state[name], f"{name}: {shape} in the file, {state[name]} in the model"
-            )
+        other = [f"{n}, {shape} for {state[n]}" for n, shape in told.items() if shape != state[n]]
+        require(not other, f"other shapes in the files than in the model: {shorten(other)}")
         number = sum(math.prod(state[name]) for name in trained)
-        size = told.get("metadata", {}).get("total_size")
-        if self.shapes is None and size is not None:
-            each = (self.config.dtype or torch.float32).itemsize
-            # Buffers may be saved, or not.
-            sizes = {each * number, each * sum(map(math.prod, state.values()))}
-            require(size in sizes, f"the index tells {size:,} bytes; parameters take {sizes}")
-        by = "the index" if self.shapes is None else "the files of weights"
+        by = "the files of weights" if self.shapes else "the index"
         return f"{number:,} parameters, compared with {by}"
 
     def weights_load(self) -> str:
@@ -142,12 +136,9 @@ class LoadCheck:
         self.model, report = self.load("AutoModelForCausalLM", output_loading_info=True)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             require(not report[kind], f"{kind}: {shorten(map(str, report[kind]))}")
-        self.require_finite()
-        return f"{len(self.model.state_dict()):,} tensors, {self.model.dtype}"
-
-    def require_finite(self) -> None:
         wild = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
         require(not wild, f"not finite: {shorten(wild)}")
+        return f"{len(self.model.state_dict()):,} tensors, {self.model.dtype}"
 
     def generation(self) -> str:
         import torch
@@ -158,8 +149,7 @@ class LoadCheck:
             values = {name: value for name, value in values.items() if "dtype" not in name}
             torch.manual_seed(0)
             self.model = self.model_class(type(self.config)(**values))
-        model = self.model.eval()
-        inputs, other = self.inputs(seed=0), self.inputs(seed=1)
+        model, inputs, other = self.model.eval(), self.inputs(seed=0), self.inputs(seed=1)
         with torch.no_grad():
             ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
             logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
@@ -171,20 +161,14 @@ class LoadCheck:
         return f"{number} tokens; another picture changes logits by {change:.1e}; {self.which}"
 
     def training_step(self) -> str:
-        import torch
-
         model = self.model.train()
         # transformers 5.23 renamed it and warns about the old name.
         old = model.gradient_checkpointing_enable
         getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
         blocks = model.transformer.encoder.layers, model.transformer.vision.transformer.layers
-        runs = {layer: 0 for layers in blocks for layer in layers}
-        for layer in runs:
-
-            def count(*_, layer=layer):
-                runs[layer] += 1
-
-            layer.input_layernorm.register_forward_pre_hook(count)
+        runs = Counter[Any]()
+        for layer in [layer for layers in blocks for layer in layers]:
+            layer.input_layernorm.register_forward_pre_hook(lambda norm, _: runs.update([norm]))
         loss = model(**self.inputs(seed=0, answer="A picture.")).loss
         require(loss.isfinite(), f"the loss is {loss.item()}")
         loss.backward()
@@ -193,10 +177,7 @@ class LoadCheck:
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
         without = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
         require(not without, f"{len(without)} have no finite gradient: {shorten(without)}")
-        torch.optim.SGD(model.parameters(), lr=1e-3).step()
-        self.require_finite()
-        counted = f"{len(blocks[0])} of the language model, {len(blocks[1])} of the vision tower"
-        return f"loss {loss.item():.3f}; recomputed layers: {counted}; {self.which}"
+        return f"loss {loss.item():.3f}; {len(runs)} layers were recomputed; {self.which}"
 
     def inputs(self, seed: int, answer: str | None = None) -> dict[str, Any]:
         """A question about a drawn picture; with an answer, labels for that."""
@@ -219,8 +200,8 @@ class LoadCheck:
 
 
 # In the order in which they run.
-STEPS: tuple[str, ...] = ("config loads", "processor loads", "parameters", "weights load")
-STEPS += ("generation", "training step")
+STEPS = ["config loads", "processor loads", "parameters", "weights load", "generation"]
+STEPS += ["training step"]
 
 
 def main(request: Path) -> None:

@@ -71,8 +71,8 @@ def read_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
         return Manifest.model_validate(read_object(content, name))
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3]]
-        message = f"{name} is none that `hub_upload build` wrote ({'; '.join(wrong)})"
-        raise ValueError(printable(message)) from error
+        told = f"{name} is none that `hub_upload build` wrote ({'; '.join(wrong)})"
+        raise ValueError(printable(told)) from error
 
 
 def read_object(content: bytes, name: str) -> dict[str, Any]:

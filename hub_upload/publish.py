@@ -27,14 +27,15 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from .checks import Target, refuse_what_fails
-from .errors import AGAIN, BadAnswer, Failure, during, printable, status_of, without_secrets
-from .files import File, read_folder, read_tree, sha256_of_file, tree_at
+from .errors import AGAIN, Failure, during, printable
+from .files import File, read_folder, read_tree, tree_at
 from .layout import ID, INDEX, MANIFEST
 from .load_check import shorten
 from .manifest import Manifest, read_manifest
 
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 UNCHANGED = f"nothing was changed; {AGAIN}"
+UPLOAD = "build with --weights FOLDER, to upload them, or leave them out with --code-only"
 NEVER_MOVED = "People pin tags, so it is not moved: raise the version and build again"
 
 
@@ -63,15 +64,12 @@ def read_build(folder: Path, code_only: bool = False) -> tuple[Manifest, dict[st
 
 
 def is_at(file: File, there: RepoFile | None) -> bool:
-    """Whether the Hub has this content; weights that are small may be in git there."""
+    """Whether the Hub has this content."""
     if there is None or there.size != file.size:
         return False
     if there.lfs:
         return there.lfs.sha256 == file.sha256
-    content = file.content
-    if content is None and file.path and sha256_of_file(file.path) == file.sha256:
-        content = file.path.read_bytes()
-    return content is not None and there.blob_id == git_hash(content)
+    return file.content is not None and there.blob_id == git_hash(file.content)
 
 
 class Publication:
@@ -86,15 +84,16 @@ class Publication:
 
     def look(self) -> None:
         """Compare with the head of the destination; only reads."""
-        self.head, self.private, self.tagged, self.theirs = None, False, None, None
+        self.head, self.tagged, self.theirs = None, None, None
         self.tree: dict[str, RepoFile] = {}
         try:
             info, self.tree = read_tree(self.api, self.repo, None)
         except hub_errors.RepositoryNotFoundError:
-            pass
+            # The Hub does not tell a missing repository from one that this token may not see.
+            self.state = "not there for this token: to be created"
         else:
-            self.head, self.private = info.sha, bool(info.private)
-            self.tagged = self.read_tag()
+            self.head, self.tagged = info.sha, self.read_tag()
+            self.state = f"{'private' if info.private else 'public'}, at {self.head}"
         if MANIFEST in self.tree:
             path = self.api.hf_hub_download(self.repo, MANIFEST, revision=self.head)
             try:
@@ -110,7 +109,7 @@ class Publication:
         except hub_errors.RevisionNotFoundError:
             return None
         if not commit:
-            raise BadAnswer("no commit")
+            raise ValueError("the server's answer is not that of a Hub: check HF_ENDPOINT")
         return commit
 
     def plan(self) -> None:
@@ -125,15 +124,13 @@ class Publication:
         left_out = self.weights_to_leave() if self.options.code_only else set()
         self.deleted = sorted(self.tree.keys() & ours - self.files.keys() - {GIT_FILE} - left_out)
         self.kept = [name for name, file in self.files.items() if is_at(file, self.tree.get(name))]
-        changed = [name for name in self.files if name not in self.kept]
-        self.copied = [name for name in changed if name in self.weights.files]
-        self.why_not = self.why_not_copied() if self.copied else None
-        if self.why_not:
-            self.require_here(self.why_not)
-            self.copied = []
-        self.uploaded = [name for name in changed if name not in self.copied]
+        changed = self.files.keys() - self.kept
+        self.copied = sorted(name for name in changed if self.files[name].path is None)
+        self.uploaded = sorted(changed - {*self.copied})
         self.foreign = [name for name in foreign if name not in self.files]
-        self.changes = bool(self.copied or self.uploaded or self.deleted)
+        self.changes = bool(changed or self.deleted)
+        if self.copied:
+            self.require_copies()
 
     def weights_to_leave(self) -> set[str]:
         """With --code-only, weights there must be those of this build, or none."""
@@ -146,37 +143,22 @@ class Publication:
             raise Failure(f"{told}: the code would not fit, so publish without --code-only")
         return theirs | {INDEX}
 
-    def why_not_copied(self) -> str | None:
-        """Why the Hub cannot be asked to copy weights from where the manifest says."""
+    def require_copies(self) -> None:
+        """Raise ``Failure`` unless weights that are not in the folder are where they come from."""
         repository, revision = self.weights.repository, self.weights.revision
-        if not repository:
-            return f"{MANIFEST} names no repository that they could be copied from"
+        assert repository, "weights that are neither here nor anywhere do not pass verify"
         try:
             found = self.api.get_paths_info(repository, self.copied, revision=revision)
-        except (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError):
-            return f"{repository}@{revision} is not there, or not for this token"
+        except (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError) as error:
+            told = f"{repository}@{revision} is not there, or not for this token"
+            raise Failure(f"{told}: no weights can be copied from there; {UPLOAD}") from error
         source = {file.path: file for file in found if isinstance(file, RepoFile)}
-        for name in self.copied:
-            file, there = self.files[name], source.get(name)
-            if there is None or not there.lfs or not is_at(file, there):
-                listed = f"what {MANIFEST} lists ({file.size} bytes, sha256 {file.sha256})"
-                return f"{name} at {repository}@{revision} is not {listed}: {there and there.lfs}"
-            if not there.xet_hash:  # a large file from before the Hub's present storage
-                return f"{name} of {repository} has no xet hash"
-        return None
-
-    def require_here(self, why: str) -> None:
-        if missing := [name for name in self.copied if self.files[name].path is None]:
-            told = f"{shorten(missing)} are neither there nor in the folder, nor can be copied"
-            cure = "build with --weights FOLDER, to upload them, or leave them out with --code-only"
-            raise Failure(f"{told}: {why}; {cure}")
+        if wrong := [name for name in self.copied if not is_at(self.files[name], source.get(name))]:
+            told = f"{shorten(wrong)} at {repository}@{revision} is not what {MANIFEST} lists"
+            raise Failure(f"{told}, so it is not copied; {UPLOAD}")
 
     def show(self) -> None:
-        # The Hub does not tell a missing repository from one that this token may not see.
-        state = f"not there for this token: to be created{', private' * self.options.private}"
-        if self.head:
-            state = f"{'private' if self.private else 'public'}, at {self.head}"
-        say(f"Repository {self.repo} ({state})")
+        say(f"Repository {self.repo} ({self.state})")
         say(f"Version    {self.tag}{' as a pull request, without a tag' * self.options.pr}")
         rows = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}
         rows |= {"keep": self.kept, "leave": self.foreign}
@@ -187,8 +169,6 @@ class Publication:
         say(f"Total      {', '.join(totals)}; leave: not ours")
         if self.copied:
             say(f"Weights are copied from {self.weights.repository}@{self.weights.revision}.")
-        if self.why_not and self.weights.repository:
-            say(f"Weights are uploaded: {self.why_not}.")
         if self.repo.encode() not in (self.files["README.md"].content or b""):
             say(f"Note: README.md does not name {self.repo}; `build --name {self.repo}` would.")
 
@@ -200,7 +180,7 @@ class Publication:
         if self.head is None and self.options.pr:
             told = f"{self.repo} is not there, or not for this token"
             raise Failure(f"{told}: nothing to open a pull request against; publish without --pr")
-        if self.options.private and self.head and not self.private:
+        if self.options.private and self.state.startswith("public"):
             raise Failure(f"{self.repo} is public: make it private in its settings first")
         if self.options.pr or self.tagged in (None, None if self.changes else self.head):
             return
@@ -224,17 +204,9 @@ class Publication:
 
     def commit(self) -> str:
         """One commit on the head that was compared, read back and compared again."""
-        with during(f"publishing to {self.repo}", f"no tag was made; {AGAIN}"):
-            try:
-                commit = self.create_commit()
-            except Exception as error:
-                why = refusal_of_copy(error)
-                if why is None or not self.copied:
-                    raise
-                self.require_here(why)
-                say(without_secrets(f"The server does not copy: {why}."))
-                self.uploaded, self.copied = self.copied + self.uploaded, []
-                commit = self.create_commit()
+        copies = f"; if copying is what it refuses, {UPLOAD}" if self.copied else ""
+        with during(f"publishing to {self.repo}", f"no tag was made{copies}; {AGAIN}"):
+            commit = self.create_commit()
         say(f"Committed {commit.oid}{f', {commit.pr_url}' if self.options.pr else ''}")
         state = f"commit {commit.oid} is neither verified nor tagged; {AGAIN}"
         with during(f"reading back {self.repo}", state):
@@ -262,26 +234,26 @@ class Publication:
 
     def additions(self) -> list[CommitOperationAdd]:
         """Small files as they were read, weights as the manifest lists them."""
-        weights = [name for name in self.uploaded if name in self.weights.files]
-        before = {name: state_of(self.files[name].path) for name in weights}
-        operations = {}
+        small, large, weights = [], [], {}
         for name in self.uploaded:
-            sent = self.files[name].path if name in weights else self.files[name].content
-            assert sent is not None, name
-            operations[name] = CommitOperationAdd(name, sent)
-        for name in weights:
-            found, listed = operations[name].upload_info.sha256.hex(), self.files[name].sha256
-            if found != listed:
-                told = f"{name} has sha256 {found}, but {MANIFEST} lists {listed}"
+            file = self.files[name]
+            if file.content is not None:
+                small.append(CommitOperationAdd(name, file.content))
+            else:
+                assert file.path, name
+                weights[name] = state_of(file.path)
+                large.append(CommitOperationAdd(name, file.path))
+        for operation in large:
+            name, found = operation.path_in_repo, operation.upload_info.sha256.hex()
+            if found != self.files[name].sha256:
+                told = f"{name} has sha256 {found}, but {MANIFEST} lists {self.files[name].sha256}"
                 raise Failure(f"{told}: nothing was sent, build again")
         # They are read once more to be sent, and not every server compares what arrives.
-        large = [operations[name] for name in weights]
         self.api.preupload_lfs_files(self.repo, large, create_pr=self.options.pr)
-        changed = [name for name in weights if state_of(self.files[name].path) != before[name]]
-        if changed:
+        if changed := [n for n, state in weights.items() if state_of(self.files[n].path) != state]:
             told = f"{shorten(changed)} changed while it was sent: nothing was committed"
             raise Failure(f"{told}; build again, and let nothing write to the folder meanwhile")
-        return list(operations.values())
+        return small + large
 
     def create_tag(self, commit: str) -> None:
         state = f"commit {commit} is complete, and may lack its tag; {AGAIN}"
@@ -293,18 +265,6 @@ class Publication:
             found = found if tagged else f"it is not there; {state}"
             raise Failure(f"the tag {self.tag} should be at {commit} of {self.repo}, but {found}")
         say(f"Tagged {self.tag}.")
-
-
-def refusal_of_copy(error: Exception) -> str | None:
-    """Why the server does not copy; ``None`` for its other errors."""
-    if isinstance(error, hub_errors.FileDuplicationError):
-        return " ".join(str(error).split())
-    status = status_of(error)
-    if status is None or not 400 <= status < 500 or status in (401, 408, 429):
-        return None
-    asked = str(getattr(error, "response").url)  # noqa: B009 (no base class has it)
-    told = f"{status}, {getattr(error, 'server_message', None)}"
-    return told if "/lfs-files/duplicate" in asked else None
 
 
 def state_of(path: Path | None) -> tuple[int, ...]:

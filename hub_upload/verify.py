@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .checks import Target, check_files
-from .errors import Failure, printable, without_secrets
+from .errors import printable, without_secrets
 from .files import download, read_folder, read_repository
 from .layout import ID
 from .load_check import FAILED, PASSED, SKIPPED, STEPS, Check
@@ -66,41 +66,33 @@ def verify(
     with tempfile.TemporaryDirectory() as home:
         if Path(name).is_dir() and revision is not None:
             raise ValueError(f"{name} is a folder and has no revision {revision}: leave that out")
+        commit = None
         if Path(name).is_dir():
-            target = Target(name, read_folder(Path(name)))
+            files = read_folder(Path(name))
         elif re.fullmatch(ID, name):
             commit, files = read_repository(name, revision, Path(home, "download"))
-            target = Target(name, files, commit)
         else:
-            raise ValueError(
-                f"{name} is neither a folder nor an id on the Hub: give DIR or org/name"
-            )
-        target.check_weights, target.code_only, target.run_code = check_weights, code_only, run_code
+            told = f"{name} is neither a folder nor an id on the Hub"
+            raise ValueError(f"{told}: give DIR or org/name")
+        target = Target(name, files, commit, code_only, check_weights, run_code)
         checks = check_files(target)
         if failed := [check.name for check in checks if check.status == FAILED]:
-            checks += _skipped(0, f"nothing is run because of: {', '.join(failed)}")
+            why = f"nothing is run because of: {', '.join(failed)}"
+            checks += [Check(step, SKIPPED, why) for step in STEPS]
         else:
             checks += _load(target, Path(home))
     # A server may repeat the token in what it says.
-    told = [check._replace(detail=without_secrets(check.detail)) for check in checks]
-    return Report(target, told)
-
-
-def _skipped(begin: int, reason: str) -> list[Check]:
-    return [Check(name, SKIPPED, reason) for name in STEPS[begin:]]
+    checks = [check._replace(detail=without_secrets(check.detail)) for check in checks]
+    return Report(target, checks)
 
 
 def _load(target: Target, home: Path) -> list[Check]:
     """Run the checks of :mod:`load_check` in a process of its own, with empty caches."""
-    try:
-        snapshot = _snapshot(target, home)
-    except Failure as failure:  # weights that the Hub does not give
-        failed = Check(STEPS[0], FAILED, str(failure))
-        return [failed, *_skipped(1, f"cannot be checked without: {STEPS[0]}")]
-    shapes = {name: shape for part in target.tensors.values() for name, (_, shape) in part.items()}
+    shapes = {name: shape for part in target.tensors.values() for name, shape in part.items()}
     request, results = home / "request.json", home / "results.jsonl"
-    values = {"source": str(snapshot), "shapes": shapes or None, "whole": target.may_be_loaded}
-    request.write_text(json.dumps(values | {"results": str(results)}), encoding="utf-8")
+    values = {"shapes": shapes or None, "whole": target.may_be_loaded, "results": str(results)}
+    values["source"] = str(_snapshot(target, home))
+    request.write_text(json.dumps(values), encoding="utf-8")
     if target.foreign_code:
         told = f"--run-code: running {len(target.foreign_code)} files of code of {target.where} "
         told += f"that are not this clone's: {', '.join(target.foreign_code)}. They get no token, "
@@ -108,13 +100,11 @@ def _load(target: Target, home: Path) -> list[Check]:
         print(printable(f"{told}they may."), file=sys.stderr, flush=True)
     ended = _run(request, home)
     checks = _read_results(results)
-    if checks and checks[-1].status == FAILED:
-        checks += _skipped(len(checks), f"not run after: {checks[-1].name}")
-    elif len(checks) < len(STEPS):
-        step = STEPS[len(checks)]
-        checks.append(Check(step, FAILED, ended))
-        checks += _skipped(len(checks), f"the process ended at: {step}")
-    return checks
+    why = f"not run after: {checks[-1].name}" if checks else ""
+    if len(checks) < len(STEPS) and not (checks and checks[-1].status == FAILED):
+        checks.append(Check(STEPS[len(checks)], FAILED, ended))
+        why = f"the process ended at: {checks[-1].name}"
+    return checks + [Check(step, SKIPPED, why) for step in STEPS[len(checks) :]]
 
 
 def _snapshot(target: Target, home: Path) -> Path:
@@ -134,44 +124,32 @@ def _snapshot(target: Target, home: Path) -> Path:
 
 def _run(request: Path, home: Path) -> str:
     """Run the published code; how the process ended."""
-    empty = home / "empty"
+    empty, errors = home / "empty", home / "errors"
     empty.mkdir()
     environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT}
     environment |= dict.fromkeys(("HOME", "USERPROFILE", "HF_HOME"), str(empty))
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     environment |= {"HF_MODULES_CACHE": str(home / "modules"), "TOKENIZERS_PARALLELISM": "false"}
-    errors = home / "errors"
+    # -I: neither this repository nor what PYTHONPATH names can be imported.
+    command = [sys.executable, "-I", str(LOAD_CHECK), str(request)]
+    nothing = subprocess.DEVNULL
     try:
         with errors.open("wb") as file:
-            # -I: neither this repository nor what PYTHONPATH names can be imported.
-            process = subprocess.run(
-                [sys.executable, "-I", str(LOAD_CHECK), str(request)],
-                cwd=empty,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                timeout=SECONDS,
-            )
+            pipes: dict[str, Any] = {"stdin": nothing, "stdout": nothing, "stderr": file}
+            ended = subprocess.run(command, cwd=empty, env=environment, timeout=SECONDS, **pipes)
     except subprocess.TimeoutExpired:
         return f"the process was stopped here, not done after {SECONDS} s"
     last = errors.read_text("utf-8", errors="replace").strip().splitlines()[-1:]
     said = last[0] if last else "it said nothing"
-    return f"the process ended with status {process.returncode} here: {said}"
+    return f"the process ended with status {ended.returncode} here: {said}"
 
 
 def _read_results(path: Path) -> list[Check]:
-    """What the process says, as far as it is what ours would say."""
-    checks: list[Check] = []
-    lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
-    for line, step in zip(lines, STEPS, strict=False):
-        try:
-            name, status, detail = json.loads(line)
-        except (ValueError, TypeError, RecursionError):
-            break
-        if name != step or status not in (PASSED, FAILED, SKIPPED):
-            break
-        checks.append(Check(name, status, str(detail)))
-        if status == FAILED:
-            break
-    return checks
+    """What the process says; nothing of it, if it is not what ours would say."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+        checks = [Check(*map(str, json.loads(line))) for line in lines]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+    ours = [check.name for check in checks] == STEPS[: len(checks)]
+    return checks if ours and {c.status for c in checks} <= {PASSED, FAILED, SKIPPED} else []

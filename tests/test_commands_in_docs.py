@@ -50,6 +50,8 @@ ELSEWHERE = {
     "torchrun --nproc_per_node 2 -m glm4v_patched.run -m trl.scripts.sft": "by hand, as it says",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    # Rows in each format.
+    "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
@@ -70,6 +72,8 @@ ELSEWHERE = {
     # The form of commands that the pages have in full, too.
     "python -m glm4v_patched.run SCRIPT_OR_COMMAND": "test_scripts_are_patched",
     "glm4v-patched train RECIPE": "test_training_is_stopped_and_goes_on",
+    # It loads the published model: at tiny size here.
+    "glm4v-patched train lora_1x80gb": "tests/finetune/test_shipped.py",
 }
 RUN: list[str] = []
 
@@ -382,3 +386,30 @@ def test_adapters_load_and_are_merged(given, reader, trained):
     without_package = "import sys\nsys.modules['glm4v_patched'] = None\n"
     adapters = load.replace("my_adapter", "trained")
     reader.python(without_package + adapters + MERGED_IS_THE_SAME)
+
+
+@pytest.mark.slow
+@runs(
+    "glm4v-patched answer ",
+    "glm4v-patched evaluate ",
+    "glm4v-patched chat ",
+    "glm4v-patched merge ",
+    "def starts_right",
+)
+def test_what_was_trained_answers_and_is_evaluated_and_merged(given, reader, trained):
+    [code, *given] = given
+    (reader.folder / "scores.py").write_text(code)
+    questions = (reader.folder / "train.jsonl").read_text().splitlines(keepends=True)[:3]
+    (reader.folder / "questions.jsonl").write_text("".join(questions))
+    for command in given:
+        short = "" if " merge " in command else " --device cpu --max-new-tokens 3"
+        shutil.rmtree(reader.folder / "merged", ignore_errors=True)
+        piped = "printf 'What is it?\\n/image cat.png\\nAnd this?\\n' | " * (" chat " in command)
+        told = reader.shell(f"{piped}{command}{short}")
+        if "scores.py" in command:
+            assert "starts_right" in told
+    assert (reader.folder / "merged" / "model.safetensors").is_file()
+    lines = (reader.folder / "answers.jsonl").read_text().splitlines()
+    [example] = [block for block in blocks(ROOT / "docs" / "answering.md", "json")]
+    assert [json.loads(line).keys() for line in lines] == [json.loads(example).keys()] * 3
+    assert (reader.folder / "evaluation" / "metrics.json").is_file()

@@ -1,34 +1,39 @@
-"""Checks a file of conversations before anything is trained on it, and says what was found.
+"""Checks sets of conversations before anything is trained on them, and says what was found.
 
-Every row is read, rendered and counted, every picture decoded to its end (:func:`check_file`).
-What was found goes to a file (:class:`CheckedData`), by which training processes know which rows to
-take, and that neither these nor their pictures have changed since. What was good once is remembered
-(:mod:`memory`) and not looked at again until it changes.
+Every row is read, rendered and counted, every picture decoded to its end (:func:`check_sets`). The
+rows go to a file, from which training processes read them, and what was found beside it
+(:class:`checked.CheckedData`). What was good once is remembered (:mod:`memory`) and not looked at
+again until it changes.
+
+No more rows are held in memory than are worked on at once; of all, their sizes and digests are.
 """
 
 import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
+import numpy as np
 import PIL
 from tqdm import tqdm
 
-from ..printed import own_command
+from .checked import RULES, CheckedData, FileStamp, Picture, digest_file, stamp_of
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
 from .memory import Memory, default_path
-from .messages import replace_pictures, shorten
+from .messages import pictures_of, replace_pictures, shorten
 from .rendering import measure_all
-from .sources import Fault, Row, describe_faults, read_rows
+from .sets import Source
+from .sources import Fault, Row, as_source, describe_faults, read_rows
+from .stored_rows import RowsWriter, StoredRows
 
-RULES = 2
-"""Raised with every change after which what was good may no longer be."""
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
 # So much of the work is not lost if it is stopped.
@@ -38,176 +43,101 @@ ROWS_A_PROCESS = 10_000
 # A file that changes twice within a tick of its file system's clock has one time for both.
 NANOSECONDS_UNTIL_SURE = 2 * 10**9
 
-
-class Counts(NamedTuple):
-    """Of all rows that are kept."""
-
-    rows: int
-    pictures: int
-    """As often as they are shown."""
-    positions: int
-    """With all that the pictures take."""
-    learned: int
-    """Positions that are labels."""
+Sources = Sequence[Source]
+# Anew for each row would take longer than the row.
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-class Picture(NamedTuple):
-    path: str
-    size: int
-    mtime_ns: int
+@dataclass
+class _Read:
+    """Rows as they were read."""
 
-
-@dataclass(frozen=True)
-class CheckedData:
-    """Which rows of a file are trained on, and what they were when they were checked.
-
-    Attributes:
-        path: The file, absolute.
-        sha256: Of its bytes.
-        pack_to: The length of a packed row that the rows were checked against.
-        row_lines: The line of each row that is kept, from 1, in order.
-        row_digests: Of each, by :func:`digest_row`.
-        row_sizes: Of each.
-        pictures: Each file that is shown.
-        skipped: How many rows cannot be used.
-        counts: Of the rows that are kept.
-    """
-
-    path: str
-    sha256: str
-    pack_to: int | None
-    row_lines: tuple[int, ...]
-    row_digests: tuple[str, ...]
-    row_sizes: tuple[Size, ...]
-    pictures: tuple[Picture, ...]
-    skipped: int
+    sources: Sources
+    files: list[FileStamp]
+    rows: StoredRows
+    pictures: dict[str, None]
+    """Their paths."""
+    faults: list[list[Fault]] = field(default_factory=list)
+    """Of each set."""
+    dropped: set[int] = field(default_factory=set)
+    """Rows that were read and cannot be used."""
 
     @property
-    def counts(self) -> Counts:
-        sums = [sum(of_all) for of_all in zip(*self.row_sizes, strict=True)]
-        positions, _, pictures, learned = sums
-        return Counts(len(self.row_lines), pictures, positions, learned)
-
-    @property
-    def stamps(self) -> dict[str, tuple[int, int]]:
-        """Size and time of change of each picture, by its path."""
-        return {path: (size, mtime_ns) for path, size, mtime_ns in self.pictures}
-
-    def write(self, path: Path) -> None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(vars(self) | {"rules": RULES}), encoding="utf-8")
-        os.replace(partial, path)
-
-    @classmethod
-    def read(cls, path: Path) -> "CheckedData":
-        """What :meth:`write` wrote.
-
-        Raises:
-            ValueError: it is not there, or it is no such file.
-        """
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values.pop("rules") != RULES:
-                raise ValueError("it was written by another version of this package")
-            made = {"row_sizes": Size, "pictures": Picture}
-            for name, value in values.items():
-                if name in made:
-                    value = [made[name](*item) for item in value]
-                values[name] = tuple(value) if isinstance(value, list) else value
-            return cls(**values)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path} does not say which rows were checked ({error}): start the training with "
-                f"{own_command('train')}, which checks them first"
-            ) from error
-
-    def conversations(self) -> list[list[dict]]:
-        """The rows, read again.
-
-        Raises:
-            ValueError: the file or a picture is not what was checked.
-        """
-        cure = "start the training again, so that it is checked"
-        if _sha256(self.path) != self.sha256:
-            raise ValueError(f"{self.path} has changed since it was checked: {cure}")
-        for picture in self.pictures:
-            if Picture(picture.path, *_size_and_time(picture.path)[:2]) != picture:
-                raise ValueError(f"{picture.path} has changed since it was checked: {cure}")
-        lines = set(self.row_lines)
-        of_lines = [row for row in read_rows(self.path) if row.line in lines]
-        rows = [row for row in of_lines if isinstance(row, Row)]
-        assert [row.line for row in rows] == [*self.row_lines]
-        return [row.messages for row in rows]
+    def skipped(self) -> int:
+        return sum(map(len, self.faults))
 
 
-def check_file(
-    path: str | Path,
+def check_file(path: str | Path, *arguments: Any, **options: Any) -> CheckedData:
+    """:func:`check_sets` for one set."""
+    return check_sets([as_source(path)], *arguments, **options)
+
+
+def check_sets(
+    sources: Sources,
     processor,
     max_positions: int,
     *,
+    evaluate: float | Sources | None = None,
     pack_to: int | None = None,
     on_bad: Literal["fail", "skip"] = "fail",
     memory: Path | None = None,
 ) -> CheckedData:
-    """Read, render and count every row of a file, and decode every picture once.
+    """Read, render and count every row of some sets, and decode every picture once.
 
     Pictures and rows that are new, and more than a few, are decoded and rendered by processes of
-    their own, at most one a core. Rows that are left out are printed, up to 20.
+    their own, at most one a core. Rows that are left out are printed, up to 20 of a set.
 
     Args:
         processor: A ``ChatGLMProcessor``.
         max_positions: Of the model's position table.
+        evaluate: Sets to evaluate on; or a share of the rows, which is not trained on: those whose
+            digests are the lowest, wherever they stand, so that equal rows are on one side.
         pack_to: Length of a packed row, which no conversation may exceed.
         on_bad: Raise for rows that cannot be used, or leave them out.
         memory: Where what was found is kept; default :func:`memory.default_path`.
 
     Raises:
-        ValueError: the file cannot be read, or rows of it cannot be used: lists up to 20.
+        ValueError: a set cannot be read, or rows of it cannot be used: lists up to 20. Or no row is
+            left for training or for evaluation.
     """
-    digest = _sha256(path)
-    rows: list[Row] = []
-    faults: list[Fault] = []
-    for found in read_rows(path):
-        if isinstance(found, Row):
-            rows.append(found)
-        else:
-            faults.append(found)
-    remembered = Memory(memory or default_path())
-    with closing(remembered):
-        pictures = _check_pictures(rows, remembered)
-        sizes = _check_rows(rows, ConversationCollator(processor), remembered)
-    kept: list[tuple[Row, Size]] = []
-    for row, size in zip(rows, sizes, strict=True):
-        fault = _fault_of_pictures(row, pictures)
-        if fault is None:
-            fault = _fault_of_size(row, size, max_positions, pack_to)
-        if fault is None:
-            assert isinstance(size, Size)
-            kept.append((row, size))
-        else:
-            faults.append(Fault(row.line, fault))
-    faults.sort()
-    if faults:
-        told = describe_faults(path, faults, len(kept) + len(faults))
-        if not kept:
-            raise ValueError(f"{told}\ncorrect them")
-        if on_bad == "fail":
-            raise ValueError(f"{told}\ncorrect them, or leave them out (data.on_bad: skip)")
-        print(f"{told}\nthey are left out", flush=True)
-    shown = dict.fromkeys(picture for row, _ in kept for picture in row.pictures)
-    return CheckedData(
-        path=os.path.abspath(path),
-        sha256=digest,
-        pack_to=pack_to,
-        row_lines=tuple(row.line for row, _ in kept),
-        row_digests=tuple(digest_row(row, pictures) for row, _ in kept),
-        row_sizes=tuple(size for _, size in kept),
-        pictures=tuple(Picture(path, *pictures[path][:2]) for path in shown),
-        skipped=len(faults),
+    workplace = _make_workplace()
+    folder = Path(workplace.name)
+    share = evaluate if isinstance(evaluate, float) else None
+    others = () if evaluate is None or isinstance(evaluate, float) else evaluate
+    given = [_read(of, folder / f"read{n}.arrow") for n, of in enumerate([sources, others]) if of]
+    collator = ConversationCollator(processor)
+    with closing(Memory(memory or default_path())) as remembered:
+        facts = _check_pictures([path for read in given for path in read.pictures], remembered)
+        sizes = [_check_rows(read.rows, collator, remembered) for read in given]
+    for read, of_rows in zip(given, sizes, strict=True):
+        _add_faults(read, of_rows, facts, max_positions, pack_to)
+    _refuse_or_tell(given, on_bad)
+    made = []
+    for number, (read, of_rows) in enumerate(zip(given, sizes, strict=True)):
+        sides: list[Callable[[bytes], bool]] = [lambda digest: True]
+        if share is not None:
+            sides = [lambda digest: not _is_held_out(digest, share)]
+            sides += [lambda digest: _is_held_out(digest, share)]
+        for side, takes in enumerate(sides):
+            path = folder / f"kept{number}{side}.arrow"
+            made.append(_keep(read, of_rows, facts, path, takes, pack_to))
+        read.rows.path.unlink()
+    checked, *rest = [replace(one, workplace=workplace) for one in made]
+    if not rest:
+        return checked
+    asked = share if share is not None else [source.path for source in others]
+    evaluated = replace(
+        rest[0],
+        sources=tuple(replace(source, weight=1.0) for source in rest[0].sources),
+        skipped=0 if share is not None else rest[0].skipped,
     )
+    _require_both(checked, evaluated, share)
+    return replace(checked, eval=evaluated, asked=asked)
 
 
-def require_pictures(path: str | Path, memory: Path | None = None, to_learn: bool = True) -> None:
+def require_pictures(
+    path: str | Path | Source, memory: Path | None = None, to_learn: bool = True
+) -> None:
     """Decode every picture of a file's rows, as :func:`check_file` does.
 
     Args:
@@ -217,36 +147,177 @@ def require_pictures(path: str | Path, memory: Path | None = None, to_learn: boo
         ValueError: some cannot be learned from: lists up to 20 rows.
     """
     rows = [row for row in read_rows(path, to_learn=to_learn) if isinstance(row, Row)]
+    shown = dict.fromkeys(picture for row in rows for picture in row.pictures)
     with closing(Memory(memory or default_path())) as remembered:
-        pictures = _check_pictures(rows, remembered)
-    found = [(row.line, _fault_of_pictures(row, pictures)) for row in rows]
+        pictures = _check_pictures(shown, remembered)
+    found = [(row.line, _fault_of_pictures(row.pictures, pictures)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
         raise ValueError(f"{describe_faults(path, faults, len(rows))}\ncorrect them")
 
 
-def digest_row(row: Row, pictures: dict[str, Facts]) -> str:
+def digest_row(messages: list[dict], pictures: dict[str, Facts]) -> bytes:
     """sha256 of a row's JSON, with the sha256 of each picture for its path.
 
     The keys of a message are sorted; those in tools are not, for the template writes them as they
     stand.
     """
-    return _digest_messages([pictures[picture].sha256 for picture in row.pictures], row)
+    return _digest_messages(messages, lambda path: pictures[path].sha256)
 
 
-def _digest_messages(pictures: Sequence[str], row: Row) -> str:
-    names = iter(pictures)
-    messages = replace_pictures(row.messages, lambda picture: next(names))
+def _digest_messages(messages: list[dict], name_of: Callable[[str], str]) -> bytes:
+    if pictures_of(messages):
+        messages = replace_pictures(messages, name_of)
     messages = [dict(sorted(message.items())) for message in messages]
-    text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    text = ENCODER.encode(messages)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _is_held_out(digest: bytes, share: float) -> bool:
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+# Sets
+
+
+def _make_workplace() -> TemporaryDirectory:
+    """A folder that is removed when nothing holds it; not in /tmp, which may be memory."""
+    cache = default_path()
+    try:
+        if cache is not None:
+            cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return TemporaryDirectory(prefix="checking-", dir=cache.parent)
+    except OSError:
+        pass
+    return TemporaryDirectory(prefix="glm4v-checking-")
+
+
+def _read(sources: Sources, path: Path) -> _Read:
+    """Read sets to a file; digests in it are of rows without their pictures."""
+    writer = RowsWriter(path)
+    files: list[FileStamp] = []
+    pictures: dict[str, None] = {}
+    faults: list[list[Fault]] = []
+    for number, source in enumerate(sources):
+        if os.path.isfile(source.path):
+            found = stamp_of(source.path) or (-1, -1)
+            files.append(FileStamp(source.path, *found, digest_file(source.path)))
+        faults.append([])
+        for row in tqdm(read_rows(source), desc="reading rows", disable=None, delay=5):
+            if isinstance(row, Fault):
+                faults[-1].append(row)
+                continue
+            pictures |= dict.fromkeys(row.pictures)
+            writer.add(
+                messages=ENCODER.encode(row.messages),
+                source=number,
+                line=row.line,
+                digest=_digest_messages(row.messages, lambda path: ""),
+            )
+    return _Read(sources, files, writer.close(), pictures, faults)
+
+
+def _add_faults(
+    read: _Read,
+    sizes: "_Sizes",
+    facts: dict[str, Facts],
+    max_positions: int,
+    pack_to: int | None,
+) -> None:
+    """What is wrong with rows that were read."""
+    for start, part in read.rows.parts():
+        for at, (text, source, line) in enumerate(
+            zip(part["messages"], part["source"], part["line"], strict=True)
+        ):
+            shown = pictures_of(json.loads(text)) if read.pictures else []
+            fault = _fault_of_pictures(shown, facts)
+            if fault is None:
+                size = sizes.of(start + at)
+                fault = _fault_of_size(len(shown), size, max_positions, pack_to)
+            if fault is not None:
+                read.faults[source].append(Fault(line, fault))
+                read.dropped.add(start + at)
+    for faults in read.faults:
+        faults.sort()
+
+
+def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None:
+    told = []
+    for read in given:
+        of_set = read.rows.column("source")
+        good = np.delete(of_set, [*read.dropped])
+        counts = np.bincount(good, minlength=len(read.sources)).tolist()
+        for source, faults, count in zip(read.sources, read.faults, counts, strict=True):
+            total = count + len(faults)
+            if faults:
+                told.append(describe_faults(source, faults, total))
+    if not told:
+        return
+    text = "\n".join(told)
+    if any(len(read.rows) == len(read.dropped) for read in given):
+        raise ValueError(f"{text}\ncorrect them")
+    if on_bad == "fail":
+        raise ValueError(f"{text}\ncorrect them, or leave them out (data.on_bad: skip)")
+    print(f"{text}\nthey are left out", flush=True)
+
+
+def _keep(
+    read: _Read,
+    sizes: "_Sizes",
+    facts: dict[str, Facts],
+    path: Path,
+    takes: Callable[[bytes], bool],
+    pack_to: int | None,
+) -> CheckedData:
+    """Write the rows that can be used, and are on this side, with what was found of them."""
+    writer = RowsWriter(path)
+    shown: dict[str, None] = {}
+    for start, part in read.rows.parts():
+        columns = (part[name] for name in ("messages", "source", "line", "digest"))
+        for row, (text, source, line, digest) in enumerate(zip(*columns, strict=True), start):
+            if row in read.dropped:
+                continue
+            pictures = []
+            if read.pictures:
+                messages = json.loads(text)
+                pictures = pictures_of(messages)
+                digest = digest_row(messages, facts) if pictures else digest
+            if takes(digest):
+                shown |= dict.fromkeys(pictures)
+                size = sizes.of(row)
+                assert isinstance(size, Size)
+                of_row = {"messages": text, "source": source, "line": line, "digest": digest}
+                writer.add(**of_row, **size._asdict())
+    return CheckedData(
+        sources=tuple(read.sources),
+        files=tuple(read.files),
+        pack_to=pack_to,
+        rows=writer.close(),
+        pictures=tuple(Picture(path, *facts[path][:2]) for path in shown),
+        skipped=read.skipped,
+    )
+
+
+def _require_both(checked: CheckedData, evaluated: CheckedData, share: float | None) -> None:
+    rows, held_out = len(checked.rows), len(evaluated.rows)
+    if share is None:
+        there = {bytes(digest) for digest in checked.rows.column("digest")}
+        same = sum(bytes(digest) in there for digest in evaluated.rows.column("digest"))
+        if same:
+            print(f"{same:,} of the {held_out:,} rows of data.eval are trained on, too", flush=True)
+    elif not (rows and held_out):
+        raise ValueError(
+            f"data.eval is {share:g}, and of {rows + held_out:,} rows {held_out:,} are held out "
+            f"and {rows:,} left to train on; expected at least 1 of each: give another share, or a "
+            "file"
+        )
 
 
 # Pictures
 
 
-def _check_pictures(rows: list[Row], memory: Memory) -> dict[str, Facts]:
+def _check_pictures(paths: Iterable[str], memory: Memory) -> dict[str, Facts]:
     """What is found of each picture, by its path."""
-    paths = dict.fromkeys(picture for row in rows for picture in row.pictures)
+    paths = dict.fromkeys(paths)
     keys = {path: _picture_key(path) for path in paths}
     known = memory.get(keys.values())
     found: dict[str, Facts] = {}
@@ -298,8 +369,8 @@ def _processes(number: int, size: int) -> int:
     return min(worth, os.cpu_count() or 1)
 
 
-def _fault_of_pictures(row: Row, pictures: dict[str, Facts]) -> str | None:
-    for path in row.pictures:
+def _fault_of_pictures(shown: list[str], pictures: dict[str, Facts]) -> str | None:
+    for path in shown:
         if pictures[path].fault is not None:
             return f"the image {shorten(path)} {pictures[path].fault}"
     return None
@@ -308,30 +379,71 @@ def _fault_of_pictures(row: Row, pictures: dict[str, Facts]) -> str | None:
 # Rows
 
 
-def _check_rows(
-    rows: list[Row], collator: ConversationCollator, memory: Memory
-) -> list[Size | str]:
+class _Sizes:
+    """Of rows by their numbers, or why they cannot be rendered."""
+
+    def __init__(self, number: int):
+        self.sizes = np.full((number, len(Size._fields)), -1, np.int32)
+        self.faults: dict[int, str] = {}
+
+    def set(self, row: int, size: Size | str) -> None:
+        if isinstance(size, str):
+            self.faults[row] = size
+        else:
+            self.sizes[row] = size
+
+    def of(self, row: int) -> Size | str:
+        if row in self.faults:
+            return self.faults[row]
+        return Size(*self.sizes[row].tolist())
+
+
+def _check_rows(rows: StoredRows, collator: ConversationCollator, memory: Memory) -> _Sizes:
     """The size of each row, or why it cannot be rendered."""
     renderer = _digest_renderer(collator.processor)
-    keys = [f"row {renderer} {_digest_messages([''] * len(row.pictures), row)}" for row in rows]
-    known: dict[str, Size | str] = {
-        key: Size(*size) for key, size in memory.get(dict.fromkeys(keys)).items()
-    }
-    new = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
-    processes = min(len(new) // ROWS_A_PROCESS, os.cpu_count() or 1)
-    sizes = measure_all([row.messages for row in new.values()], collator, processes)
-    learned = {}
+    sizes = _Sizes(len(rows))
+    new = 0
+    for start, part in rows.parts():
+        keys = [f"row {renderer} {digest.hex()}" for digest in part["digest"]]
+        known = memory.get(dict.fromkeys(keys))
+        for row, key in enumerate(keys, start):
+            if key in known:
+                sizes.set(row, Size(*known[key]))
+        new += len({*keys} - known.keys())
+    processes = min(new // ROWS_A_PROCESS, os.cpu_count() or 1)
+    waiting: deque[tuple[str, list[int]]] = deque()
+    measured = measure_all(_new_rows(rows, sizes, waiting), collator, processes)
+    learned: dict[str, Any] = {}
     with (
-        closing(sizes),
-        tqdm(total=len(new), desc="rendering rows", disable=None, delay=1) as bar,
+        closing(measured),
+        tqdm(total=new, desc="rendering rows", disable=None, delay=1) as bar,
     ):
-        for key, size in zip(new, sizes, strict=True):
+        for size in measured:
             bar.update()
-            known[key] = size
+            digest, same = waiting.popleft()
+            for row in same:
+                sizes.set(row, size)
             if isinstance(size, Size):
-                learned[key] = size
+                learned[f"row {renderer} {digest}"] = size
+            if len(learned) == KEPT_AT_ONCE:
+                memory.put(learned)
+                learned = {}
     memory.put(learned)
-    return [known[key] for key in keys]
+    return sizes
+
+
+def _new_rows(
+    rows: StoredRows, sizes: _Sizes, waiting: deque[tuple[str, list[int]]]
+) -> Iterator[list[dict]]:
+    """Rows without a size, each once in a part; ``waiting`` gets their digests and numbers."""
+    for start, part in rows.parts():
+        same: dict[bytes, list[int]] = {}
+        for at, digest in enumerate(part["digest"]):
+            if sizes.sizes[start + at, 0] < 0:
+                same.setdefault(digest, []).append(start + at)
+        for digest, numbers in same.items():
+            waiting.append((digest.hex(), numbers))
+            yield json.loads(part["messages"][numbers[0] - start])
 
 
 def _digest_renderer(processor) -> str:
@@ -346,13 +458,13 @@ def _digest_renderer(processor) -> str:
 
 
 def _fault_of_size(
-    row: Row, size: Size | str, max_positions: int, pack_to: int | None
+    pictures: int, size: Size | str, max_positions: int, pack_to: int | None
 ) -> str | None:
     if isinstance(size, str):
         return size
-    if size.images != len(row.pictures):
+    if size.images != pictures:
         return (
-            f"has {len(row.pictures)} pictures, and the model's chat template makes places for "
+            f"has {pictures} pictures, and the model's chat template makes places for "
             f"{size.images}: use the template of this package's tokenizer"
         )
     if size.in_table > max_positions:
@@ -368,14 +480,3 @@ def _fault_of_size(
     if not size.learned:
         return "nothing of it would be learned: the chat template writes 0 words of the assistant"
     return None
-
-
-def _sha256(path: str | Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()

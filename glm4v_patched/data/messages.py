@@ -44,6 +44,9 @@ PLACE = re.compile(
 PLACES_AT_THE_ENDS = re.compile(r"\A\s*(?:<image>\s*)+|(?:\s*<image>)+\s*\Z", re.IGNORECASE)
 KINDS = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
 
+# Pictures may be bytes.
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=lambda value: None)
+
 PathOf = Callable[[Any], str]
 """The absolute path of a picture's file. Raises ValueError."""
 
@@ -62,9 +65,12 @@ def check_messages(messages: Any, path_of: PathOf, to_learn: bool = True) -> lis
     if not isinstance(messages, list) or not messages:
         least = 2 if to_learn else 1
         raise ValueError(f"messages is {as_words(messages)}; expected a list of at least {least}")
+    plain = _has_only_characters(messages)
     checked = []
     for number, message in enumerate(messages, start=1):
         try:
+            if not plain:
+                _require_characters(message)
             checked.append(_checked_message(message, path_of))
         except ValueError as error:
             raise ValueError(f"message {number} of {len(messages)}: {error}") from None
@@ -155,7 +161,6 @@ def _checked_message(message: dict, path_of: PathOf) -> dict:
     assert not message.keys() - set(KEYS), "a reader's"
     pictures = message.get(PICTURES, [])
     message = {key: value for key, value in message.items() if key != PICTURES}
-    _require_characters([message, [one for one in pictures if isinstance(one, str)]])
     role, content = _checked_role_and_content(message)
     if "tools" in message:
         if role != "system":
@@ -185,9 +190,18 @@ def _checked_message(message: dict, path_of: PathOf) -> dict:
     return message | ({"image": paths[0]} if paths else {})
 
 
+def _has_only_characters(messages: list[dict]) -> bool:
+    """Whether all of a row can be written; of most rows, so that one look suffices."""
+    try:
+        _require_characters(messages)
+    except ValueError:
+        return False
+    return True
+
+
 def _require_characters(values: Any) -> None:
     try:
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        ENCODER.encode(values).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(

@@ -4,7 +4,8 @@
 """
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from itertools import islice
 from tempfile import TemporaryDirectory
 
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -12,25 +13,27 @@ from .collate import ConversationCollator, Size
 from .workers import Ended, answer_until_input_ends, ask_all
 
 ROWS_AT_ONCE = 64
+PARTS_AT_ONCE = 256
 
 
 def measure_all(
-    conversations: list[list[dict]], collator: ConversationCollator, processes: int
+    conversations: Iterable[list[dict]], collator: ConversationCollator, processes: int
 ) -> Generator[Size | str, None, None]:
     """The size of each conversation, or why it cannot be rendered.
 
     Args:
         processes: How many to start; with 0, this one renders.
     """
-    starts = range(0, len(conversations), ROWS_AT_ONCE)
-    parts = [conversations[start : start + ROWS_AT_ONCE] for start in starts]
+    waiting = iter(conversations)
+    parts = iter(lambda: [*islice(waiting, ROWS_AT_ONCE)], [])
     if not processes:
         for part in parts:
             yield from _measure(part, collator)
         return
     with TemporaryDirectory() as folder:
         collator.processor.save_pretrained(folder)
-        for answer in ask_all((sys.executable, "-m", __name__, folder), parts, processes):
+        command = (sys.executable, "-m", __name__, folder)
+        for answer in ask_all(command, parts, processes, at_once=PARTS_AT_ONCE):
             if isinstance(answer, Ended):
                 raise RuntimeError(f"a process that renders rows ended with status {answer.status}")
             for size in answer:

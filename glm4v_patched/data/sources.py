@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 from .formats import FORMATS, ReadRow, find_format
 from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures, shorten
 from .pictures import PictureFiles
+from .sets import Source
 
 MOST_FAULTS_LISTED = 20
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
@@ -24,41 +24,6 @@ BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "a zip archive"}
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 CHARACTERS_AT_ONCE = 2**20
 EXPECTED = 'expected a row a line: {"messages": [...]}'
-
-
-@dataclass(frozen=True)
-class Source:
-    """A set of rows, and how it is read.
-
-    Attributes:
-        path: A file, a folder that ``datasets`` saved or with Parquet files in it, or an id of the
-            Hub.
-        format: A name of :data:`formats.FORMATS`, or "auto".
-        weight: How often each of its rows comes in an epoch.
-        split, subset, revision: Of what ``datasets`` reads.
-        image_folder: What paths of pictures are relative to; default the folder of the file.
-        ignore: Keys of a row that are left out.
-        allow_urls: Whether pictures may be fetched by http(s).
-    """
-
-    path: str
-    format: str = "auto"
-    weight: float = 1.0
-    split: str = "train"
-    subset: str | None = None
-    revision: str | None = None
-    image_folder: str | None = None
-    ignore: tuple[str, ...] = ()
-    allow_urls: bool = False
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether a row's number is that of its line in the file."""
-        return os.path.isfile(self.path) and _kind(Path(self.path)) == "JSON lines"
-
-    def place(self, number: int) -> str:
-        """Where a row stands, for people."""
-        return f"{self.path}:{number}" if self.has_lines else f"{self.path}, row {number}"
 
 
 class Row(NamedTuple):
@@ -109,10 +74,19 @@ def describe_faults(path: str | Path | Source, faults: list[Fault], number: int)
     """Up to 20 of them with file and line, and how many of ``number`` rows they are."""
     source = as_source(path)
     lines = [f"{source.path}: {len(faults):,} of {number:,} rows cannot be used:"]
-    lines += [f"  {source.place(line)}: {text}" for line, text in faults[:MOST_FAULTS_LISTED]]
+    lines += [f"  {place(source, line)}: {text}" for line, text in faults[:MOST_FAULTS_LISTED]]
     if len(faults) > MOST_FAULTS_LISTED:
         lines.append(f"  and {len(faults) - MOST_FAULTS_LISTED:,} more")
     return "\n".join(lines)
+
+
+def place(source: Source, number: int) -> str:
+    """Where a row stands, for people: its line, where the file has lines."""
+    return f"{source.path}:{number}" if _has_lines(source) else f"{source.path}, row {number}"
+
+
+def _has_lines(source: Source) -> bool:
+    return os.path.isfile(source.path) and _kind(Path(source.path)) == "JSON lines"
 
 
 def as_source(path: str | Path | Source) -> Source:
@@ -158,20 +132,12 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
 def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
     """The number of each row and its value as it stands, or a fault."""
     path = Path(source.path)
-    kind = "table"
-    if not os.path.isdir(path) and (os.path.lexists(path) or not _may_be_of_hub(source.path)):
-        kind = _kind(path)
+    kind = _kind(path) if source.is_local and not path.is_dir() else "table"
     if kind == "table":
         from .tables import read_table  # the library is imported only where it is needed
 
         return read_table(source)
     return _lines(path) if kind == "JSON lines" else _array(path)
-
-
-def _may_be_of_hub(path: str) -> bool:
-    """Whether it is an id of the Hub rather than a file that is not there."""
-    is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII)
-    return bool(is_id) and not path.endswith((".json", ".jsonl", ".parquet", ".arrow"))
 
 
 def _kind(path: Path) -> str:

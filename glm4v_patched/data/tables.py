@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..printed import pip_install
-from .sources import Source
-
-SAVED = ("state.json", "dataset_dict.json")
-"""What ``save_to_disk`` writes."""
+from .sets import SAVED, Source, fault_of_path
 
 
 def read_table(source: Source) -> Iterator[tuple[int, Any]]:
@@ -41,6 +38,8 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
 
 def _open(datasets: Any, source: Source) -> Any:
     path = Path(source.path)
+    if fault := fault_of_path(source.path):
+        raise ValueError(f"{path}: {fault}")
     if not path.exists():
         return datasets.load_dataset(
             source.path,
@@ -62,11 +61,6 @@ def _open(datasets: Any, source: Source) -> Any:
     files = [str(path)]
     if path.is_dir():
         files = sorted(str(file) for file in path.glob("*.parquet"))
-        if not files:
-            raise ValueError(
-                f"{path} is a folder without a data set: expected one that datasets has saved "
-                "(save_to_disk), or *.parquet files in it"
-            )
     kind = "arrow" if path.suffix == ".arrow" or _begins(path, b"ARROW1") else "parquet"
     return datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
 

@@ -31,12 +31,14 @@ def ask_all(
     questions: Iterable[Any],
     processes: int,
     environments: Sequence[Mapping[str, str]] = (),
+    at_once: int = QUESTIONS_AT_ONCE,
 ) -> Iterator[Any]:
     """The answer to each question, in order; an :class:`Ended` process is replaced.
 
     Args:
         command: Of a process that calls :func:`answer_until_input_ends`.
         environments: Of each process; by default, this one's with a single thread.
+        at_once: How many questions are held in memory.
 
     Raises:
         RuntimeError: the process does not start.
@@ -58,7 +60,7 @@ def ask_all(
             workers.append(_Worker(command, environment))
             free.put(workers[-1])
         questions = iter(questions)
-        while some := list(islice(questions, QUESTIONS_AT_ONCE)):
+        while some := list(islice(questions, at_once)):
             yield from pool.map(ask, some)
     finally:
         for worker in workers:

@@ -24,13 +24,13 @@ from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..finetune.config import Data, Engine, Recipe, TrainerFields
 from ..finetune.launch import launch
+from ..finetune.plots import plot_loss
 from ..finetune.preflight import Device, Placement, place
 from ..finetune.run_folder import locked
 from ..inference.questions import Question, question_of
 from ..inference.scoring import exact_match, mean_score, swap_pictures
 from ..inference.sheet import draw_sheet
 from .pictures import draw_data_set
-from .plots import plot_loss
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.deepspeed.config import require_zero_plus_plus
+from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
+from ..finetune.disk import shapes_of
 from ..finetune.identity import Base, base_of, pin
-from ..finetune.preflight import Device, Placement, examine, shapes_of
+from ..finetune.preflight import Device, Placement, examine
 from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
+from ..finetune.trainer_fields import total_steps
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
-    from ..data.check import CheckedData
+    from ..data.checked import CheckedData
     from ..remote.configuration_chatglm import ChatGLMConfig
 
 GB = 10**9
@@ -95,8 +98,7 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         if folder.is_dir():
-            adapters = recipe.trained not in ("full", "lm")
-            require_usable(folder, [Path(recipe.data.train)], adapters, False, False)
+            require_usable(folder, recipe.data.files(), is_lora(recipe.trained), False, False)
     except ValueError as error:
         # With --resume or --overwrite it may be just what is wanted.
         yield finding(check, WARNING, str(error))
@@ -200,19 +202,15 @@ def _describe_data(checked: "CheckedData") -> Finding:
 def _check_memory(
     recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
 ) -> Iterator[Finding]:
-    from ..engine.memory_plan import OUTSIDE_TORCH, Batch, decide, estimate, offloaded
+    from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded
     from ..engine.ram import free_ram
-    from ..finetune.trainer import longest_row, options_of
+    from ..finetune.trainer import batch_of, options_of
 
-    row_length, images = longest_row(_rows(recipe, checked))
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
-        processes=placement.processes,
-    )
+    rows = checked.batch_rows()
+    batch = batch_of(recipe, rows, placement.processes)
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    options = decide(config, options_of(recipe), batch, free, recipe.trainer.max_steps)
+    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
+    options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)
     told = f"tower {options.tower}, language {options.language}, offload {options.offload}"
     if placement.on_cpu:
@@ -223,16 +221,6 @@ def _check_memory(
     if options.offload is True:
         needed = offloaded(config, options)
         yield _compare_memory("memory of the optimizer", needed, free_ram(), "of the machine's")
-
-
-def _rows(recipe: Recipe, checked: "CheckedData") -> list[list]:
-    if recipe.data.pack_to is None:
-        return [[size] for size in checked.row_sizes]
-    from ..data.packing import share_out
-
-    lengths = [size.positions for size in checked.row_sizes]
-    shares = share_out(lengths, recipe.data.pack_to)
-    return [[checked.row_sizes[number] for number in share] for share in shares]
 
 
 def _free_on_gpus(processes: int) -> float:

@@ -47,8 +47,9 @@ def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
 
 def _set_policy(layer: CheckpointedLayer, policy: Policy) -> None:
     layer.gradient_checkpointing = policy.name != "none"
-    # The layers draw no random numbers, so none have to be put back.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # The layers draw no random numbers, so none have to be put back; but for LoRA's dropout.
+    draws = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if policy.widest_linear is not None:
         width = _width(layer)
         keep = _keep(policy.widest_linear * width, narrowest_input=width // 4)

@@ -12,7 +12,15 @@ import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .activation_policies import POLICIES, LayerSizes, policies_of_layers
-from .options import ALL_WEIGHTS, EngineOptions, trains_tower
+from .options import (
+    ALL_WEIGHTS,
+    LANGUAGE_TARGETS,
+    TOWER_TARGETS,
+    EngineOptions,
+    is_lora,
+    parts_trained,
+    trains_tower,
+)
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -25,6 +33,8 @@ GATHERED_AHEAD = 2e8  # deepspeed_config's prefetch bucket; as many are on their
 OUTSIDE_TORCH = 2 * GIB
 # Freed memory that gathers of weights still hold, and what the allocator cannot use.
 ALLOCATOR_SHARE = 0.05
+# Of all weights: smaller adapters take less than the estimate errs.
+ADAPTERS_THAT_COUNT = 0.001
 # What layers keep that are not compiled, against those that are: copies in fp32 among others.
 NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.3
 # Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
@@ -147,22 +157,59 @@ def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> flo
 
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
     """Weights of the vision part (tower and adapter), and of the language model."""
-    vision, width, inner = config.vision, config.hidden_size, config.ffn_hidden_size
+    vision, width = config.vision, config.hidden_size
+    inner = config.ffn_hidden_size
     of_layer = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     of_layer += 9 * vision.hidden_size + vision.intermediate_size
-    adapter = width * (4 * vision.hidden_size + width + 3 * inner)
-    # Positions, patches with their bias, class token; biases and vectors at the adapter's width.
+    # Positions, patches with their bias, class token.
     embedded = vision.num_positions + vision.in_channels * vision.patch_size**2 + 2
-    tower = (
-        vision.num_hidden_layers * of_layer + adapter + embedded * vision.hidden_size + 5 * width
-    )
+    tower = vision.num_hidden_layers * of_layer + embedded * vision.hidden_size
+    tower += count_projection(config)
     projected, fused = _projected(config)
     of_block = width * (projected + fused + 3 * inner + 2) + fused
     return tower, config.num_layers * of_block + (2 * config.padded_vocab_size + 1) * width
 
 
+def count_projection(config: ChatGLMConfig) -> int:
+    """Weights of the adapter between tower and language model, which the vision part includes."""
+    width, inner = config.hidden_size, config.ffn_hidden_size
+    # Biases and vectors at its width last.
+    return width * (4 * config.vision.hidden_size + width + 3 * inner) + 5 * width
+
+
+def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
+    """Weights of LoRA adapters."""
+    if not is_lora(options.trained):
+        return 0
+    width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
+    queries, fused = _projected(config)
+    wide = config.vision.intermediate_size
+    language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
+    tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
+    stacks = [(config.num_layers, dict(zip(LANGUAGE_TARGETS, language, strict=True)))]
+    if options.trained == "lora_all":
+        of_tower = dict(zip(TOWER_TARGETS, tower, strict=True))
+        stacks.append((config.vision.num_hidden_layers, of_tower))
+    lora = options.lora
+    return sum(
+        layers * (lora.rank * sum(sides[name]) + sides[name][1] * bool(lora.use_dora))
+        for layers, sides in stacks
+        for name in lora.names
+        if name in sides
+    )
+
+
+def count_trained(config: ChatGLMConfig, options: EngineOptions) -> int:
+    """Weights that are trained."""
+    of_vision, of_language = count_parameters(config)
+    projection = count_projection(config)
+    sizes = {"tower": of_vision - projection, "adapter": projection, "language_model": of_language}
+    parts = parts_trained(options.trained)
+    return count_lora(config, options) + sum(sizes[part] for part in parts)
+
+
 def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Weights, gradients and optimizer between two steps; adapters are too small to count."""
+    """Weights, gradients and optimizer between two steps; adapters only if they are large."""
     of_tower, of_language = count_parameters(config)
     shards, stage, width = batch.processes, options.zero_stage, _width(options)
     weights = width * (of_tower + of_language) / (shards if stage == 3 else 1)
@@ -171,7 +218,11 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
         weights = BF16 * embeddings + (of_tower + of_language - embeddings) * 0.55
-    trained = {"full": of_tower + of_language, "lm": of_language}.get(options.trained, 0)
+    trained = count_trained(config, options)
+    if is_lora(options.trained):
+        if trained < ADAPTERS_THAT_COUNT * (of_tower + of_language):
+            trained = 0
+        weights += width * trained / (shards if stage == 3 else 1)
     moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
     if stage == 0:  # trained weights are held in fp32, as are their gradients
         return weights + (FP32 - width + FP32 + moments) * trained
@@ -251,14 +302,17 @@ def _sizes(
 ) -> tuple[LayerSizes, LayerSizes]:
     """Of a layer of the tower, and of the language model."""
     side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    trains_linears = options.trained in ("full", "lm")
+    parts = parts_trained(options.trained)
+    # The input of the MLP's last layer is kept for its own gradient, and for LoRA's.
+    of_tower = "tower" in parts or "fc2" in options.lora.names
+    of_language = "language_model" in parts or "dense_4h_to_h" in options.lora.names
     tower = LayerSizes(
         width=side,
         attention_output=side,
         narrow_outputs=2 * side,  # dense and fc2
         wide_outputs=3 * side + inner,
         elementwise_outputs=0,
-        linear_inputs=inner if trains_linears else 0,
+        linear_inputs=inner if of_tower else 0,
         elementwise_work=WORK_OF_A_CHANNEL * (4 * side + 2 * inner),
         wide_work=3 * side**2 + side * inner,
         narrow_work=side**2,
@@ -272,7 +326,7 @@ def _sizes(
         narrow_outputs=width + fused,
         wide_outputs=up,
         elementwise_outputs=2 * width,
-        linear_inputs=up // 2 if trains_linears else 0,
+        linear_inputs=up // 2 if of_language else 0,
         elementwise_work=WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up),
         wide_work=width * up,
         narrow_work=width * (projected + fused),

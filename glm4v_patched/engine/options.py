@@ -11,6 +11,14 @@ TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
 model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
 
+PARTS = ("tower", "adapter", "language_model")
+"""Of the model: the vision tower's layers and embeddings; what projects its output (the adapter, no
+LoRA); the rest. What is trained may also be some of them, as "tower+adapter"."""
+
+LANGUAGE_TARGETS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+TOWER_TARGETS = ("query_key_value", "dense", "fc1", "fc2")
+"""Linear layers that LoRA can be put on."""
+
 OPTIMIZERS = ("adamw", "adamw_8bit")
 """adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
 
@@ -34,13 +42,33 @@ PACKAGES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Adapters, in peft's words. None is the default, or what adapters have that go on being
+    trained."""
+
+    rank: int = 8
+    alpha: int | None = None
+    """Twice the rank by default."""
+    dropout: float | None = None
+    targets: tuple[str, ...] | None = None
+    """Names of linear layers; by default ``query_key_value``, as published adapters have it."""
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the linear layers that have adapters."""
+        return ("query_key_value",) if self.targets is None else self.targets
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How a model is trained. "auto" (None for a number) is decided by
     :func:`memory_plan.decide`, before :mod:`prepare` acts by it."""
 
     trained: str = "full"
-    """One of :data:`TRAINED`."""
-    lora_rank: int = 8
+    """One of :data:`TRAINED`, or :data:`PARTS` joined by "+"."""
+    lora: LoraOptions = LoraOptions()
     precision: str = "bf16"
     """Or fp32: of the computation and of what is saved."""
     zero_stage: int = 3
@@ -102,13 +130,49 @@ def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> boo
 
 def check_trained(trained: str) -> None:
     """Raises ``ValueError`` if there is no such choice of weights."""
-    if trained not in TRAINED:
-        raise ValueError(f"trained is {trained!r}; expected one of {', '.join(TRAINED)}")
+    parts = trained.split("+")
+    if trained not in TRAINED and ({*parts} - {*PARTS} or len({*parts}) < len(parts)):
+        raise ValueError(
+            f"trained is {trained!r}; expected one of {', '.join(TRAINED)}, or parts of "
+            f"{'+'.join(PARTS)}"
+        )
+
+
+def is_lora(trained: str) -> bool:
+    """Whether adapters are trained, and not weights of the model."""
+    return trained in ("lora_lm", "lora_all", "qlora")
+
+
+def parts_trained(trained: str) -> frozenset[str]:
+    """The parts whose own weights are trained; none of LoRA."""
+    if is_lora(trained):
+        return frozenset()
+    return frozenset({"full": PARTS, "lm": ("language_model",)}.get(trained, trained.split("+")))
+
+
+def parts_with_rates(trained: str) -> frozenset[str]:
+    """The parts that may have learning rates of their own: those in which anything is trained."""
+    if trained == "lora_all":
+        return frozenset({"tower", "language_model"})
+    return parts_trained(trained) or frozenset({"language_model"})
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a weight belongs to, by its name."""
+    if ".vision." not in name:
+        return "language_model"
+    inside = (".vision.transformer.", ".vision.patch_embedding.")  # of "transformer.vision."
+    return "tower" if any(start in name for start in inside) else "adapter"
 
 
 def trains_tower(trained: str) -> bool:
     """Whether gradients flow through the vision tower."""
-    return trained in ("full", "lora_all")
+    return trained == "lora_all" or "tower" in parts_trained(trained)
+
+
+def trains_vision(trained: str) -> bool:
+    """Whether what an image becomes changes with every step."""
+    return trains_tower(trained) or "adapter" in parts_trained(trained)
 
 
 def check_optimizer(optimizer: str) -> None:

@@ -68,7 +68,7 @@ def prepare_model(
     if adapters is not None:
         model = continue_adapters(built, adapters)
     else:
-        model = select_weights(built, options.trained, options.lora_rank)
+        model = select_weights(built, options.trained, options.lora)
     if options.zero_stage == 0:
         upcast_trained(model)
     checkpoint_layers(model.train(), options.tower, options.language)

@@ -1,4 +1,4 @@
-"""Which weights are trained: everything, the language model, or LoRA adapters."""
+"""Which weights are trained: everything, parts of the model, or LoRA adapters."""
 
 from pathlib import Path
 
@@ -8,7 +8,14 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .options import check_trained, require_packages
+from .options import (
+    LoraOptions,
+    check_trained,
+    is_lora,
+    part_of,
+    parts_trained,
+    require_packages,
+)
 
 # LoRA goes to the fused projection of queries, keys and values, as published adapters have it.
 LORA_TARGETS = {
@@ -18,30 +25,50 @@ LORA_TARGETS = {
 }
 
 
-def select_weights(model: GLM4VForCausalLM, trained: str, lora_rank: int = 8) -> nn.Module:
+PLAIN_LORA = LoraOptions()
+
+
+def select_weights(
+    model: GLM4VForCausalLM, trained: str, lora: LoraOptions = PLAIN_LORA
+) -> nn.Module:
     """Freeze what is not trained; for LoRA, wrap the model with peft.
 
     Args:
-        trained: One of :data:`options.TRAINED`; ``qlora`` takes a model that was loaded in 4 bits,
-            or went through :func:`quantise`.
+        trained: As :class:`options.EngineOptions` has it; ``qlora`` takes a model that was loaded
+            in 4 bits, or went through :func:`quantise`.
 
     Returns:
         The model, or peft's around it. Adapters have the dtype of the weights: ZeRO keeps their
         fp32 masters, and DeepSpeed before 0.19.3 cannot gather two dtypes at once.
     """
     check_trained(trained)
-    if trained == "full":
-        return model
-    if trained == "lm":
-        model.transformer.vision.requires_grad_(False)
+    if not is_lora(trained):
+        parts = parts_trained(trained)
+        for name, parameter in model.named_parameters():
+            if part_of(name) not in parts:
+                parameter.requires_grad_(False)
         return model
     require_packages(trained)
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=lora_rank, target_modules=LORA_TARGETS[trained], task_type="CAUSAL_LM", lora_dropout=0.0
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        lora_dropout=lora.dropout or 0.0,
+        use_rslora=bool(lora.use_rslora),
+        use_dora=bool(lora.use_dora),
+        target_modules=target_modules(trained, lora.targets),
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def target_modules(trained: str, targets: tuple[str, ...] | None) -> str:
+    """peft's pattern for names of linear layers, in the towers that ``trained`` says."""
+    if targets is None:
+        return LORA_TARGETS[trained]
+    towers = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
+    return rf".*{towers}\..*\.({'|'.join(targets)})"
 
 
 def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:

@@ -7,7 +7,8 @@ DEVICES = ("cuda", "cpu")
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML or JSON file")
+    which = "a YAML or JSON file, or the name of one that ships"
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help=which)
     instead = "instead of what the file says, as engine.compile=true; YAML"
     parser.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
 

@@ -90,7 +90,7 @@ class CompletionMarker(TrainerCallback):
     Args:
         origin: What a run that continues from here must have in common with this one.
         keep: How many complete checkpoints to keep, or None for all; others are never deleted, nor
-            are those that are links.
+            are those that are links, nor the one with the best evaluation.
     """
 
     def __init__(self, origin: Origin, keep: int | None = None):
@@ -104,13 +104,15 @@ class CompletionMarker(TrainerCallback):
             control.should_save = False
         return control
 
+    on_epoch_end = on_step_end  # a strategy of epochs asks for it here
+
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
             write_manifest(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self.origin)
             if self.keep is not None:
-                _delete_all_but_newest(folder, self.keep)
+                _delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)
 
 
 def write_manifest(checkpoint: Path, origin: Origin) -> None:
@@ -153,14 +155,15 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _delete_all_but_newest(folder: Path, number: int) -> None:
+def _delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
     complete = [
         checkpoint
         for checkpoint in checkpoints_in(folder)
         if not checkpoint.is_symlink() and not find_faults(checkpoint, contents=False)
     ]
     for checkpoint in complete[:-number]:
-        shutil.rmtree(checkpoint)
+        if best is None or checkpoint.name != Path(best).name:
+            shutil.rmtree(checkpoint)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

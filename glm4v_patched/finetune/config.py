@@ -1,6 +1,6 @@
 """The fields of a recipe, typed and checked; needs no torch, so that mistakes are reported at once.
 
-A recipe is a YAML or JSON file. Fields of ``trainer`` have the names of transformers'
+A recipe is a YAML or JSON file. Fields of ``trainer`` are those of transformers'
 ``TrainingArguments``.
 """
 
@@ -8,15 +8,34 @@ import difflib
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
-from ..engine.activation_policies import POLICIES, check_policy
-from ..engine.options import trains_tower
-from ..printed import pip_install
+from ..engine.options import (
+    LANGUAGE_TARGETS,
+    PARTS,
+    TOWER_TARGETS,
+    TRAINED,
+    LoraOptions,
+    check_trained,
+    is_lora,
+    trains_vision,
+)
+from .data_fields import Data
+from .fields import (
+    AtLeastOne,
+    Expected,
+    Folder,
+    Policy,
+    Section,
+    Text,
+    check_whole,
+    conflicts,
+    rule,
+)
 from .recipe_file import (
     Document,
     Fault,
@@ -27,99 +46,56 @@ from .recipe_file import (
     shown,
     shown_name,
 )
+from .trainer_fields import HANDED_ON, TrainerFields
+from .training_arguments import refusal
 
-try:
-    from pydantic import (
-        AfterValidator,
-        BaseModel,
-        BeforeValidator,
-        ConfigDict,
-        Field,
-        TypeAdapter,
-        ValidationError,
-        model_validator,
-    )
-    from pydantic.fields import FieldInfo
-except ImportError as error:
-    raise RuntimeError(
-        f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
-    ) from error
+# isort: split
+# After .fields, which says what to install where they are missing.
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
+Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """What a value may be, in words, of a type that does not say it by itself."""
-
-    words: str
-
-
-def _check_policy(policy: str) -> str:
-    check_policy("layers", policy, or_auto=True)
-    return policy
-
-
-def _check_text(text: str) -> str:
-    if not text.isprintable():  # nor a lone surrogate, which no file name can have
-        raise ValueError("control characters")
-    return text
-
-
-def _check_whole(value: Any) -> Any:
-    # To pydantic, True and 1.0 are among the choices of Literal[1].
-    if type(value) is not int:
-        raise ValueError("not a whole number")
-    return value
-
-
-Policy = Annotated[
-    str, AfterValidator(_check_policy), _Expected(f"auto, {', '.join(POLICIES)} or every N, N > 0")
-]
-AtLeastOne = Annotated[int, Field(ge=1), _Expected("a whole number of at least 1")]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), _Expected("a number above 0")]
-# numpy takes no larger one.
-Seed = Annotated[int, Field(ge=0, lt=2**32), _Expected("a whole number from 0 to 4294967295")]
-Text = Annotated[
-    str,
-    Field(min_length=1),
-    AfterValidator(_check_text),
-    _Expected("text without control characters"),
-]
-Folder = Annotated[Text, _Expected("a folder")]
-
-
-class Data(_Section):
-    """What is learned."""
-
-    train: Annotated[Text, _Expected("a file")]
-    """JSONL file of conversations."""
-    pack_to: AtLeastOne | None = None
-    """Pack conversations into rows of at most so many positions, none longer; the batch size then
-    counts such rows."""
-    on_bad: Literal["fail", "skip"] = "fail"
-    """What to do about rows that cannot be used: end with their list, or leave them out."""
-    reuse_features: bool | Folder = False
-    """A picture goes through the vision tower, which must be frozen, only the first time. What came
-    out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
-    is of use to a single process: others draw other pictures in each epoch."""
-
-
-class Lora(_Section):
+class Lora(Section):
     """Adapters, where ``trained`` asks for them."""
 
     rank: AtLeastOne = 8
     """Rank of the adapters."""
+    alpha: AtLeastOne | None = None
+    """What they add is multiplied by alpha / rank; null: twice the rank. Here and below, adapters
+    that go on being trained keep what they have where null is said."""
+    dropout: Annotated[
+        float | None, Field(ge=0, lt=1), Expected("a number from 0 to below 1 or null")
+    ] = None
+    """Of their input, in training; null: 0."""
+    targets: Annotated[
+        list[Target] | Literal["all-linear"] | None,
+        Expected(f"a list of {', '.join(TARGETS)}, or all-linear or null"),
+    ] = None
+    """The linear layers that have adapters, of each layer of what "trained" says (fc1 and fc2 are
+    the vision tower's, dense_... the language model's); null: query_key_value."""
+    use_rslora: bool | None = None
+    """Multiply by alpha / sqrt(rank) instead; null: false."""
+    use_dora: bool | None = None
+    """Learn the weights' magnitudes, too (not with engine.zero_stage 3); null: false."""
+
+    def options(self, trained: str = "lora_all") -> LoraOptions:
+        """For the engine."""
+        given = self.model_dump()
+        if self.targets == "all-linear":
+            on_tower = TOWER_TARGETS if trained == "lora_all" else ()
+            given["targets"] = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *on_tower]))
+        elif self.targets is not None:
+            given["targets"] = tuple(self.targets)
+        return LoraOptions(**given)
 
 
-class Engine(_Section):
+class Engine(Section):
     """How it is computed: numbers may round differently, what is learned is the same."""
 
-    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_check_whole)] = 3
+    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(check_whole)] = 3
     """Of DeepSpeed; 0 is a single process without it. What is trained is then held in fp32, and
     computed with under autocast where precision is bf16."""
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -146,39 +122,41 @@ class Engine(_Section):
     """DeepSpeed's ZeRO++ (qgZ): sum gradients in 4 bits; needs CUDA's compiler."""
 
 
-class TrainerFields(_Section):
-    """Fields of transformers' ``TrainingArguments``."""
-
-    max_steps: AtLeastOne
-    """Updates of the weights."""
-    per_device_train_batch_size: AtLeastOne
-    """Rows in a step of one process."""
-    learning_rate: Positive
-    """The highest of the schedule."""
-    seed: Seed = 0
-    """Of the order of rows, and of adapters."""
-    save_steps: AtLeastOne | None = None
-    """Save a checkpoint to continue from every so many steps (not at the last one, where the model
-    itself is saved); none if null."""
-    save_total_limit: AtLeastOne | None = None
-    """Keep so many of the newest checkpoints; all if null."""
+def _join_parts(value: Any) -> Any:
+    """A list of parts as one name; of all that have a name, that one."""
+    if isinstance(value, list):
+        if not value or not all(isinstance(part, str) for part in value):
+            raise ValueError("no list of parts")
+        value = "+".join(value)
+    if not isinstance(value, str):
+        return value
+    check_trained(value)
+    if value in TRAINED:
+        return value
+    ordered = "+".join(part for part in PARTS if part in value.split("+"))
+    return {"+".join(PARTS): "full", "language_model": "lm"}.get(ordered, ordered)
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """What to train and how."""
 
-    model: Annotated[Text, _Expected("a folder or an id of the Hub")]
+    model: Annotated[Text, Expected("a folder or an id of the Hub")]
     """What to start from."""
     out: Folder
     """For checkpoints and what is trained; of LoRA, the adapters alone."""
     data: Data
     trainer: TrainerFields
-    trained: Literal["full", "lm", "lora_lm", "lora_all", "qlora"] = "full"
+    trained: Annotated[
+        str,
+        BeforeValidator(_join_parts),
+        Expected(f"{', '.join(TRAINED)}, or a list of {', '.join(PARTS)}"),
+    ] = "full"
     """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the
-    language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
+    language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
+    parts of the model, as [adapter, language_model]."""
     lora: Lora = Lora()
     engine: Engine = Engine()
-    revision: Annotated[Text, _Expected("a branch, tag or commit")] | None = None
+    revision: Annotated[Text, Expected("a branch, tag or commit")] | None = None
     """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
     max_nonfinite_steps: AtLeastOne = 3
     """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
@@ -269,7 +247,7 @@ def check_values(values: Any) -> Checked:
     for name, field in fields():
         value = _given(values, name, field)
         if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
-            known[name] = value
+            known[name] = _join_parts(value) if name == "trained" else value
     faults += conflicts(known)
     assert (recipe is None) == bool(faults)
     return Checked(recipe, faults, known)
@@ -281,7 +259,7 @@ def located(document: Document, faults: Sequence[Fault]) -> RecipeError:
     return RecipeError.of([document.where(fault.name) + fault.text for fault in ordered])
 
 
-def fields(section: type[_Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
+def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
     """Every field, by its dotted name."""
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):
@@ -292,12 +270,18 @@ def fields(section: type[_Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
 
 def describe_fields() -> str:
     """A paragraph for each field: its name, what it may be, its default, what it does."""
-    lines = []
+    lines, others = [], []
     for name, field in fields():
+        if field.description == HANDED_ON:
+            others.append(f"{name}: {expected(field).removesuffix(' or null')}")
+            continue
         default = "required" if field.is_required() else f"default {_word(field.default)}"
         lines.append(f"{name}: {expected(field)} ({default})")
         told = " ".join((field.description or "").split())
         lines += textwrap.wrap(told, 96, initial_indent="    ", subsequent_indent="    ")
+    lines += [f"{HANDED_ON.removesuffix('.')} (null: its default):"]
+    for told in others:
+        lines += textwrap.wrap(told, 96, subsequent_indent="    ")
     return "\n".join(lines)
 
 
@@ -313,13 +297,25 @@ def _annotated(field: FieldInfo) -> Any:
 def _choices(annotation: Any) -> list[str]:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
-        words = [item.words for item in metadata if isinstance(item, _Expected)]
+        words = [item.words for item in metadata if isinstance(item, Expected)]
         return words[-1:] or _choices(inner)
     if get_origin(annotation) in (Union, UnionType):
         return [words for part in get_args(annotation) for words in _choices(part)]
     if get_origin(annotation) is Literal:
         return [_word(value) for value in get_args(annotation)]
-    return {bool: ["true", "false"], NoneType: ["null"]}[annotation]
+    return _PLAIN_WORDS[get_origin(annotation) or annotation]
+
+
+_PLAIN_WORDS: dict[Any, list[str]] = {
+    bool: ["true", "false"],
+    NoneType: ["null"],
+    int: ["a whole number"],
+    float: ["a number"],
+    str: ["text"],
+    dict: ["a section"],
+    list: ["a list"],
+    Any: ["what TrainingArguments takes"],
+}
 
 
 def _any_of(choices: Sequence[str]) -> str:
@@ -327,12 +323,19 @@ def _any_of(choices: Sequence[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def _some(names: Sequence[str], last: str = "and", most: int = 10) -> str:
+    """The names, or the first of many."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} ... ({len(names)} fields: glm4v-patched train --help)"
+    return _any_of(names) if last == "or" else ", ".join(names)
+
+
 def _word(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def _is_section(annotation: Any) -> TypeGuard[type[_Section]]:
-    return isinstance(annotation, type) and issubclass(annotation, _Section)
+def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _given(values: Mapping, name: str, field: FieldInfo) -> Any:
@@ -366,7 +369,7 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
                 name, f"{name} is {shown(value)}; expected {expected(found)}{_hint(value, found)}"
             )
         else:
-            text = f"expected a section with {', '.join(found.model_fields)}"
+            text = f"expected a section with {_some([*found.model_fields])}"
             yield Fault(name, f"{name} is {shown(value)}; {text}")
 
 
@@ -386,10 +389,10 @@ def _hint(value: Any, field: FieldInfo) -> str:
     return hint
 
 
-def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[_Section]]:
+def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[Section]]:
     """The name of the field that a path leads to or into, and the field or, if it is one, the
     section."""
-    section: type[_Section] = Recipe
+    section: type[Section] = Recipe
     names = []
     for part in path:
         names.append(part)
@@ -400,7 +403,7 @@ def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[_Section]]:
     return ".".join(names), section
 
 
-def _fields_under(name: str, found: FieldInfo | type[_Section]) -> list[tuple[str, FieldInfo]]:
+def _fields_under(name: str, found: FieldInfo | type[Section]) -> list[tuple[str, FieldInfo]]:
     if isinstance(found, FieldInfo):
         return [(name, found)]
     return [(f"{name}.{inner}", field) for inner, field in fields(found)]
@@ -411,6 +414,15 @@ OTHER_NAMES = {
     "micro_batch": "trainer.per_device_train_batch_size",
     "batch_size": "trainer.per_device_train_batch_size",
     "lr": "trainer.learning_rate",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
+    "epochs": "trainer.num_train_epochs",
+    "scheduler": "trainer.lr_scheduler_type",
+    "accumulation": "trainer.gradient_accumulation_steps",
+    "grad_accum": "trainer.gradient_accumulation_steps",
+    "clipping": "trainer.max_grad_norm",
     "keep_checkpoints": "trainer.save_total_limit",
 }
 
@@ -419,6 +431,8 @@ def _unknown(path: Sequence[str]) -> str:
     names = [name for name, _ in fields()]
     name = shown_name(".".join(path))
     told = f"{name} is not a field of a recipe"
+    if path[0] == "trainer" and len(path) == 2 and (text := refusal(path[1])):
+        return text
     if len(path) == 1 and path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"
@@ -430,11 +444,11 @@ def _unknown(path: Sequence[str]) -> str:
         found = near[close[0]]
     if found is not None:
         return f"{told}; did you mean {found}?"
-    return f"{told}; expected {_any_of(list(_section(path[:-1]).model_fields))}"
+    return f"{told}; expected {_some([*_section(path[:-1]).model_fields], 'or')}"
 
 
-def _section(path: Sequence[str]) -> type[_Section]:
-    section: type[_Section] = Recipe
+def _section(path: Sequence[str]) -> type[Section]:
+    section: type[Section] = Recipe
     for part in path:
         annotation = section.model_fields[part].annotation
         assert _is_section(annotation)
@@ -442,30 +456,7 @@ def _section(path: Sequence[str]) -> type[_Section]:
     return section
 
 
-Rule = Callable[..., str | None]
-_RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def _rule(*names: str) -> Callable[[Rule], Rule]:
-    """For a function of these fields' values that says what is wrong with them together."""
-
-    def add(rule: Rule) -> Rule:
-        _RULES.append((names, rule))
-        return rule
-
-    return add
-
-
-def conflicts(known: Mapping[str, Any]) -> list[Fault]:
-    """What cannot go together, of the values that are known."""
-    faults = []
-    for names, rule in _RULES:
-        if known.keys() >= {*names} and (text := rule(*(known[name] for name in names))):
-            faults.append(Fault(names[0], text))
-    return faults
-
-
-@_rule("engine.offload", "engine.zero_stage")
+@rule("engine.offload", "engine.zero_stage")
 def _offload_needs_zero(offload, zero_stage) -> str | None:
     if offload is True and zero_stage == 0:
         return (
@@ -475,7 +466,7 @@ def _offload_needs_zero(offload, zero_stage) -> str | None:
     return None
 
 
-@_rule("engine.offload", "engine.optimizer")
+@rule("engine.offload", "engine.optimizer")
 def _offload_needs_adamw(offload, optimizer) -> str | None:
     if offload is True and optimizer == "adamw_8bit":
         return (
@@ -485,7 +476,7 @@ def _offload_needs_adamw(offload, optimizer) -> str | None:
     return None
 
 
-@_rule("engine.zero_hpz_partition_size", "engine.zero_stage")
+@rule("engine.zero_hpz_partition_size", "engine.zero_stage")
 def _second_copies_need_stage_3(size, zero_stage) -> str | None:
     if size > 1 and zero_stage != 3:
         return (
@@ -495,7 +486,7 @@ def _second_copies_need_stage_3(size, zero_stage) -> str | None:
     return None
 
 
-@_rule("engine.zero_quantized_weights", "engine.zero_quantized_gradients", "engine.zero_stage")
+@rule("engine.zero_quantized_weights", "engine.zero_quantized_gradients", "engine.zero_stage")
 def _quantized_gathers_need_stage_3(weights, gradients, zero_stage) -> str | None:
     if (weights or gradients) and zero_stage != 3:
         return (
@@ -505,7 +496,7 @@ def _quantized_gathers_need_stage_3(weights, gradients, zero_stage) -> str | Non
     return None
 
 
-@_rule("trained", "engine.zero_stage")
+@rule("trained", "engine.zero_stage")
 def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
     if trained == "qlora" and zero_stage != 0:
         return (
@@ -515,7 +506,7 @@ def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
     return None
 
 
-@_rule("revision", "model")
+@rule("revision", "model")
 def _folders_have_no_revision(revision, model) -> str | None:
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
         return None  # it is of the model under the adapters
@@ -524,12 +515,37 @@ def _folders_have_no_revision(revision, model) -> str | None:
     return None
 
 
-@_rule("data.reuse_features", "trained")
+@rule("data.reuse_features", "trained")
 def _trained_features_change(reuse_features, trained) -> str | None:
-    if reuse_features and trains_tower(trained):
+    if reuse_features and trains_vision(trained):
         return (
-            f"data.reuse_features with trained {trained}, which trains the vision tower: its "
-            "features change with every step; expected trained to be lm, lora_lm or qlora, or "
-            "data.reuse_features to be false"
+            f"data.reuse_features with trained {trained}, which trains the vision tower or its "
+            "adapter: its features change with every step; expected trained to be lm, lora_lm or "
+            "qlora, or data.reuse_features to be false"
+        )
+    return None
+
+
+@rule("lora.targets", "trained")
+def _targets_are_there(targets, trained) -> str | None:
+    if targets is None or not is_lora(trained):
+        return None
+    if not targets:
+        return "lora.targets is an empty list; expected names of linear layers, or null"
+    known = {*LANGUAGE_TARGETS} | ({*TOWER_TARGETS} if trained == "lora_all" else set())
+    if targets != "all-linear" and (others := sorted({*targets} - known)):
+        return (
+            f"lora.targets has {', '.join(others)}, of the vision tower, and trained is {trained}; "
+            "expected lora_all"
+        )
+    return None
+
+
+@rule("lora.use_dora", "trained", "engine.zero_stage")
+def _dora_needs_whole_weights(use_dora, trained, zero_stage) -> str | None:
+    if use_dora and is_lora(trained) and zero_stage == 3:
+        return (
+            "lora.use_dora with engine.zero_stage 3: DoRA takes norms of whole weights, and ZeRO-3 "
+            "shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null"
         )
     return None

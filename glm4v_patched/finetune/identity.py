@@ -6,12 +6,14 @@ Needs no torch. Models are known by their contents, so that folders may move.
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..engine.options import is_lora
 from ..patch.recognition import is_glm4v
-from .config import Recipe
+from .config import Lora, Recipe
 from .run_folder import read_report
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,11 +32,11 @@ class Rows:
 
     Args:
         digests: Of each row with the bytes of its pictures.
-        lines: Where it stands in the file.
+        lines: Where it stands in the file; of several files, with the file's name.
     """
 
     digests: tuple[str, ...]
-    lines: tuple[int, ...]
+    lines: tuple[int | str, ...]
 
     def changes_to(self, new: "Rows") -> list[str]:
         """What is different in ``new``, a line for each kind; nothing if they are the same."""
@@ -54,9 +56,9 @@ class Rows:
         return [f"rows: {there} there, {now} now; {changes}"]
 
 
-def _lines_of(rows: Rows, wanted: Counter) -> list[int]:
+def _lines_of(rows: Rows, wanted: Counter) -> list[int | str]:
     """Where so many rows of each digest stand; of equal ones, the last."""
-    lines = []
+    lines: list[int | str] = []
     for row, line in zip(reversed(rows.digests), reversed(rows.lines), strict=True):
         if wanted[row] > 0:
             wanted[row] -= 1
@@ -64,7 +66,7 @@ def _lines_of(rows: Rows, wanted: Counter) -> list[int]:
     return lines[::-1]
 
 
-def _count(lines: list[int], what: str, most: int = 5) -> str:
+def _count(lines: Sequence[int | str], what: str, most: int = 5) -> str:
     if not lines:
         return f"0 {what}"
     places = ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")
@@ -93,6 +95,21 @@ class Base:
     model: str
     revision: str | None = None
     adapters: Path | None = None
+
+
+def length_of(recipe: Recipe) -> dict[str, float]:
+    """How long a recipe trains: its steps, or where it leaves them open its epochs."""
+    if recipe.trainer.max_steps is not None:
+        return {"max_steps": recipe.trainer.max_steps}
+    return {"num_train_epochs": recipe.trainer.num_train_epochs}
+
+
+def is_longer(there: Any, now: dict[str, float]) -> bool:
+    """Whether a run that lasts ``now`` is longer than one whose :func:`length_of` was ``there``;
+    epochs and steps are not compared with each other."""
+    if not isinstance(there, dict) or there.keys() != now.keys():
+        return False
+    return all(now[name] > there[name] for name in now)
 
 
 def base_of(recipe: Recipe) -> Base:
@@ -144,11 +161,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
 
 
 def _require_continuable(recipe: Recipe, folder: Path) -> None:
-    if recipe.trained in ("full", "lm"):
+    if not is_lora(recipe.trained):
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
-            "other weights, merge them into their model first (peft: merge_and_unload)"
+            "other weights, merge them into their model first (glm4v-patched merge)"
         )
     on_tower = any(".vision." in name for name in _tensor_names(folder / ADAPTER_WEIGHTS))
     if on_tower != (recipe.trained == "lora_all"):
@@ -157,12 +174,32 @@ def _require_continuable(recipe: Recipe, folder: Path) -> None:
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
-    rank = _read_json(folder / ADAPTER_CONFIG).get("r")
-    if rank != recipe.lora.rank:
+    _require_same_lora(recipe.lora, folder, _read_json(folder / ADAPTER_CONFIG))
+    if (asked := recipe.lora.options(recipe.trained).targets) is not None:
+        found = {
+            n.rsplit(".", 3)[1] for n in _tensor_names(folder / ADAPTER_WEIGHTS) if ".lora_A." in n
+        }
+        if found != {*asked}:
+            raise ValueError(
+                f"the adapters in {folder} are on {', '.join(sorted(found))}, and lora.targets is "
+                f"{', '.join(sorted(asked))}; expected the same, or null"
+            )
+
+
+def _require_same_lora(lora: Lora, folder: Path, config: dict) -> None:
+    if config.get("r") != lora.rank:
         raise ValueError(
-            f"the adapters in {folder} have rank {rank}, and lora.rank is "
-            f"{recipe.lora.rank}; expected the same"
+            f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is {lora.rank}; "
+            "expected the same"
         )
+    names = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+    for field in ("alpha", "dropout", "use_rslora", "use_dora"):
+        asked, there = getattr(lora, field), config.get(names.get(field, field))
+        if asked is not None and asked != (there or 0):
+            raise ValueError(
+                f"the adapters in {folder} have {names.get(field, field)} {there}, and lora.{field}"
+                f" is {asked}; expected the same, or null"
+            )
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:

@@ -16,15 +16,17 @@ import psutil
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.environment import training_environment
-from ..engine.options import require_packages
+from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
-from .identity import Rows, base_of, pin, require_recorded_base
+from .disk import fault_of_space
+from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
+from .trainer_fields import save_strategy, total_steps
 
 if TYPE_CHECKING:
-    from ..data.check import CheckedData
+    from ..data.checked import CheckedData
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -46,6 +48,7 @@ def launch(
     resume: bool | Path = False,
     overwrite: bool = False,
     accept_changed_data: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Train with NCCL on GPUs, or with gloo on the CPU; with ``engine.zero_stage`` 0 a single
     process trains without either, and without DeepSpeed.
@@ -61,6 +64,8 @@ def launch(
         overwrite: Whether to remove what earlier runs wrote to ``recipe.out``, once the data has
             been checked; :mod:`run_folder` has more.
         accept_changed_data: Whether the checkpoint's rows may have been others.
+        dry_run: Check all that is checked before the first step, say what would be done
+            (:mod:`summary`), and do none of it.
 
     Raises:
         RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
@@ -70,6 +75,10 @@ def launch(
             another model or other data.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
+    if dry_run:
+        with _checked(recipe, placement, resume, overwrite, accept_changed_data):
+            print("nothing was trained, and nothing written (--dry-run)", flush=True)
+        return
     with prepared(recipe, placement, resume, overwrite, accept_changed_data) as start:
         _train(start, placement, accept_changed_data)
 
@@ -94,6 +103,34 @@ def prepared(
 ) -> Iterator[Start]:
     """All that comes before the first training process, once for all of them. ``recipe.out`` stays
     locked until they have ended. Takes and raises what :func:`launch` does."""
+    with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
+        folder = Path(found.recipe.out)
+        begin(folder, found.remove)
+        try:
+            yield _write_start(found.recipe, found.checkpoint, found.data, bool(resume))
+        finally:
+            close_record(folder, _has_adapters(found.recipe))
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """``remove`` is for :func:`run_folder.begin`."""
+
+    recipe: Recipe
+    checkpoint: Path | None
+    data: "CheckedData"
+    remove: list[str]
+
+
+@contextmanager
+def _checked(
+    recipe: Recipe,
+    placement: Placement,
+    resume: bool | Path,
+    overwrite: bool,
+    accept_changed_data: bool,
+) -> Iterator[_Checked]:
+    """Check all that can be checked, and say what is about to be done; writes nothing."""
     require_installed(recipe, placement.on_cpu)
     engine = recipe.engine
     require_zero_plus_plus(
@@ -109,8 +146,11 @@ def prepared(
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
-        inputs = [Path(recipe.data.train), *(file for model in models for file in model.iterdir())]
-        remove = require_usable(folder, inputs, _has_adapters(recipe), bool(resume), overwrite)
+        inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
+        extends = is_longer(read_report(folder).get("length"), length_of(recipe))
+        remove = require_usable(
+            folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
+        )
         base = pin(base)
         require_recorded_base(base)
         if not Path(base.model).is_dir():
@@ -121,16 +161,30 @@ def prepared(
 
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+        if resume and checkpoint is None and read_report(folder).get("finished"):
+            raise ValueError(
+                f"the training in {folder} is finished and left no checkpoint, so that it cannot "
+                "be made longer; to train further, give a new run that folder as model"
+            )
         checked = check_data(recipe, base)
         if checkpoint is not None:
             rows = Rows(checked.row_digests, checked.row_lines)
             if changes := changes_of_data(checkpoint, rows, accept_changed_data):
                 print(_describe_changes(recipe, checkpoint, changes), flush=True)
-        begin(folder, remove)
-        try:
-            yield _write_start(recipe, checkpoint, checked, bool(resume))
-        finally:
-            close_record(folder, _has_adapters(recipe))
+        _announce(recipe, base, checked, placement)
+        yield _Checked(recipe, checkpoint, checked, remove)
+
+
+def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Placement) -> None:
+    """Say what is about to be done; raise ``ValueError`` if the disk is too small for it, now that
+    the number of steps is known."""
+    from .summary import describe
+
+    print(describe(recipe, base, checked, placement), flush=True)
+    rows = len(checked.batch_rows().lengths)
+    steps = total_steps(recipe.trainer, rows, placement.processes)
+    if text := fault_of_space(recipe.flat(), steps):
+        raise ValueError(f"out is {recipe.out}: {text}")
 
 
 def require_installed(recipe: Recipe, on_cpu: bool) -> None:
@@ -144,7 +198,7 @@ def require_installed(recipe: Recipe, on_cpu: bool) -> None:
 
 
 def _has_adapters(recipe: Recipe) -> bool:
-    return recipe.trained not in ("full", "lm")
+    return is_lora(recipe.trained)
 
 
 def _write_start(
@@ -236,7 +290,7 @@ def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> s
 def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     from .checkpoints import last_complete_checkpoint
 
-    if recipe.trainer.save_steps is None:
+    if save_strategy(recipe.trainer.model_dump()) == "no":
         return ""
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"

@@ -4,40 +4,29 @@ The command line checks once, not each training process.
 """
 
 import json
-import math
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..data.sets import Source, fault_of_path, make_sources
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
-from ..engine.places import fault_of_folder, nearest
+from ..engine.places import fault_of_folder
 from ..patch.recognition import is_glm4v
 from .config import Recipe, check_values, located
+from .disk import fault_of_space, read_header, shards_of
 from .identity import base_of
 from .recipe_file import Document, Fault, RecipeError, read_document, shown
+from .shipped import find_recipe
 
 Device = Literal["cuda", "cpu"]
 
-GB = 10**9
 # Names of the Hub: OWNER/NAME, of letters, digits, "-", "_" and ".", neither "--" nor ".." inside.
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<![.-])", re.ASCII)
 LONGEST_HUB_ID = 96
-LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
-TARGET = "query_key_value.weight"  # of LoRA: weights.LORA_TARGETS
-FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
-# Whose sizes are known before it is downloaded.
-PUBLISHED = ("zai-org/glm-4v-9b", "THUDM/glm-4v-9b")
-PUBLISHED_SHAPES = {
-    **{f"transformer.encoder.layers.{n}.{TARGET}": [4608, 4096] for n in range(40)},
-    **{f"transformer.vision.transformer.layers.{n}.{TARGET}": [5376, 1792] for n in range(63)},
-    "all others of the language model": [8_644_976_640],
-    "all others of transformer.vision.": [3_899_440_640],
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ def examine(
     Raises:
         RecipeError: there is no such file, or it cannot be read.
     """
-    document = read_document(path).override(overrides)
+    document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
     faults = [*checked.faults, *_faults_here(checked.known, device)]
     placement = _place(processes, device, checked.known.get("engine.zero_stage", 3))
@@ -148,7 +137,9 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
         "model": fault_of_model,
-        "data.train": _fault_of_file,
+        "data.train": fault_of_path,
+        "data.eval": fault_of_path,
+        "data.image_folder": _fault_of_image_folder,
         "data.reuse_features": fault_of_folder,
         "out": fault_of_folder,
     }
@@ -158,9 +149,13 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             continue  # false or none; or it is invalid, which is reported elsewhere
         text = fault_of(value)
         if name == "out":
-            text = text or _fault_of_space(known)
+            text = text or fault_of_space(known)
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
+    for name in ("data.train", "data.eval"):
+        for source in _sets_of(known.get(name)):
+            if text := fault_of_path(source.path):
+                yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
         yield Fault(
             "engine.optimizer",
@@ -200,7 +195,7 @@ def fault_of_model_folder(folder: Path) -> str | None:
             f"its config.json has model_type {shown(kind)} and is not a glm-4v's; expected "
             "chatglm, with a vision_config"
         )
-    shards = _shards(folder)
+    shards = shards_of(folder)
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
@@ -217,7 +212,7 @@ def fault_of_model_folder(folder: Path) -> str | None:
 def _fault_of_length(weights: Path) -> str | None:
     """What a file of safetensors says that it holds, against its length."""
     try:
-        header, begin = _read_header(weights)
+        header, begin = read_header(weights)
         end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
         length = weights.stat().st_size
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -249,111 +244,14 @@ def _begins(file: Path, start: bytes) -> bool:
         return False  # reported when it is loaded
 
 
-def _fault_of_file(file: str) -> str | None:
-    if not os.path.lexists(file):
-        return "there is no such file"
-    if not os.path.isfile(file):
-        return "no file, but a folder or a link to nothing"
-    if not os.access(file, os.R_OK):
-        return "it may not be read"
-    return None if os.path.getsize(file) else "it is empty"
-
-
-def _fault_of_space(known: Mapping[str, Any]) -> str | None:
-    names = {"model", "trained", "lora.rank", "engine.zero_stage", "engine.precision"}
-    names |= {"engine.optimizer", "trainer.max_steps"}
-    names |= {"trainer.save_steps", "trainer.save_total_limit"}
-    if not known.keys() >= names:
-        return None
-    shapes = PUBLISHED_SHAPES
-    if known["model"] not in PUBLISHED:
-        shapes = shapes_of(Path(known["model"]))
-    if not shapes:
-        return None  # of others on the Hub, of adapters and of pickled weights it is not known
-    model, checkpoint = saved_bytes(known, shapes)
-    number = checkpoints_at_once(
-        *(known[f"trainer.{name}"] for name in ("max_steps", "save_steps", "save_total_limit"))
-    )
-    there = len([*Path(known["out"]).glob("checkpoint-*")])  # of a run to be continued
-    needed = model + max(number - there, 0) * checkpoint
-    free = shutil.disk_usage(nearest(known["out"])).free
-    if needed <= free:
-        return None
-    saved = f"the model ({model / GB:.1f} GB)"
-    if number:
-        saved += f" and up to {number} checkpoints at once ({checkpoint / GB:.1f} GB each)"
-    cure = "expected a folder on a larger disk"
-    if number > 1:
-        cure += ", or fewer checkpoints (trainer.save_total_limit, trainer.save_steps)"
-    return f"{free / GB:.1f} GB are free there, and {saved} take {needed / GB:.1f} GB; {cure}"
-
-
-def checkpoints_at_once(max_steps: int, save_steps: int | None, limit: int | None) -> int:
-    """The most that lie on the disk: an old one goes when a new one is complete."""
-    if save_steps is None:
-        return 0
-    saved = (max_steps - 1) // save_steps  # none at the last step
-    return saved if limit is None else min(saved, limit + 1)
-
-
-def saved_bytes(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Bytes of what is saved at the end, and of a checkpoint.
-
-    Args:
-        known: Values of a recipe by dotted names.
-        shapes: Of the model's weights, by name.
-    """
-    what, stage = known["trained"], known["engine.zero_stage"]
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    total = sum(sizes.values())
-    adapters = 0
-    if what in ("lora_lm", "lora_all", "qlora"):
-        adapters = sum(
-            known["lora.rank"] * sum(shape)
-            for name, shape in shapes.items()
-            if name.endswith("query_key_value.weight")
-            and (what == "lora_all" or ".encoder." in name)
-        )
-    frozen = sum(size for name, size in sizes.items() if ".vision." in name) if what == "lm" else 0
-    trained = adapters or total - frozen
-    width = 2 if known["engine.precision"] == "bf16" else FP32
-    moments = MOMENTS_OF_8_BITS if known["engine.optimizer"] == "adamw_8bit" else MOMENTS
-    model = (adapters or total) * width
-    if stage == 0:  # trained in fp32, which is rounded at the end
-        return model, frozen * width + trained * (FP32 + moments)
-    # DeepSpeed keeps fp32 masters, and beside what the Trainer saves a copy of its own: of all
-    # weights, or where they are sharded of those that are frozen.
-    copied = frozen if stage == 3 else trained + frozen
-    return model, model + copied * width + trained * (FP32 + moments)
-
-
-def shapes_of(folder: Path) -> dict[str, list[int]]:
-    """Of the weights in safetensors, by name; what cannot be read is reported when it is loaded."""
-    shapes: dict[str, list[int]] = {}
-    for name in _shards(folder):
-        try:
-            header, _ = _read_header(folder / name)
-            shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return {}
-    return shapes
-
-
-def _read_header(weights: Path) -> tuple[dict[str, Any], int]:
-    """What a file of safetensors says of each tensor, and where the first one begins."""
-    with weights.open("rb") as file:
-        length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
-        header = dict(json.loads(file.read(length)))
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-def _shards(folder: Path) -> list[str]:
-    """Names of the model's files of weights."""
+def _sets_of(value: Any) -> Sequence[Source]:
+    if not isinstance(value, list):
+        return ()
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return sorted({*index["weight_map"].values()})
-    except FileNotFoundError:
-        return ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # what is wrong with it is reported when it is loaded
+        return make_sources(value, {})
+    except ValueError:
+        return ()  # which is reported elsewhere
+
+
+def _fault_of_image_folder(folder: str) -> str | None:
+    return None if os.path.isdir(folder) else "there is no such folder"

@@ -32,7 +32,8 @@ CODE = ["*_chatglm.py"]
 CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
 CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
 # What a run that was stopped leaves beside checkpoints.
-STATE = ["recipe.json", "data.json"]
+PLOT = "loss.png"
+STATE = [PLOT, "recipe.json", "data.json", "data.arrow", "data_eval.arrow"]
 
 
 def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
@@ -156,7 +157,12 @@ def _why_not_writable(folder: Path, error: OSError) -> str:
 
 
 def require_usable(
-    folder: Path, inputs: list[Path], adapters: bool, resume: bool, overwrite: bool
+    folder: Path,
+    inputs: list[Path],
+    adapters: bool,
+    resume: bool,
+    overwrite: bool,
+    extends: bool = False,
 ) -> list[str]:
     """Make sure that a run may write to its folder; changes nothing. The caller holds its lock.
 
@@ -164,6 +170,7 @@ def require_usable(
         inputs: Files and folders that the run reads.
         overwrite: Whether what earlier runs wrote there may go: only names that
             :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
+        extends: Whether the run is longer than the finished one that it continues.
 
     Returns:
         What is to be removed there, for :func:`begin`.
@@ -181,10 +188,11 @@ def require_usable(
                 "be another folder"
             )
     if resume:
-        if read_report(folder).get("finished"):
+        if read_report(folder).get("finished") and not extends:
             raise ValueError(
                 f"the training in {folder} is finished ({REPORT}), there is nothing to continue; "
-                "to train further, give a new run that folder as model"
+                "to make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train "
+                "on other data, give a new run that folder as model"
             )
         ours = {*STATE} if recorded is None else {*STATE, REPORT, *recorded}
         if others := [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in ours]:

@@ -10,47 +10,75 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, set_seed
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import (
+    EarlyStoppingCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-from ..data.check import CheckedData, check_file
-from ..data.collate import ConversationCollator, Size
+from ..data.check import check_sets
+from ..data.checked import BatchRows, CheckedData
+from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.packing import PackingCollator, share_out
+from ..data.loading import loader_options
+from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
-from ..engine.options import MAX_GRAD_NORM, EngineOptions
+from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .checkpoints import (
     CompletionMarker,
+    Manifest,
     changes_of_data,
     choose_checkpoint,
     last_complete_checkpoint,
     require_same_settings,
 )
 from .config import Recipe
-from .divergence import Diverged, DivergenceWatch, WeightsCheck, as_json, describe, highest
-from .identity import Base, Origin, Rows, base_of, identify, pin
-from .run_folder import REPORT, give_usual_modes, remove_weights
+from .divergence import Diverged, as_json
+from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
+from .progress import LossPlot, ProgressBar
+from .recipe_trainer import RecipeTrainer
+from .run_folder import REPORT, remove_weights
+from .trainer_fields import (
+    FREE_FIELDS,
+    eval_batch_size,
+    eval_strategy,
+    highest_rate,
+    save_strategy,
+    steps_in_epoch,
+    total_steps,
+    warmup,
+)
 from .unpickling import loading_safely
 
 # What a continued run may change: where things are kept, how often they are saved, and what is
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
 # What is behind model and data.train is compared by its contents.
-FREE_WHEN_RESUMING = {"model", "revision", "data.train", "data.on_bad", "out"}
-FREE_WHEN_RESUMING |= {"trainer.save_steps", "trainer.save_total_limit", "max_nonfinite_steps"}
+FREE_WHEN_RESUMING = {"model", "revision", "out", "data.train", "data.eval", "data.on_bad"}
+FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.allow_urls"}
+FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
+FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+
+# What was fixed before there was a field for it, where its default is another.
+BEFORE = {"lora.alpha": 8}
 
 CHECKED_DATA = "data.json"
 """In ``out``: what the check found of the data."""
@@ -74,20 +102,30 @@ def starting_point(
     if checkpoint is not None:
         settings = settings_of(recipe, processes)
         files = identify(base or base_of(recipe))
-        require_same_settings(checkpoint, settings, files, Recipe.defaults())
+        there = Manifest.read(checkpoint).settings
+        length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
+        if is_longer({name: there[name] for name in length if name in there}, length):
+            settings |= {name: there[name] for name in length}
+        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
     return checkpoint
 
 
 def settings_of(recipe: Recipe, processes: int) -> dict:
     """What decides the course of training, and the same for a run and its continuation."""
     decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
+    if recipe.trainer.max_steps is not None:
+        del decisive["trainer.num_train_epochs"]  # which it overrides
+    if is_lora(recipe.trained) and recipe.lora.alpha is None:
+        decisive["lora.alpha"] = 2 * recipe.lora.rank
     return decisive | {"processes": processes}
 
 
 def options_of(recipe: Recipe) -> EngineOptions:
     """What the recipe asks of the engine, "auto" where it leaves that open."""
     return EngineOptions(
-        trained=recipe.trained, lora_rank=recipe.lora.rank, **recipe.engine.model_dump()
+        trained=recipe.trained,
+        lora=recipe.lora.options(recipe.trained),
+        **recipe.engine.model_dump(),
     )
 
 
@@ -97,127 +135,71 @@ def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
     return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
 
 
-def logging_steps(recipe: Recipe) -> int:
-    """For about 50 entries a run, none across a checkpoint, where a resumption would cut it."""
-    steps, save_steps = recipe.trainer.max_steps, recipe.trainer.save_steps
+def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
+    """If the recipe leaves it open: for about 50 entries in so many steps, none across a
+    checkpoint, where a resumption would cut it."""
+    if recipe.trainer.logging_steps is not None:
+        return recipe.trainer.logging_steps
     wanted = max(steps // 50, 1)
-    if save_steps is None:
-        return wanted
-    return max(n for n in range(1, wanted + 1) if save_steps % n == 0)
+    saved_every = recipe.trainer.save_steps
+    if saved_every is None and recipe.trainer.save_strategy in ("epoch", "best"):
+        saved_every = steps_an_epoch
+    return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
 
 
-class RecipeTrainer(Trainer):
-    """Saves the model with the config it came with, in checkpoints too: they can be loaded.
-
-    Adapters get the code beside them, with which a process without this package loads their base.
-    With ``features``, pictures that they know do not go through the tower.
+def arguments_of(
+    recipe: Recipe,
+    options: EngineOptions,
+    rows: int,
+    processes: int,
+    evaluates: bool = False,
+    loading: Mapping[str, Any] = MappingProxyType({}),
+) -> TrainingArguments:
+    """The Trainer's arguments for a recipe, of which the engine has been decided.
 
     Args:
-        model: A glm-4v, or peft's around one.
-        max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
+        rows: That are learned in an epoch; packed ones, if they are packed.
+        evaluates: Whether there is data to evaluate on.
+        loading: Of :func:`loader_options`.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        features: TowerFeatures | None = None,
-        max_nonfinite_steps: int = 3,
-        **options,
-    ):
-        self.watch = DivergenceWatch(max_nonfinite_steps)
-        self.features = features
-        if features is not None:
-            options["data_collator"] = features.collator(options["data_collator"])
-        self.has_adapters = hasattr(model, "get_base_model")
-        given: Any = model
-        self.inner: GLM4VForCausalLM = given.get_base_model() if self.has_adapters else given
-        if self.has_adapters:
-            # To see whether embeddings have grown, peft would ask the Hub for its newest config.
-            given.save_pretrained = partial(given.save_pretrained, save_embedding_layers=False)
-        # The Trainer puts the tokenizer's one end token in place of the model's three.
-        self.stop_ids = self.inner.config.eos_token_id
-        self._last_step: tuple[nn.Module, dict] | None = None
-        super().__init__(model=model, **options)
-        self.add_callback(self.watch)
-        self.inner.config.skip_logits = True
-
-    def create_optimizer(self, *model) -> torch.optim.Optimizer:
-        """The Trainer's, without groups in which nothing is trained.
-
-        Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
-        scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
-        """
-        optimizer = super().create_optimizer(*model)
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return optimizer
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.features is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = self.features.replace_pictures(inputs)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.features.keep(outputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def training_step(self, model, inputs, *rest):
-        self._last_step = model, dict(inputs)
-        loss = super().training_step(model, inputs, *rest)
-        norm = model.get_global_grad_norm() if self.is_deepspeed_enabled else None
-        return self.watch.see(loss, norm)
-
-    def log(self, logs: dict[str, float], *rest) -> None:
-        if "loss" in logs:
-            logs["loss"] += self.watch.left_out_of_log()
-        super().log(logs, *rest)
-
-    def _require_finite_loss(self, folder: Path) -> None:
-        """Compute the loss of the last batch again: no step has seen the last update's weights."""
-        if self._last_step is None:
-            return
-        model, inputs = self._last_step
-        # In training mode, as processes without a picture then keep the others' order. Compiled
-        # layers would be compiled anew without gradients.
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),
-            self.compute_loss_context_manager(),
-        ):
-            loss = self.compute_loss(model, self._prepare_inputs(dict(inputs)))
-        if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
-            raise Diverged(
-                "the loss of the last batch is NaN or infinite with the weights of step "
-                f"{self.state.global_step}; {folder} is no model"
-            )
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
-        config = self.inner.config
-        config.eos_token_id = self.stop_ids
-        config.skip_logits = False
-        assert self.model is not None
-        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        check = WeightsCheck(trained)
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            config.skip_logits = True
-        folder = Path(output_dir or cast(str, self.args.output_dir))
-        if names := check.names():
-            raise Diverged(
-                f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
-            )
-        self._require_finite_loss(folder)
-        if not self.args.should_save:
-            return
-        if self.has_adapters:
-            custom_object_save(self.inner, folder)
-        give_usual_modes(folder)
+    asked = recipe.trainer
+    steps = total_steps(asked, rows, processes)
+    saved, evaluated = save_strategy(asked.model_dump()), eval_strategy(asked, evaluates)
+    return TrainingArguments(
+        output_dir=recipe.out,
+        # Of epochs, too: schedule, log and estimates agree on them before the first step.
+        max_steps=steps,
+        per_device_train_batch_size=asked.per_device_train_batch_size,
+        per_device_eval_batch_size=eval_batch_size(asked),
+        gradient_accumulation_steps=asked.gradient_accumulation_steps,
+        learning_rate=highest_rate(asked),
+        warmup_steps=warmup(asked, steps),
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.max_grad_norm,
+        optim=OPTIMIZERS[recipe.engine.optimizer],
+        bf16=recipe.engine.precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed_config(options),
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        save_strategy=saved,
+        save_steps=asked.save_steps or 0,
+        eval_strategy=evaluated,
+        eval_steps=asked.eval_steps,
+        load_best_model_at_end=asked.load_best_model_at_end,
+        metric_for_best_model=asked.metric_for_best_model if evaluates else None,
+        restore_callback_states_from_checkpoint=asked.early_stopping_patience is not None,
+        report_to=asked.report_to,
+        logging_steps=logging_steps(recipe, steps, steps_in_epoch(asked, rows, processes)),
+        # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
+        logging_nan_inf_filter=False,
+        seed=asked.seed,
+        **{**loading, **asked.handed_on()},
+    )
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
-    """Check a recipe's data for its model; :func:`check_file` has more.
+    """Check a recipe's data for its model; :func:`check_sets` has more.
 
     What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
 
@@ -225,10 +207,11 @@ def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
         base: Of :func:`base_of`, which is asked by default.
     """
     base = base or base_of(recipe)
-    return check_file(
-        recipe.data.train,
+    return check_sets(
+        recipe.data.sources(),
         processor_of(recipe, base),
         ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length,
+        evaluate=recipe.data.evaluated(),
         pack_to=recipe.data.pack_to,
         on_bad=recipe.data.on_bad,
     )
@@ -243,11 +226,17 @@ def processor_of(recipe: Recipe, base: Base) -> ChatGLMProcessor:
 
 def _read_checked(recipe: Recipe) -> CheckedData:
     checked = CheckedData.read(Path(recipe.out, CHECKED_DATA))
-    now = os.path.abspath(recipe.data.train), recipe.data.pack_to
-    if (checked.path, checked.pack_to) != now:
+    asked: Any = recipe.data.evaluated()
+    if isinstance(asked, tuple):
+        asked = [source.path for source in asked]
+    there = checked.sources, checked.asked, checked.pack_to
+    now = recipe.data.sources(), asked, recipe.data.pack_to
+    if there != now:
+        sets = [" and ".join(source.path for source in sources) for sources, *_ in (there, now)]
         raise ValueError(
-            f"{checked.path} was checked, for pack_to {checked.pack_to}, and the recipe has "
-            f"{now[0]} and {now[1]}: start the training again, so that it is checked"
+            f"{sets[0]} was checked, for pack_to {checked.pack_to}, and the recipe has {sets[1]} "
+            f"and {recipe.data.pack_to} (data.eval: {checked.asked} there, {asked} now): start the "
+            "training again, so that it is checked"
         )
     return checked
 
@@ -273,37 +262,20 @@ def train(
     """
     base = pin(base_of(recipe))
     processor, checked = processor_of(recipe, base), _read_checked(recipe)
-    conversations: list[Any] = checked.conversations()
-    collator = ConversationCollator(processor, checked.stamps)
-    sizes = [[size] for size in checked.row_sizes]
-    if recipe.data.pack_to is not None:
-        shares = share_out([size.positions for size in checked.row_sizes], recipe.data.pack_to)
-        conversations = [[conversations[number] for number in share] for share in shares]
-        sizes = [[checked.row_sizes[number] for number in share] for share in shares]
-        collator = PackingCollator(processor, checked.stamps)
-    options = _decide(recipe, base, sizes)
+    conversations: Any = checked.conversations()
+    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
+    collator = ConversationCollator(processor, stamps)
+    rows_of_batches = checked.batch_rows()
+    if rows_of_batches.shares is not None:
+        conversations = PackedRows(conversations, rows_of_batches.shares)
+        collator = PackingCollator(processor, stamps)
+    evaluated = None if checked.eval is None else checked.eval.conversations()
+    options = _decide(recipe, base, rows_of_batches)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    arguments = TrainingArguments(
-        output_dir=recipe.out,
-        max_steps=recipe.trainer.max_steps,
-        per_device_train_batch_size=recipe.trainer.per_device_train_batch_size,
-        learning_rate=recipe.trainer.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(recipe.trainer.max_steps // 20, 1),
-        max_grad_norm=MAX_GRAD_NORM,
-        optim=OPTIMIZERS[recipe.engine.optimizer],
-        bf16=recipe.engine.precision == "bf16",
-        use_cpu=not torch.cuda.is_available(),
-        deepspeed=deepspeed_config(options),
-        remove_unused_columns=False,
-        save_strategy="no" if recipe.trainer.save_steps is None else "steps",
-        save_steps=recipe.trainer.save_steps or 0,
-        report_to="none",
-        logging_steps=logging_steps(recipe),
-        # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
-        logging_nan_inf_filter=False,
-        seed=recipe.trainer.seed,
-    )
+    loading = _loading(recipe, processor, rows_of_batches)
+    evaluates = evaluated is not None
+    arguments = arguments_of(recipe, options, len(conversations), _processes(), evaluates, loading)
+    assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = Rows(checked.row_digests, checked.row_lines)
     origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
@@ -315,18 +287,26 @@ def train(
         model,
         features=features_of(recipe, model),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
+        rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
+        eval_collator=ConversationCollator(processor, stamps),
         args=arguments,
         train_dataset=conversations,
+        eval_dataset=evaluated,
         data_collator=collator,
         processing_class=processor,
-        callbacks=[CompletionMarker(origin, recipe.trainer.save_total_limit)],
+        callbacks=callbacks_of(recipe, origin),
     )
+    if not arguments.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
+        trainer.add_callback(ProgressBar(batch * arguments.world_size))
     error = None
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
+        _evaluate_at_end(trainer)
         if recipe.engine.zero_stage == 0:
             _round_trained(model, DTYPES[recipe.engine.precision])
         trainer.save_model()
@@ -335,7 +315,7 @@ def train(
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        _write_report(trainer, error, identify(replace(base, adapters=None)))
+        _write_report(trainer, error, recipe, identify(replace(base, adapters=None)))
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         arguments.distributed_state.wait_for_everyone()
@@ -344,7 +324,7 @@ def train(
 
 def _how_to_go_on(recipe: Recipe) -> str:
     checkpoint = last_complete_checkpoint(Path(recipe.out))
-    lower = f"a lower trainer.learning_rate than {recipe.trainer.learning_rate:g}"
+    lower = f"a lower trainer.learning_rate than {highest_rate(recipe.trainer):g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -353,47 +333,82 @@ def _how_to_go_on(recipe: Recipe) -> str:
     )
 
 
-def _write_report(trainer: Trainer, error: str | None, base: dict[str, str]) -> None:
+def _write_report(
+    trainer: Trainer, error: str | None, recipe: Recipe, base: dict[str, str]
+) -> None:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
+    measured = ("step", "eval_loss", "eval_tokens", "eval_runtime")
+    evaluations = [
+        {name: as_json(entry[name]) for name in measured}
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    ]
     report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
-    report |= {"world_size": trainer.args.world_size, "base": base}
+    if evaluations:
+        report["evaluations"] = evaluations
+    if trainer.args.load_best_model_at_end:
+        report["best_step"] = trainer.state.best_global_step
+    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), "base": base}
     text = json.dumps(report, indent=2, allow_nan=False)
     Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
 
 
-def _decide(recipe: Recipe, base: Base, rows: list[list[Size]]) -> EngineOptions:
-    """The options for rows of such sizes and this machine; all processes come to the same."""
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
+    """The largest batch of one of so many processes."""
+    return Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=int(rows.lengths.max()),
+        images_per_row=int(rows.images.max()),
+        processes=processes,
+    )
+
+
+def _loading(recipe: Recipe, processor: ChatGLMProcessor, rows: BatchRows) -> dict[str, Any]:
+    pictures = int(rows.images.max()) * recipe.trainer.per_device_train_batch_size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    side = processor.image_processor.size["height"]
+    return loader_options(recipe.trainer.handed_on(), here, pictures, side)
+
+
+def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
+    """The options for such rows and this machine; all processes come to the same."""
     asked = options_of(recipe)
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    row_length, images = longest_row(rows)
-    batch = Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=row_length,
-        images_per_row=images,
-        processes=int(os.environ.get("WORLD_SIZE", 1)),
-    )
-    options = decide(config, asked, batch, free_memory(), recipe.trainer.max_steps)
+    batch = batch_of(recipe, rows, _processes())
+    steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
+    options = decide(config, asked, batch, free_memory(), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
         choice += f", offload {options.offload}, compile {options.compile}"
-        print(f"for rows of {row_length} positions: {choice}", flush=True)
+        print(f"for rows of {batch.row_length} positions: {choice}", flush=True)
     return options
 
 
-def longest_row(rows: list[list[Size]]) -> tuple[int, int]:
-    """Positions of the longest row, and the most images in one.
+def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
+    asked = recipe.trainer
+    callbacks: list[TrainerCallback] = [CompletionMarker(origin, asked.save_total_limit)]
+    callbacks.append(LossPlot())
+    if asked.early_stopping_patience is not None:
+        patience = asked.early_stopping_patience, asked.early_stopping_threshold
+        callbacks.append(EarlyStoppingCallback(*patience))
+    return callbacks
 
-    Args:
-        rows: Sizes of the conversations in each.
-    """
-    positions = max(sum(size.positions for size in row) for row in rows)
-    return positions, max(sum(size.images for size in row) for row in rows)
+
+def _evaluate_at_end(trainer: Trainer) -> None:
+    """Where evaluations are not at the end of each epoch, after the last step, too."""
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    if trainer.args.eval_strategy != "no" and trainer.state.global_step not in evaluated[-1:]:
+        trainer.evaluate()
 
 
 def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None) -> nn.Module:

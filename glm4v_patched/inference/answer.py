@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.sources import Source
 from ..data.workers import Ended, ask_all
 from ..engine.environment import training_environment
 from ..finetune.identity import Base, identify
@@ -26,12 +27,12 @@ class Request:
 
     Args:
         model: Folder of a model or of adapters, or an id of the Hub.
-        data: File of rows.
+        data: Of the rows.
         processes: None for one on each GPU; on a CPU, for a single one.
     """
 
     model: str
-    data: Path
+    data: Source
     revision: str | None = None
     device: Any = "cuda"
     processes: int | None = None
@@ -84,10 +85,15 @@ def answer_questions(
 
             require_pictures(request.data, to_learn=False)
             _require_room(request, base, missing)
-        with _progress(len(questions), len(file.lines)) as progress:
-            for question, answer in answers(request, placement, base, missing):
-                file.add(Line(question.row, *answer, question.reference, question.swapped))
-                progress.update()
+        try:
+            with _progress(len(questions), len(file.lines)) as progress:
+                for question, answer in answers(request, placement, base, missing):
+                    file.add(Line(question.row, *answer, question.reference, question.swapped))
+                    progress.update()
+        except (KeyboardInterrupt, RuntimeError) as error:
+            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}"
+            told = f"{str(error) or 'stopped'}\n{kept}, and the same command continues"
+            raise type(error)(told) from error
         return file.all_lines()
 
 

@@ -6,13 +6,13 @@ so, on the GPU that it sees. ``JOB`` is JSON of :class:`Job`.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 
 from ..data.workers import answer_until_input_ends
 from ..finetune.identity import Base
@@ -25,6 +25,19 @@ class Answer(NamedTuple):
 
     text: str
     finish_reason: str
+
+
+class Words(TextStreamer):
+    """Hands on the text of an answer as it comes, without white space before it."""
+
+    def __init__(self, tokenizer, say: Callable[[str], object]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.say, self.has_begun = say, False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        text = text if self.has_begun else text.lstrip()
+        self.has_begun = self.has_begun or bool(text)
+        self.say(text)
 
 
 @dataclass(frozen=True)
@@ -64,13 +77,16 @@ class Answerer:
             **generation.given(), eos_token_id=self.end_ids, pad_token_id=config.pad_token_id
         )
 
-    def answer(self, prompts: Sequence[list[dict]], number: int = 0) -> list[Answer]:
+    def answer(
+        self, prompts: Sequence[list[dict]], number: int = 0, streamer: "Words | None" = None
+    ) -> list[Answer]:
         """Answer a batch.
 
         Args:
             prompts: Of messages; each ends with what is to be answered.
             number: Of the batch's first row: what is drawn depends on it and on the seed, and not
                 on the batches before.
+            streamer: Takes the words of a single prompt's answer as they come.
 
         Raises:
             RuntimeError: the GPU's memory does not suffice.
@@ -80,7 +96,7 @@ class Answerer:
             torch.manual_seed(self.generation.seed * 1_000_003 + number)
         try:
             with torch.inference_mode():
-                ids = self.model.generate(**batch)
+                ids = self.model.generate(**batch, streamer=streamer)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"the GPU's memory does not suffice for {len(prompts)} rows at once: lower "
@@ -115,17 +131,10 @@ def require_room(loaded_processor, limit: int, questions: Sequence[Question], ne
         limit: Position ids that the model has (``seq_length``); a picture takes three.
         new: Tokens of an answer.
     """
-    tokenizer = loaded_processor.tokenizer
     found = []
-    for start in range(0, len(questions), 64):
-        some = questions[start : start + 64]
-        rows = tokenizer.apply_chat_template(
-            [question.prompt for question in some],
-            chat_template=loaded_processor.chat_template,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        found += [(q.row, len(ids)) for q, ids in zip(some, rows, strict=True)]
+    for some in batches(questions, 64):
+        lengths = positions_of(loaded_processor, [question.prompt for question in some])
+        found += [(q.row, length) for q, length in zip(some, lengths, strict=True)]
     if long := [(row, length) for row, length in found if length + new > limit]:
         row, length = max(long, key=lambda pair: pair[1])
         raise ValueError(
@@ -133,6 +142,17 @@ def require_room(loaded_processor, limit: int, questions: Sequence[Question], ne
             f"tokens: line {row} takes {length:,} of the model's {limit:,} positions; lower "
             "--max-new-tokens, or shorten the row"
         )
+
+
+def positions_of(processor, prompts: Sequence[list[dict]]) -> list[int]:
+    """Position ids that each prompt takes; opens no picture, which takes three."""
+    rows = processor.tokenizer.apply_chat_template(
+        list(prompts),
+        chat_template=processor.chat_template,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    return [len(ids) for ids in rows]
 
 
 def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:

@@ -28,6 +28,24 @@ def add_commands(commands) -> None:
     evaluate.add_argument("--overwrite", action="store_true", help=replaced)
     _add_generation(evaluate, 512)
 
+    merge = commands.add_parser("merge", help="make one model of LoRA adapters and their model")
+    merge.set_defaults(run=_merge)
+    merge.add_argument("adapters", metavar="ADAPTER", help="a folder of LoRA adapters")
+    merge.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    merge.add_argument("--revision", help="of the model under the adapters, if it is on the Hub")
+    where = "where the check computes (default: cpu)"
+    merge.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
+    unchecked = "do not compare the merged model's logits with those of the adapters"
+    merge.add_argument("--no-check", dest="check", action="store_false", help=unchecked)
+
+    chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
+    chat.set_defaults(run=_chat)
+    _add_source(chat)
+    shown = "a picture that the first question shows; several are allowed"
+    chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
+    chat.add_argument("--system", metavar="TEXT", help="what the system says first")
+    _add_generation(chat, 1024, beams=False)
+
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
@@ -39,14 +57,25 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows to answer")
+    what = (
+        "rows to answer: a file, a folder of tables or an id of the Hub, as data.train of a recipe"
+    )
+    parser.add_argument("--data", required=True, metavar="FILE", help=what)
+    fields = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
+    fields("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
+    fields("--image-folder", metavar="FOLDER", help="what paths of pictures are relative to")
+    fields("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
+    fields("--split", default="train", metavar="NAME", help="of a data set (default: train)")
+    fields("--allow-urls", action="store_true", help="fetch pictures by http(s)")
     every = "processes, each on a GPU of its own; default: all GPUs"
     parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
     rows = "rows that a process answers at once (default: 8)"
     parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
 
 
-def _add_generation(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def _add_generation(
+    parser: argparse.ArgumentParser, max_new_tokens: int, beams: bool = True
+) -> None:
     add = parser.add_argument_group("generation; greedy by default").add_argument
     longest = f"tokens of the longest answer (default: {max_new_tokens})"
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=longest)
@@ -54,7 +83,9 @@ def _add_generation(parser: argparse.ArgumentParser, max_new_tokens: int) -> Non
     add("--top-p", type=float, metavar="P", help="draw among the likeliest, up to this probability")
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest")
     add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
-    add("--num-beams", type=int, default=1, metavar="N", help="beams of a beam search (default: 1)")
+    if beams:  # which cannot be shown as they come
+        told = "beams of a beam search (default: 1)"
+        add("--num-beams", type=int, default=1, metavar="N", help=told)
     add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
 
 
@@ -73,7 +104,8 @@ def _generation(options: argparse.Namespace):
 
     from .questions import Generation
 
-    return Generation(**{each.name: getattr(options, each.name) for each in fields(Generation)})
+    given = vars(options)
+    return Generation(**{f.name: given[f.name] for f in fields(Generation) if f.name in given})
 
 
 def _request(options: argparse.Namespace):
@@ -82,12 +114,32 @@ def _request(options: argparse.Namespace):
     return Request(
         model=options.model,
         revision=options.revision,
-        data=options.data,
+        data=_source(options),
         device=options.device,
         processes=options.processes,
         batch_size=options.batch_size,
         in_4_bit=options.load_in_4bit,
         generation=_generation(options),
+    )
+
+
+def _source(options: argparse.Namespace):
+    from ..data.formats import FORMATS
+    from ..data.sources import Source
+
+    if options.format not in ("auto", *FORMATS):
+        known = ", ".join(["auto", *FORMATS])
+        raise ValueError(f"--format {options.format}: expected one of {known}")
+    folder = options.image_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"--image-folder {folder}: there is no such folder")
+    return Source(
+        options.data,
+        options.format,
+        split=options.split,
+        image_folder=folder,
+        ignore=tuple(options.ignore),
+        allow_urls=options.allow_urls,
     )
 
 
@@ -105,3 +157,25 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     report = evaluate(_request(options), options.out, options.metric, options.overwrite)
     print(describe(report, options.out))
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from .merge import merge
+
+    asked = options.adapters, options.out, options.revision, options.device, options.check
+    difference = merge(*asked)
+    print(f"model {options.out}\n{difference or 'its logits were not compared (--no-check)'}")
+
+
+def _chat(options: argparse.Namespace) -> None:
+    from .chat import chat
+
+    chat(
+        options.model,
+        options.image,
+        revision=options.revision,
+        device=options.device,
+        in_4_bit=options.load_in_4bit,
+        generation=_generation(options),
+        system=options.system,
+    )

@@ -53,7 +53,7 @@ def evaluate(
         lines = answer_questions(request, placement, base, asked, folder / ANSWERS, overwrite)
         report = {
             "model": request.model,
-            "data": str(request.data),
+            "data": request.data.path,
             **scores_of(lines, metrics),
             "settings": settings_of(request, base, asked),
             "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
@@ -82,7 +82,11 @@ def _folder(out: Path | None, overwrite: bool):
     """The folder to write to, which holds nothing of others that would be replaced."""
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
+            try:
+                yield Path(folder)
+            except (KeyboardInterrupt, RuntimeError) as error:
+                told = str(error).partition("\n")[0]
+                raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
         return
     if os.path.lexists(out) and not out.is_dir():
         raise ValueError(f"--out {out} is no folder; expected one, or a name for a new one")

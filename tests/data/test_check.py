@@ -19,7 +19,8 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.data import check, decoding
-from glm4v_patched.data.check import CheckedData, Counts, check_file
+from glm4v_patched.data.check import check_file
+from glm4v_patched.data.checked import CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.decoding import find_fault, read_facts, read_facts_of_all
 from glm4v_patched.data.memory import Memory, default_path
@@ -420,9 +421,12 @@ def test_a_second_check_decodes_and_renders_only_what_is_new(
 ):
     rendered = []
     measure = check.measure_all
-    monkeypatch.setattr(
-        check, "measure_all", lambda rows, *more: rendered.extend(rows) or measure(rows, *more)
-    )
+
+    def noted(row):
+        rendered.append(row)
+        return row
+
+    monkeypatch.setattr(check, "measure_all", lambda rows, *more: measure(map(noted, rows), *more))
     a, b = draw(tmp_path / "a.png"), draw(tmp_path / "b.png")
     first = run(write(tmp_path, turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
     assert decoded == [str(a), str(b)] and len(rendered) == 2  # two rows differ in pictures alone

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.data.messages import ROLES, pictures_of, text_of
+from glm4v_patched.data.sets import Source
 from glm4v_patched.data.sources import (
-    Source,
     read_conversations,
     write_conversations,
 )
@@ -237,6 +237,10 @@ REFUSED = {
     ),
     "tools of a row": (row(said("user"), ANSWER, tools=[TOOL]), '"tools" .*the system message'),
     "unknown keys": (row(said("user"), ANSWER, id=1, split="a"), '"id" .*take it out.*"split" '),
+    "Alpaca": (
+        json.dumps({"instruction": "q", "output": "a"}),
+        '"instruction" is not read: write {"messages": .*"output" is not read: write {"messages": ',
+    ),
     "no messages": ("{}", '"messages" is missing'),
     # Keys of a message
     **{
@@ -454,7 +458,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, content, message):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match="no.jsonl cannot be read: No such file"):
         read_conversations(tmp_path / "no.jsonl")
-    with pytest.raises(ValueError, match=f"{tmp_path.name} is a folder without a data set: expect"):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}: a folder without a data set; expect"):
         read_conversations(tmp_path)
 
 

@@ -14,7 +14,8 @@ from PIL import Image
 from glm4v_patched.data import sources
 from glm4v_patched.data.messages import pictures_of
 from glm4v_patched.data.pictures import PictureFiles
-from glm4v_patched.data.sources import Fault, Source, read_conversations, read_rows
+from glm4v_patched.data.sets import Source
+from glm4v_patched.data.sources import Fault, read_conversations, read_rows
 
 datasets = pytest.importorskip("datasets")
 

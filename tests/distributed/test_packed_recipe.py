@@ -11,7 +11,7 @@ from glm4v_patched.data.sources import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, longest_row
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
 from tests.helpers.processes import run_with_limit
 
 # Idle, a run takes some 8 seconds.
@@ -50,11 +50,13 @@ def test_a_packed_run_has_the_losses_of_a_padded_one(tmp_path):
         }
     )
     sizes = check_data(padded).row_sizes
-    longest, images = longest_row([[size] for size in sizes])
+    longest = max(size.positions for size in sizes)
+    images = max(size.images for size in sizes)
     assert images == 1
     shares = share_out([size.positions for size in sizes], 2 * longest)
     assert [len(share) for share in shares] == [2, 2]
-    positions, images = longest_row([[sizes[number] for number in share] for share in shares])
+    positions = max(sum(sizes[number].positions for number in share) for share in shares)
+    images = max(sum(sizes[number].images for number in share) for share in shares)
     assert longest < positions <= 2 * longest and images == 2
     packed = padded.override(
         {

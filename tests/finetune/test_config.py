@@ -42,8 +42,46 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trained": "lora"}, 'trained is "lora"; expected full, lm, lora_lm, lora_all or qlora'),
+        (
+            {"trained": "lora"},
+            'trained is "lora"; expected full, lm, .*, qlora, or a list of tower, adap',
+        ),
         ({"lora.rank": 0}, "lora.rank is 0; expected a whole number of at least 1"),
+        ({"trained": ["tower", "towr"]}, r"trained is \[.tower., .towr.\]; expected full, .*"),
+        ({"trained": ["tower", "tower"]}, "trained is .*; expected full, .* or a list of tower"),
+        ({"trained": []}, r"trained is \[\]; expected full, .*, or a list of tower, adapter"),
+        ({"trained": ["adapter"], "data.reuse_features": True}, "adapter, which trains the vision"),
+        ({"lora.alpha": 0}, "lora.alpha is 0; expected a whole number of at least 1 or null"),
+        ({"lora.dropout": 1}, "lora.dropout is 1; expected a number from 0 to below 1 or null"),
+        ({"lora.r": 8}, r"lora.r is not a field .*; did you mean lora.rank\?"),
+        ({"lora.target_modules": []}, r"lora.target_modules is not .*did you mean lora.targets\?"),
+        ({"lora.bias": "all"}, "lora.bias is not a field of a recipe; expected rank, alpha, drop"),
+        (
+            {"lora.targets": "dense"},
+            'targets is "dense"; expected a list of query_key_value, dense',
+        ),
+        (
+            {"lora.targets": ["up"]},
+            r'targets is .*"up".*; expected a list of query_key_value, dense',
+        ),
+        (
+            {"lora.targets": ["fc1"], "trained": "lora_lm"},
+            "has fc1, of the vision tower.* lora_all",
+        ),
+        ({"lora.targets": [], "trained": "lora_lm"}, "lora.targets is an empty list"),
+        (
+            {"lora.use_dora": True, "trained": "lora_lm"},
+            "use_dora with engine.zero_stage 3: .* 0, 1",
+        ),
+        (
+            {"trainer.learning_rate": {"tower": 1e-6, "adapter": 1e-5}},
+            "learning_rate is for tower, adapter, and trained is full; expected one number, or one",
+        ),
+        (
+            {"trainer.learning_rate": {"adapter": 1e-5}, "trained": "lora_all"},
+            "trained is lora_all; expected .* one for each of tower, language_model",
+        ),
+        ({"trainer.learning_rate": {"towr": 1e-6}}, "a number above 0, or one for each part"),
         ({"engine.tower": "most"}, 'engine.tower is "most"; expected auto, none, linear'),
         ({"engine.tower": "every 0"}, 'engine.tower is "every 0"; expected .* every N, N > 0'),
         ({"engine.language": None}, "engine.language is null; expected auto, none"),
@@ -60,7 +98,7 @@ def folder(tmp_path_factory):
         ({"trainer.max_steps": True}, "trainer.max_steps is true; expected a whole number"),
         ({"trainer.max_steps": 10.0}, "trainer.max_steps is 10.0; expected a whole number"),
         ({"trainer.max_steps": "100"}, r'trainer.max_steps is "100"; .* \(without quotes\)$'),
-        ({"trainer.max_steps": "-1"}, 'trainer.max_steps is "-1"; .* of at least 1$'),
+        ({"trainer.max_steps": "-1"}, 'trainer.max_steps is "-1"; .* of at least 1 or null$'),
         ({"trainer.per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected"),
         ({"trainer.learning_rate": -1}, "learning_rate is -1; expected a number above 0"),
         ({"trainer.learning_rate": 0}, "learning_rate is 0; expected a number above 0"),

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
-from glm4v_patched.demo.plots import plot_loss
 from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
 from glm4v_patched.finetune.checkpoints import find_faults
 from glm4v_patched.finetune.config import Recipe
@@ -22,6 +21,7 @@ from glm4v_patched.finetune.divergence import (
     as_json,
     describe,
 )
+from glm4v_patched.finetune.plots import plot_loss
 from tests.helpers.recipes import drawn_recipe, train_here
 from tests.helpers.sharded import as_sharded
 

@@ -99,8 +99,8 @@ def test_a_folder_of_adapters_leads_to_their_model(tmp_path):
 @pytest.mark.parametrize(
     ("made", "asked", "message"),
     [
-        ({}, {"trained": "full"}, "trained is 'full'; .*merge_and_unload"),
-        ({}, {"trained": "lm"}, "trained is 'lm'; .*merge_and_unload"),
+        ({}, {"trained": "full"}, "trained is 'full'; .*glm4v-patched merge"),
+        ({}, {"trained": "lm"}, "trained is 'lm'; .*glm4v-patched merge"),
         ({}, {"trained": "lora_all"}, "on the language model, and trained is 'lora_all'"),
         ({}, {"lora.rank": 4}, "have rank 8, and lora.rank is 4"),
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),

@@ -126,7 +126,7 @@ def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, m
 
     monkeypatch.setattr(launching, "_run", run)
     launch(recipe, HERE)
-    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "data.json"}
+    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "data.json", "data.arrow"}
     assert LOCK not in contents(recipe.out)
 
 
@@ -220,6 +220,7 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
 
     monkeypatch.setattr(launching, "pin", pin)
     monkeypatch.setattr("glm4v_patched.finetune.trainer.check_data", check)
+    monkeypatch.setattr("glm4v_patched.finetune.summary.describe", lambda *_: "of the Hub")
     launch(recipe.override({"model": str(folder)}), HERE)
     # What processes read, and a run that continues.
     written = Recipe.read(Path(recipe.out, "recipe.json"))

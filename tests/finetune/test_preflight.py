@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,23 +22,23 @@ from glm4v_patched.cli import main
 from glm4v_patched.demo import command as demo
 from glm4v_patched.engine import gpus
 from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus
-from glm4v_patched.engine.memory_plan import count_parameters
+from glm4v_patched.engine.memory_plan import count_parameters, count_trained
+from glm4v_patched.engine.options import PARTS, TRAINED, EngineOptions, part_of
 from glm4v_patched.engine.trainable import LORA_TARGETS, select_weights
-from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune import disk, preflight
 from glm4v_patched.finetune.config import fields
+from glm4v_patched.finetune.disk import checkpoints_at_once, saved_bytes
 from glm4v_patched.finetune.identity import ADAPTER_WEIGHTS
 from glm4v_patched.finetune.preflight import (
     Placement,
     check,
-    checkpoints_at_once,
     place,
-    saved_bytes,
 )
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.trainer import require_gpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.recipes import LEAST
+from tests.helpers.recipes import LEAST, recipe
 from tests.helpers.tiny import tiny_model
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000)
@@ -230,7 +231,7 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path
     assert main(["train", str(asked), *fields]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert sorted(lines) == [
-        f"{asked}:8: trainer.learning_rate is -1; expected a number above 0",
+        f"{asked}:8: trainer.learning_rate is -1; expected a number above 0, or one for each part",
         "command line: 4 processes on 2 GPUs: each needs one of its own; expected --processes 2 or "
         "fewer, or --device cpu",
         'command line: data.train is "none.jsonl": there is no such file',
@@ -388,11 +389,39 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
     for name, message in [
         ("none", "there is no such file"),
         ("empty", "it is empty"),
-        ("", "no file, but a folder or a link to nothing"),
-        ("link", "no file, but a folder or a link to nothing"),
+        ("", "a folder without a data set; expected a file, or a folder that datasets has saved"),
+        ("link", "no file, but a link to nothing"),
     ]:
-        [line] = told(asked, f"data.train={tmp_path / name}")
-        assert line.endswith(f": {message}")
+        for field in ("data.train", "data.eval"):
+            [line] = told(asked, f"{field}={tmp_path / name}")
+            assert f": {message}" in line and f"{field} is " in line
+            [line] = told(asked, f"{field}=[{{path: {tmp_path / name}, weight: 2}}]")
+            assert f": {message}" in line and f"{field} has " in line
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("data.train=[]", "data.train: an empty list; expected at least 1 set"),
+        ("data.train=[5]", "data.train: set 1 of 1: is 5; expected a path, or {path: FILE, wei"),
+        ("data.train=[a, {file: b}]", '2 of 2: "file" is not a field of a set; expected path'),
+        ("data.train=[{path: a, wieght: 2}]", '"wieght" is not a field of a set; did you mean we'),
+        ("data.train=[{weight: 2}]", "set 1 of 1: path is missing"),
+        ("data.train=[{path: a, weight: 0}]", "weight is 0; expected a number above 0"),
+        ("data.train=[{path: a, weight: '2'}]", 'weight is "2"; expected a number above 0'),
+        ("data.train=[{path: a, format: alpaca}]", 'format is "alpaca"; expected auto, messages'),
+        ("data.train=[{path: a, ignore: id}]", 'ignore is "id"; expected a list of names'),
+        ("data.eval=[{path: ''}]", 'data.eval: set 1 of 1: path is ""; expected text'),
+        ("data.eval=1.5", "data.eval is 1.5; expected a file, .* a number between 0 and 1 or null"),
+        ("data.eval=true", "data.eval is true; expected a file"),
+        ("data.format=alpaca", 'data.format is "alpaca"; expected auto, messages, conversations'),
+        ("data.ignore=id", 'data.ignore is "id"; expected a list of names'),
+        ("data.image_folder=none", "data.image_folder is .*: there is no such folder"),
+    ],
+)
+def test_sets_that_cannot_be_are_told(asked, assignment, message):
+    [line] = told(asked, assignment)
+    assert re.search(message, line), line
 
 
 def test_out_must_be_a_folder_that_can_be_made(asked, tmp_path, monkeypatch):
@@ -433,7 +462,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(asked, tmp_path, 
     def free(number: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=number))
 
-    monkeypatch.setattr(preflight, "saved_bytes", lambda *_: (28 * 10**9, 195 * 10**9))
+    monkeypatch.setattr(disk, "saved_bytes", lambda *_: (28 * 10**9, 195 * 10**9))
     free(28 * 10**9)
     assert told(asked) == []
     free(28 * 10**9 - 1)
@@ -453,14 +482,18 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(asked, tmp_path, 
 
 def test_the_published_models_sizes_are_known_before_it_is_there(asked, monkeypatch):
     tower, language = count_parameters(ChatGLMConfig())
-    sizes = {name: math.prod(shape) for name, shape in preflight.PUBLISHED_SHAPES.items()}
+    sizes = {name: math.prod(shape) for name, shape in disk.PUBLISHED_SHAPES.items()}
     assert sum(sizes.values()) == tower + language
     assert sum(size for name, size in sizes.items() if ".vision." in name) == tower
     with torch.device("meta"):
         model = GLM4VForCausalLM(ChatGLMConfig())
-    targets = {n: [*w.shape] for n, w in model.named_parameters() if n.endswith(preflight.TARGET)}
-    known = [shape for name, shape in preflight.PUBLISHED_SHAPES.items() if "others" not in name]
-    assert sorted(targets.values()) == sorted(known)
+    found = {name: [*weight.shape] for name, weight in model.named_parameters()}
+    listed = {n: shape for n, shape in disk.PUBLISHED_SHAPES.items() if "others" not in n}
+    assert {name: found[name] for name in listed} == listed
+    for part in PARTS:
+        assert sum(math.prod(s) for n, s in found.items() if part_of(n) == part) == sum(
+            size for name, size in sizes.items() if part_of(name) == part
+        )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * 10**9))
     [line] = told(asked, "model=zai-org/glm-4v-9b")
     assert "20.0 GB are free there, and the model (27.8 GB)" in line
@@ -473,32 +506,40 @@ def test_the_published_models_sizes_are_known_before_it_is_there(asked, monkeypa
     + [(1000, 10, 2, 3), (1000, 10, None, 99), (30, 10, 1, 2)],
 )
 def test_an_old_checkpoint_goes_when_a_new_one_is_complete(max_steps, save_steps, limit, most):
-    assert checkpoints_at_once(max_steps, save_steps, limit) == most
+    asked = recipe({"trainer.max_steps": max_steps, "trainer.save_steps": save_steps})
+    assert checkpoints_at_once(asked.override({"trainer.save_total_limit": limit}).flat()) == most
 
 
-@pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all", "qlora"])
+@pytest.mark.parametrize(
+    ("trained", "targets"),
+    [(trained, None) for trained in TRAINED]
+    + [("lora_all", "all-linear"), ("lora_lm", ["dense"]), ("tower+adapter", None)],
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_saved_model_has_the_size_of_its_weights(model_folder, trained, precision):
+def test_the_saved_model_has_the_size_of_its_weights(model_folder, trained, targets, precision):
     known = {
         "trained": trained,
         "lora.rank": 4,
+        "lora.targets": targets,
+        "lora.use_dora": None,
         "engine.zero_stage": 3,
         "engine.precision": precision,
         "engine.optimizer": "adamw",
     }
-    model = select_weights(tiny_model(), "lora_lm" if trained == "qlora" else trained, 4)
+    lora = recipe({"lora.rank": 4, "lora.targets": targets}).lora.options(trained)
+    model = select_weights(tiny_model(), "lora_lm" if trained == "qlora" else trained, lora)
     saved = model.state_dict()
     if trained in LORA_TARGETS:
         saved = {name: w for name, w in saved.items() if "lora_" in name}
     width = 2 if precision == "bf16" else 4
-    found, checkpoint = saved_bytes(known, preflight.shapes_of(model_folder))
+    found, checkpoint = saved_bytes(known, disk.shapes_of(model_folder))
     assert found == sum(weight.numel() for weight in saved.values()) * width
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    if trained != "lm":  # its tower is there twice
+    options = EngineOptions(trained=trained, lora=lora)
+    assert count_trained(model.config, options) == learned
+    if trained in LORA_TARGETS or trained == "full":  # else what is frozen is there twice
         assert checkpoint == pytest.approx(found + 12 * learned, rel=1e-3)
 
-
-# Any recipe
 
 FEW = settings(max_examples=150, derandomize=True, deadline=None)
 MANY = settings(max_examples=3000, derandomize=True, deadline=None)

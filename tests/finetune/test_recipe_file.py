@@ -69,8 +69,9 @@ def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path):
     assert faults(tmp_path, wrong) == [
         "r.yaml: out is missing; expected a folder",
         "r.yaml:1: model is there twice, in lines 1 and 13",
-        "r.yaml:5: trainer.max_steps is 0; expected a whole number of at least 1",
-        'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0 (without quotes)',
+        "r.yaml:5: trainer.max_steps is 0; expected a whole number of at least 1 or null",
+        'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0, or one for each '
+        "part (without quotes)",
         "r.yaml:10: engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
         "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
         "r.yaml:11: engine.towr is not a field of a recipe; did you mean engine.tower?",
@@ -86,10 +87,9 @@ def test_what_goes_together_is_not_judged_by_a_value_that_is_wrong(tmp_path):
 def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
     told = faults(tmp_path, "model: m\nout: o\ndata: {train: d}\n")
     assert told == [
-        "r.yaml: trainer.max_steps is missing; expected a whole number of at least 1",
         "r.yaml: trainer.per_device_train_batch_size is missing; expected a whole number of at "
         "least 1",
-        "r.yaml: trainer.learning_rate is missing; expected a number above 0",
+        "r.yaml: trainer.learning_rate is missing; expected a number above 0, or one for each part",
     ]
 
 
@@ -227,7 +227,7 @@ def test_the_command_line_is_laid_over_the_file(tmp_path):
         ("engine.compil=true", "engine.compil is not a field of a recipe; did you mean engine.com"),
         ("model.x=1", 'model.x cannot be: model is "org/name", and no section'),
         ("engine={zero_stage: 9}", "engine.zero_stage is 9; expected 0, 1, 2 or 3"),
-        ("trainer=", "trainer is null; expected a section with max_steps"),
+        ("trainer=", "trainer is null; expected a section with per_device_train_batch_size"),
         ("x.y.z=1", "x is not a field of a recipe"),
     ],
 )

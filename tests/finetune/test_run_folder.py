@@ -89,13 +89,13 @@ def test_resuming_replaces_no_foreign_model(tmp_path, names):
 def test_a_finished_run_goes_only_when_asked_and_with_it_nothing_else(tmp_path, names, said):
     out = ended_run(tmp_path / "out", names)
     (out / "training.json").write_text('{"finished": true}')
-    files(out, "notes.txt", "loss.png")
+    files(out, "notes.txt", "notes.png")
     files(out / "checkpoint-x", "mine.txt")
     with pytest.raises(ValueError, match=rf"{said}.*\(--overwrite\)"):
         usable(out)
     begin(out, usable(out, overwrite=True))
     left = {name for name in contents(out)}
-    assert left == {"notes.txt", "loss.png", "checkpoint-x/mine.txt", RECORD} | (
+    assert left == {"notes.txt", "notes.png", "checkpoint-x/mine.txt", RECORD} | (
         {*names} & {"recipe.json", "data.json"}
     )
 

@@ -5,20 +5,24 @@ What is made up passes all checks of verify that run nothing, and has weights as
 
 import hashlib
 import json
+import re
 import struct
 from base64 import b64encode
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
-from hub_upload.layout import ARCHITECTURE, AUTO_MAPS, INDEX, MANIFEST, REMOTE, SPECIAL_IDS
+from hub_upload.layout import ARCHITECTURE, AUTO_MAPS, INDEX, MANIFEST, SPECIAL_IDS, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub, Repository, Sparse
@@ -28,7 +32,7 @@ NAME = "our-org/glm-4v-9b-trainable"
 TAG = f"v{glm4v_patched.__version__}"
 LICENSE_TEXT = "The licence of the weights, as the original has it.\n"
 GENERATION = {"eos_token_id": [500], "pad_token_id": 500, "do_sample": True, "temperature": 0.8}
-CODE = {p.name: p.read_bytes() for p in REMOTE.glob("*.py") if p.name != "__init__.py"}
+CODE = our_code()
 CARD = f"""---
 license: other
 license_name: glm-4
@@ -71,12 +75,47 @@ def as_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
+def python_of_card(folder: Path) -> list[str]:
+    """The blocks of code of its card."""
+    return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+
+
 def edit(path: Path, change: Callable[[dict], object]) -> None:
     """Change the JSON in a file, and not in the file that it may be linked to."""
     values = json.loads(path.read_text())
     change(values)
     path.unlink()
     path.write_text(json.dumps(values))
+
+
+def flip(path: Path) -> None:
+    """Change the last byte, and not in the file that it may be a link to."""
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def plant_link(path: Path, outside: Path, is_folder: bool = False) -> Path:
+    """Put a link to what somebody would not publish; it has what the file had, if there is one."""
+    secret = outside / "id_rsa"
+    if is_folder:
+        secret.mkdir()
+        (secret / "key").write_text("BEGIN PRIVATE KEY")
+    else:
+        secret.write_bytes(path.read_bytes() if path.exists() else b"BEGIN PRIVATE KEY")
+    path.unlink(missing_ok=True)
+    path.symlink_to(secret)
+    return secret
+
+
+@contextmanager
+def waited_for(seconds: float):
+    """The client of this process waits so long for an answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", str(seconds))
+        for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+            patch.setattr(constants, name, seconds)
+        yield
 
 
 def sign(folder: Path, *more: str, code: tuple[str, ...] = ()) -> None:

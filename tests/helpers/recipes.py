@@ -66,7 +66,7 @@ def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None)
     )
     from glm4v_patched.finetune.trainer import options_of
 
-    steps = asked.trainer.max_steps
+    steps = asked.trainer.max_steps or 1
     return decide(config or ChatGLMConfig(), options_of(asked), batch, free, steps)
 
 

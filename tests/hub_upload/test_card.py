@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from glm4v_patched.finetune.config import Recipe
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.processes import cpu_environment, run_with_limit, two_processes
-from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files
+from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files, python_of_card
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def cells_of(result: dict) -> list[str]:
 
 
 @pytest.fixture
-def blocks(card, built, tmp_path, monkeypatch) -> list[str]:
+def blocks(built, tmp_path, monkeypatch) -> list[str]:
     """Its Python, with the folder in place of the repository; its picture is drawn."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "picture.png")
-    found = re.findall(r"```python\n(.*?)```", card[1], re.DOTALL)
     pinned = f'name, revision = "{NAME}", "{TAG}"'
+    found = python_of_card(built)
     assert all(pinned in block for block in found)
     return [block.replace(pinned, f'name, revision = "{built}", None') for block in found]
 
@@ -103,11 +103,6 @@ def environment(folder: Path) -> dict[str, str]:
 def succeed(command: list[str], variables: dict[str, str]) -> None:
     ended = run_with_limit(command, 900, variables)
     assert ended.status == 0, ended.output[-6000:]
-
-
-def test_its_code_answers_a_question(blocks, tmp_path):
-    (tmp_path / "use.py").write_text(blocks[0])
-    succeed([sys.executable, "use.py"], environment(tmp_path))
 
 
 @pytest.mark.slow

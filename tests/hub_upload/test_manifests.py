@@ -22,22 +22,12 @@ from tests.helpers.publishable import FILES, SMALL_SHARDS, write_build
 
 HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 OPTIONS = {"deadline": None, "derandomize": True, "suppress_health_check": HEALTH}
-few = settings(max_examples=40, **OPTIONS)
-many = settings(max_examples=1000, **OPTIONS)
+TEXT = st.text(max_size=8)
 ODD_TEXTS = ["..", "/etc/passwd", "a/b", "../x.py", "\x1b[2J", "0" * 64, "0.1.0"]
-LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=8),
-    st.sampled_from(ODD_TEXTS),
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.sampled_from(ODD_TEXTS)
 JSON = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
 
@@ -67,14 +57,12 @@ def damages(draw, sound: dict) -> bytes:
     within = values
     for key in path:
         within = within[key]
-    if kind == "value":
-        within[last] = draw(JSON)
-    elif kind == "more":
-        within[draw(st.text(max_size=8))] = draw(JSON)
+    if kind in ("value", "more"):
+        within[last if kind == "value" else draw(TEXT)] = draw(JSON)
     else:
         value = within.pop(last)
         if kind == "key":
-            within[draw(st.text(max_size=8))] = value
+            within[draw(TEXT)] = value
     return json.dumps(values).encode()
 
 
@@ -94,9 +82,8 @@ def says_the_same(content: bytes, sound: dict, hashes_of_weights: bool = True) -
     pair = [json.loads(content), copy.deepcopy(sound)]
     for values in pair:
         values["files"]["README.md"] = "any"
-        if not hashes_of_weights:
-            for file in values["weights"]["files"].values():
-                file["sha256"] = "any"
+        for file in () if hashes_of_weights else values["weights"]["files"].values():
+            file["sha256"] = "any"
     fields = ("code", "files", "weights", "upstream_revision")
     return all(pair[0][name] == pair[1][name] for name in fields)
 
@@ -128,7 +115,6 @@ def everybody_refuses_what_is_damaged(sound, data) -> None:
         manifest = read_manifest(content)
     except ValueError as error:
         assert MANIFEST in str(error)
-        manifest = None
     else:
         assert all(re.fullmatch(r"\w[\w.-]*", name, re.ASCII) for name in manifest.names)
         assert all(name.endswith(".safetensors") for name in manifest.weights.files)
@@ -161,22 +147,14 @@ def never_a_traceback(sound, data) -> None:
     failures(files, **{name: content, MANIFEST: json.dumps(manifest).encode()})
 
 
-PROPERTIES = [everybody_refuses_what_is_damaged, refuses_or_names_flat_shards, never_a_traceback]
-
-
-@few
-@given(data=st.data())
-@pytest.mark.parametrize("holds", PROPERTIES)
-def test_a_few_damages(holds, sound, data):
-    holds(sound, data)
-
-
-@pytest.mark.exhaustive
-@many
-@given(data=st.data())
-@pytest.mark.parametrize("holds", PROPERTIES)
-def test_many_damages(holds, sound, data):
-    holds(sound, data)
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "holds", [everybody_refuses_what_is_damaged, refuses_or_names_flat_shards, never_a_traceback]
+)
+def test_damages(holds, number, sound):
+    settings(max_examples=number, **OPTIONS)(
+        given(data=st.data())(lambda data: holds(sound, data))
+    )()
 
 
 ODD = ["", "null", "[]", "5", '"a"', "{}", "[" * 100_000, '{"version": "\\ud800"}', "\ufeff{}"]

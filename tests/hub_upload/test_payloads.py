@@ -4,6 +4,7 @@ Each payload writes a file when it runs. Manifests agree with what was planted, 
 version, as somebody would write them who wants to be let in.
 """
 
+import io
 import json
 import pickle
 from pathlib import Path
@@ -13,9 +14,7 @@ import torch
 
 from glm4v_patched import __version__
 from hub_upload import verify as verifying
-from hub_upload.checks import Target, check_files
 from hub_upload.errors import Failure
-from hub_upload.files import read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import FAILED, PASSED, SKIPPED, STEPS
 from hub_upload.publish import read_build
@@ -29,15 +28,6 @@ TOKEN = "hf_thetokenofwhoeververifies"
 @pytest.fixture
 def marker(tmp_path) -> Path:
     return tmp_path / "it ran"
-
-
-@pytest.fixture
-def evil_hub(hub, marker):
-    """A Hub that also has a stranger's repository, whose code is a payload."""
-    code = code_that_writes(marker).encode()
-    files = {"evil.py": code, "modeling_chatglm.py": code, "config.json": b"{}"}
-    hub.add_repository(EVIL, files)
-    return hub
 
 
 def code_that_writes(marker: Path) -> str:
@@ -55,72 +45,54 @@ class Payload:
 
 
 def sign_as(folder: Path, *more: str, version: str = "9.9.9", code: tuple[str, ...] = ()) -> None:
-    sign(folder, *more, code=code)
-    edit(folder / MANIFEST, lambda manifest: manifest.update(version=version))
+    """Let manifest and card be those of this version, with more files listed."""
     card = folder / "README.md"
     card.write_text(card.read_text().replace(f'"v{__version__}"', f'"v{version}"'))
-    sign(folder)
+    edit(folder / MANIFEST, lambda manifest: manifest.update(version=version))
+    sign(folder, *more, code=code)
 
 
-def python(name: str, listed: bool = False):
+def file(name: str, content, listed: bool = False, version: str = "9.9.9"):
+    """Write it; ``content`` is text with CODE in it, or makes bytes of the marker's path."""
+
     def plant(folder: Path, marker: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(code_that_writes(marker))
-        sign_as(folder, code=(name,) if listed else ())
-
-    return plant
-
-
-def changed_python(name: str, version: str = "9.9.9"):
-    def plant(folder: Path, marker: Path) -> None:
+        code = code_that_writes(marker)
+        given = content(marker) if callable(content) else content.replace("CODE\n", code).encode()
         path = folder / name
-        path.write_text(code_that_writes(marker) + path.read_text())
-        sign_as(folder, version=version)
+        path.parent.mkdir(exist_ok=True)
+        before = path.read_bytes() if path.exists() and name.endswith(".py") else b""
+        path.unlink(missing_ok=True)
+        path.write_bytes(given + before)
+        more = [name] if listed and not name.endswith(".py") else []
+        code_files = (name,) if listed and name.endswith(".py") else ()
+        sign_as(folder, *more, version=version, code=code_files)
 
     return plant
 
 
-def pickled(name: str, protocol: int, listed: bool = False):
-    def plant(folder: Path, marker: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).write_bytes(pickle.dumps(Payload(marker), protocol))
-        sign_as(folder, *([name] if listed else []))
-
-    return plant
+def pickled(protocol: int):
+    return lambda marker: pickle.dumps(Payload(marker), protocol)
 
 
 def saved_by_torch(zipped: bool):
-    def plant(folder: Path, marker: Path) -> None:
-        state = {"a": Payload(marker)}
-        torch.save(state, folder / "weights.dat", _use_new_zipfile_serialization=zipped)
-        sign_as(folder)
+    def content(marker: Path) -> bytes:
+        saved = io.BytesIO()
+        torch.save({"a": Payload(marker)}, saved, _use_new_zipfile_serialization=zipped)
+        return saved.getvalue()
 
-    return plant
-
-
-def pickled_as_weights(folder: Path, marker: Path) -> None:
-    pickled(shards_of(folder)[0], 4)(folder, marker)
+    return content
 
 
 def pickled_as_the_only_weights(folder: Path, marker: Path) -> None:
     for name in [*shards_of(folder), INDEX]:
         (folder / name).unlink()
-    torch.save({"a": Payload(marker)}, folder / "model.safetensors")
     edit(folder / MANIFEST, lambda manifest: manifest["files"].pop(INDEX))
-    sign_as(folder)
-
-
-def text(name: str, content: str, listed: bool = False):
-    def plant(folder: Path, marker: Path) -> None:
-        (folder / name).write_text(content.replace("CODE", code_that_writes(marker).strip()))
-        sign_as(folder, *([name] if listed else []))
-
-    return plant
+    file("model.safetensors", saved_by_torch(True))(folder, marker)
 
 
 def adapter(listed: bool, base: str = EVIL):
     values = {"base_model_name_or_path": base, "peft_type": "LORA"}
-    return text("adapter_config.json", json.dumps(values), listed)
+    return file("adapter_config.json", json.dumps(values), listed)
 
 
 def fields(name: str, **values):
@@ -134,36 +106,31 @@ def fields(name: str, **values):
 # In words of Jinja, the ways out of a sandbox that people have tried.
 ESCAPES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    "{{ cycler.__init__.__globals__.os.popen('python -c \"CODE\"').read() }}"
-    "{{ raise_exception.__globals__['__builtins__']['exec']('CODE') }}"
+    "{{ cycler.__init__.__globals__.os.popen('python -c \"CODE\n\"').read() }}"
+    "{{ raise_exception.__globals__['__builtins__']['exec']('CODE\n') }}"
     "{% set x = messages.append %}{{ lipsum.__globals__ }}"
 )
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 PLANTS = {
-    "a file that is not listed": python("extra.py"),
-    "a listed file": python("extra.py", listed=True),
-    "a package": python("__init__.py"),
-    "a listed package": python("__init__.py", listed=True),
-    "a site's file": python("sitecustomize.py"),
-    "a listed site's file": python("sitecustomize.py", listed=True),
-    "a user's file": python("usercustomize.py"),
-    "a file like a library": python("transformers.py", listed=True),
-    "a setup": python("setup.py"),
-    "tests": python("conftest.py"),
-    "a path": text("evil.pth", "import os; CODE"),
-    "a file below": python("custom/extra.py"),
-    "custom generation": python("custom_generate/generate.py"),
-    "changed code": changed_python("visual.py"),
-    "a changed entry": changed_python("modeling_chatglm.py"),
-    "changed code of this version": changed_python("configuration_chatglm.py", __version__),
-    "a library of C": text("visual.cpython-311-x86_64-linux-gnu.so", "\x7fELF"),
-    **{f"a pickle of protocol {n}": pickled("notes.txt", n) for n in range(6)},
-    **{f"a listed pickle of protocol {n}": pickled("LICENSE", n) for n in range(6)},
-    "a pickle by its name": pickled("pytorch_model.bin", 4),
-    "what a Trainer leaves": pickled("training_args.bin", 2),
-    "torch's pickle": saved_by_torch(zipped=True),
-    "torch's older pickle": saved_by_torch(zipped=False),
-    "a pickle as weights": pickled_as_weights,
+    "a file that is not listed": file("extra.py", "CODE\n"),
+    "a listed file": file("extra.py", "CODE\n", listed=True),
+    "a package": file("__init__.py", "CODE\n"),
+    "a listed site's file": file("sitecustomize.py", "CODE\n", listed=True),
+    "a file like a library": file("transformers.py", "CODE\n", listed=True),
+    "a path": file("evil.pth", "import os; CODE\n"),
+    "custom generation": file("custom_generate/generate.py", "CODE\n"),
+    "changed code": file("visual.py", "CODE\n"),
+    "a changed entry": file("modeling_chatglm.py", "CODE\n"),
+    "changed code of this version": file("loss.py", "CODE\n", version=__version__),
+    "a library of C": file("visual.cpython-311-x86_64-linux-gnu.so", "\x7fELF"),
+    **{f"a pickle of protocol {n}": file("notes.txt", pickled(n)) for n in range(6)},
+    **{f"a listed one of protocol {n}": file("LICENSE", pickled(n), True) for n in range(1, 6)},
+    "a pickle by its name": file("pytorch_model.bin", pickled(4)),
+    "a listed pickle by its name": file("pytorch_model.bin", pickled(4), listed=True),
+    "what a Trainer leaves": file("training_args.bin", pickled(2)),
+    "torch's pickle": file("weights.dat", saved_by_torch(zipped=True)),
+    "torch's older pickle": file("weights.dat", saved_by_torch(zipped=False)),
+    "a pickle as weights": file("model-00001-of-00002.safetensors", pickled(4)),
     "a pickle as the only weights": pickled_as_the_only_weights,
     "an adapter": adapter(listed=False),
     "a listed adapter": adapter(listed=True),
@@ -183,20 +150,12 @@ PLANTS = {
 }
 # Their content may be anybody's: what reads them runs none of it.
 HARMLESS = {
-    "a template": text("chat_template.jinja", ESCAPES),
+    "a template": file("chat_template.jinja", ESCAPES, listed=True),
     "a template of the tokenizer": fields("tokenizer_config.json", chat_template=ESCAPES),
-    "requirements": text("requirements.txt", "evil @ file:///tmp/evil\n--index-url CODE\n"),
+    "requirements": file("requirements.txt", "evil @ file:///tmp/evil\n--index-url CODE\n", True),
     "a class of the tokenizer": fields("tokenizer_config.json", tokenizer_class="os.system"),
+    "text that is a pickle": file("LICENSE", pickled(0), listed=True),
 }
-
-
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("name", ["LICENSE", "notes.txt"])
-def test_a_raw_pickle_is_told_as_one_whatever_its_name(name, protocol, copy, marker):
-    pickled(name, protocol)(copy, marker)
-    checks = {check.name: check for check in check_files(Target("copy", read_folder(copy)))}
-    check = checks["nothing pickled"]
-    assert check.status == FAILED and name in check.detail and not marker.exists()
 
 
 def test_without_a_payload_a_signed_copy_is_not_refused(copy):
@@ -204,27 +163,24 @@ def test_without_a_payload_a_signed_copy_is_not_refused(copy):
     read_build(copy)
 
 
-@pytest.mark.parametrize("where", ["folder", "Hub"])
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_payload_is_refused_before_anything_runs(
-    name, where, copy, evil_hub, marker, monkeypatch
-):
+def test_a_payload_is_refused_before_anything_runs(name, copy, hub, marker, monkeypatch):
+    """In a folder and in a repository; and no such folder is published."""
     PLANTS[name](copy, marker)
-    monkeypatch.setattr(verifying, "LOAD_CHECK", Path("must not be started"))
-    if where == "folder":
-        report = verify(str(copy))
-        with pytest.raises(Failure):
-            read_build(copy)
-    else:
-        evil_hub.add_repository(NAME, as_files(copy))
-        report = verify(NAME)
-    assert report.failures and not marker.exists()
-    assert {check.status for check in report.checks if check.name in STEPS} == {SKIPPED}
+    monkeypatch.setattr(verifying, "_run", lambda *_: pytest.fail("it was run"))
+    hub.add_repository(NAME, as_files(copy))
+    code = code_that_writes(marker).encode()
+    hub.add_repository(EVIL, {"evil.py": code, "modeling_chatglm.py": code, "config.json": b"{}"})
+    for where in (str(copy), NAME):
+        report = verify(where)
+        assert report.failures and not marker.exists()
+        assert {check.status for check in report.checks if check.name in STEPS} == {SKIPPED}
+    with pytest.raises(Failure):
+        read_build(copy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_may_be_anybodys_runs_nothing(name, copy, evil_hub, marker):
+def test_what_may_be_anybodys_runs_nothing(name, copy, marker, in_process):
     """The code is this clone's, so the files are loaded."""
     HARMLESS[name](copy, marker)
     report = verify(str(copy))
@@ -241,6 +197,7 @@ for place in ("~/.cache/huggingface/token", "~/.huggingface/token", "~/.netrc", 
         found.append(pathlib.Path(path).read_text())
 found.append(huggingface_hub.constants.HF_HUB_OFFLINE)
 open({marker!r}, "w").write(json.dumps(found))
+os._exit(7)
 """
 
 
@@ -256,16 +213,14 @@ def test_foreign_code_runs_on_request_alone_and_finds_no_token(
     for name in ("HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, TOKEN)
     monkeypatch.setenv("HF_TOKEN_PATH", str(home / ".huggingface/token"))
-    path = copy / "visual.py"
-    path.write_text(SPY.format(marker=str(marker)) + path.read_text())
-    sign_as(copy)
+    file("configuration_chatglm.py", SPY.format(marker=str(marker)))(copy, marker)
     commit = hub.add_repository(NAME, as_files(copy)).head
     status, output = run("verify", NAME)
     assert status == 1 and "code" in output and not marker.exists()
     status, output = run("verify", NAME, "--run-code")
-    assert status == 0, output
+    assert "the process ended with status 7 here" in output
     assert f"--run-code: running 1 files of code of {NAME}@{commit}" in output
-    assert "visual.py. They get no token" in output and "--run-code says so" in output
+    assert "chatglm.py. They get no token" in output and "--run-code says so" in output
     found = marker.read_text()
     assert TOKEN not in found and hub.token not in found and str(home) not in found
     environment, token, _, _, *rest = json.loads(found)
@@ -297,13 +252,13 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check, marker):
     assert {name: bytes.fromhex(content) for name, content in seen.items()} == before
 
 
-def test_what_a_process_says_that_is_no_check_is_not_believed(copy, load_check, tmp_path):
-    changed_python("visual.py")(copy, tmp_path / "marker")
+def test_what_a_process_says_that_is_no_check_is_not_believed(copy, load_check, marker):
+    file("visual.py", "CODE\n")(copy, marker)
     said = "\n".join(map(json.dumps, ([STEPS[0], "passed", 5], ["card", "passed", "-"])))
-    for said_by in (said, "[]", "no JSON", "{}", "[" * 100_000):
+    odd = json.dumps([STEPS[0], "fine", "-"])
+    for said_by in (said, odd, "[]", "no JSON", "{}", "[" * 100_000):
         load_check(f"open(request['results'], 'w').write({said_by!r})")
-        report = verify(str(copy), run_code=True)
-        assert report.failures == [STEPS[1] if said_by == said else STEPS[0]]
+        assert verify(str(copy), run_code=True).failures == [STEPS[0]]
 
 
 def test_this_suite_plants_into_every_kind_of_file_of_a_build(built):

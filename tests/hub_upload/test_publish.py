@@ -1,22 +1,16 @@
 """Publishing through the installed client to a Hub on loopback: what is there afterwards, and what
 is not, whatever happens in between."""
 
-import hashlib
 import json
-import re
 
 import huggingface_hub
 import pytest
 from huggingface_hub import HfApi
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils.sha import git_hash
 
 import glm4v_patched
 from hub_upload import checks
 from hub_upload.errors import without_secrets
-from hub_upload.files import File
 from hub_upload.layout import INDEX, MANIFEST
-from hub_upload.publish import is_at
 from tests.helpers import local_hub
 from tests.helpers.hub_repositories import File as Stored
 from tests.helpers.publishable import (
@@ -28,7 +22,9 @@ from tests.helpers.publishable import (
     TAG,
     UPSTREAM,
     add_source,
+    plant_link,
     shard,
+    sign,
     write_build,
 )
 
@@ -49,7 +45,7 @@ def of_this_clone(monkeypatch, tmp_path):
     def write(version, code=CODE, shards=SMALL_SHARDS):
         folder = write_build(tmp_path / version, shards, local=True, version=version, code=code)
         monkeypatch.setattr(glm4v_patched, "__version__", version)
-        monkeypatch.setattr(checks, "REMOTE", folder)
+        monkeypatch.setattr(checks, "our_code", lambda: code)
         return folder
 
     return write
@@ -102,14 +98,12 @@ def test_a_dry_run_only_reads_and_needs_no_token(hub, publish, build, monkeypatc
     assert not writes(hub) and not hub.repositories[REPO].tags
 
 
-@pytest.mark.parametrize("name", ["name", "https://huggingface.co/our-org/name", "our-org/na me"])
-def test_a_wrong_name_is_told(hub, publish, build, name):
-    status, output = publish(build, "--push", repo=name)
-    assert status == 1 and f"--repo {name}" in output and "org/name" in output
+def test_another_name_is_told(hub, publish, build, tmp_path):
+    """One that is none, and one that is not that of the card."""
+    for name in ("name", "https://huggingface.co/our-org/name", "our-org/na me"):
+        status, output = publish(build, "--push", repo=name)
+        assert status == 1 and f"--repo {name}" in output and "org/name" in output
     assert not hub.requests
-
-
-def test_a_card_of_another_is_told(publish, build, tmp_path):
     assert "README.md does not name our-org/other" in publish(build, repo="our-org/other")[1]
     card = f"{CARD}{REPO}\n".encode()
     named = write_build(tmp_path / "b", SMALL_SHARDS, local=True, card=card)
@@ -147,50 +141,35 @@ def test_private_is_what_was_asked_for(hub, publish, build, arguments):
     assert publish(build, "--push", "--private")[0] == (0 if "--private" in arguments else 1)
 
 
-COPIES_REFUSED = [
-    ({"region": "eu"}, None, "storage regions differ: eu and us"),
-    ({"has_xet": False}, None, "no xet hash"),
-    ({}, {"status": 403}, "403, the local Hub was told to fail"),
-    ({}, {"status": 400}, "400, the local Hub was told to fail"),
+# What keeps weights from being copied: settings of the source, a fault, and what is told.
+DUPLICATE, PATHS = "/lfs-files/duplicate", "/paths-info/"
+COPIES_FAILED = [
+    ({"region": "eu"}, None, {}, "storage regions differ: eu and us"),
+    ({"has_xet": False}, None, {}, "no xet hash"),
+    *(({}, DUPLICATE, {"status": status}, f"{status}") for status in (401, 403, 429, 500)),
+    ({}, DUPLICATE, {"cut_request": 50}, "the connection failed"),
+    ({}, DUPLICATE, {"cut_response": 0}, "the connection failed"),
+    ({}, DUPLICATE, {"answer": []}, "not that of a Hub"),
+    *(({}, PATHS, {"answer": answer}, "at zai-org/glm-4v-9b@") for answer in ({}, [])),
+    ({}, PATHS, {"answer": [{}]}, "not that of a Hub"),
+    ({}, PATHS, {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}, "not for this"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "fault", "why"), COPIES_REFUSED)
-def test_a_refused_copy_is_an_upload_where_the_shards_are(
-    hub, publish, tmp_path, settings, fault, why
+@pytest.mark.parametrize(("settings", "path", "fault", "why"), COPIES_FAILED, ids=str)
+def test_weights_that_cannot_be_copied_are_told_with_the_cure(
+    hub, publish, tmp_path, settings, path, fault, why
 ):
-    pinned = add_source(hub, SMALL_SHARDS, **settings).pinned
-    for local in (False, True):
-        if fault:
-            message = f"the local Hub was told to fail, {hub.token}"
-            hub.fail("POST", "/lfs-files/duplicate", message=message, **fault)
-        build = write_build(tmp_path / str(local), SMALL_SHARDS, pinned, local)
-        status, output = publish(build, "--push")
-        assert status == (0 if local else 1) and why in output
-        assert local or ("--weights FOLDER" in output and untouched(hub))
-    assert published(hub) and len(asked(hub, "PUT", "/lfs/")) == 3
-
-
-COPIES_FAILED = [{"status": 401}, {"status": 429}, {"status": 500}]
-COPIES_FAILED += [{"cut_request": 50}, {"cut_response": 0}, {"answer": []}]
-
-
-@pytest.mark.parametrize("fault", COPIES_FAILED, ids=str)
-def test_a_copy_that_fails_but_is_not_refused_uploads_nothing(hub, publish, tmp_path, fault):
-    """Shards that are here and there reach the destination by a copy."""
-    build = write_build(tmp_path / "b", SMALL_SHARDS, add_source(hub, SMALL_SHARDS).pinned, True)
-    hub.fail("POST", "/lfs-files/duplicate", times=9, **fault)
-    assert publish(build, "--push")[0] == 1 and untouched(hub)
+    source = add_source(hub, SMALL_SHARDS, **settings)
+    build = write_build(tmp_path / "b", SMALL_SHARDS, source.pinned)
+    if path:
+        hub.fail("POST", path, times=9, message=f"told, {hub.token}", **fault)
+    status, output = publish(build, "--push")
+    assert status == 1 and why in output and untouched(hub)
+    assert path == PATHS or "build with --weights FOLDER, to upload them" in output
     hub.faults.clear()
+    source.region, source.has_xet = "us", True
     assert publish(build, "--push")[0] == 0 and published(hub) and not asked(hub, "PUT")
-
-
-@pytest.mark.parametrize("answer", [{}, [], [{}]], ids=str)
-def test_an_answer_of_no_hub_about_a_source_uploads_nothing(hub, publish, tmp_path, answer):
-    build = write_build(tmp_path / "b", SMALL_SHARDS, add_source(hub, SMALL_SHARDS).pinned)
-    hub.fail("POST", "/paths-info/", answer=answer)
-    assert publish(build, "--push")[0] == 1 and untouched(hub)
-    assert publish(build, "--push")[0] == 0 and published(hub)
 
 
 def test_a_source_with_other_weights_is_not_copied(hub, publish, tmp_path):
@@ -211,7 +190,6 @@ def test_code_only_leaves_weights_out_and_alone(hub, publish, build, of_this_clo
     repository = hub.repositories[REPO]
     assert repository.files["modeling_chatglm.py"].content == NEWER["modeling_chatglm.py"]
     assert repository.files.keys() >= SMALL_SHARDS.keys() | {INDEX}
-    assert set(repository.tags) == {TAG, "v0.1.1"}
     other = of_this_clone("0.2.0", shards={"model.safetensors": shard(0, 10)})
     status, output = publish(other, "--push", "--code-only")
     assert status == 1 and "publish without --code-only" in output
@@ -250,11 +228,18 @@ def test_a_pull_request_is_opened_once_and_tags_nothing(hub, publish, build):
 
 
 def test_foreign_content_is_refused_unless_told(hub, publish, build, of_this_clone):
-    repository = hub.add_repository(REPO, {"README.md": b"mine", "their.bin": b"theirs"})
-    status, output = publish(build, "--push")
-    assert status == 1 and not writes(hub)
-    assert "2 files" in output and "README.md, their.bin" in output and "--allow-foreign" in output
-    assert publish(build, "--push", "--allow-foreign")[0] == 0
+    control = "a\x1b[2J\u202etxt\nTagged v9"
+    theirs = {"README.md": b"mine", "their.bin": b"theirs", control: b"theirs"}
+    repository = hub.add_repository(REPO, theirs)
+    for arguments in ([], ["--push"], ["--push", "--allow-foreign"]):
+        status, output = publish(build, *arguments)
+        # Control characters of names are shown as escapes.
+        assert r"a\x1b[2J\u202etxt" in output and not {"\x1b", "\u202e"} & {*output}
+        if "--allow-foreign" not in arguments:
+            assert status == 1 and not writes(hub)
+            assert "3 files" in output and "their.bin" in output and "--allow-foreign" in output
+            assert not [line for line in output.splitlines() if line.startswith("Tagged")]
+    assert status == 0
     # Files that were added to ours are foreign, too.
     repository.add_commit("refs/heads/main", {"notes.txt": b"theirs"}, "theirs")
     newer = of_this_clone("0.2.0")
@@ -284,7 +269,7 @@ def test_a_tag_is_never_moved(hub, publish, build, of_this_clone, monkeypatch):
     status, output = publish(newer, "--push")
     assert status == 1 and len(writes(hub)) == before
     assert f"has the tag v0.1.0 at {head}" in output and "raise the version" in output
-    monkeypatch.setattr(checks, "REMOTE", build)
+    monkeypatch.setattr(checks, "our_code", lambda: CODE)
     moved = repository.add_commit("refs/heads/main", {".gitattributes": b""}, "somebody")
     status, output = publish(build, "--push")
     assert status == 1 and f"its head is {moved}" in output
@@ -295,10 +280,10 @@ def test_a_tag_is_never_moved(hub, publish, build, of_this_clone, monkeypatch):
 
 DAMAGES = [
     ("modeling_chatglm.py", b"# edited", "not what the manifest says"),
+    ("modeling_chatglm.py", NEWER["modeling_chatglm.py"], "code: 1 of"),
     ("notes.txt", b"forgotten", "not in the manifest"),
     ("LICENSE", None, "missing"),
     ("README.md", CARD.encode() + b"edited", "was changed since the build"),
-    ("README.md", CARD.replace(": other", ": [a]").encode(), "license is ['a'], expected 'other'"),
     ("README.md", CARD.encode() + b"\nNothing was finetuned.", "it says 'Nothing was finetuned'"),
     (MANIFEST, None, "is no built folder"),
     (SHARD, b"short", "5 bytes, not"),
@@ -307,127 +292,76 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGES)
 def test_a_folder_that_is_not_as_built_is_not_sent(hub, publish, build, name, content, message):
+    """And what differs from this clone is not published by it, also where the manifest agrees."""
     if content is None:
         (build / name).unlink()
     else:
         (build / name).write_bytes(content)
+    if message == "code: 1 of":
+        sign(build)
     status, output = publish(build, "--push")
     assert status == 1 and message in output and not hub.requests
 
 
-def test_what_verify_would_refuse_is_not_sent(hub, publish, tmp_path):
-    """Also where the manifest agrees; and what differs from this clone is not published by it."""
-    build = write_build(tmp_path / "a", SMALL_SHARDS, local=True, code=NEWER)
-    status, output = publish(build, "--push")
-    assert status == 1 and "does not pass verify: code: 1 of" in output
-    build = write_build(tmp_path / "b", {"model.safetensors": b"no safetensors"}, local=True)
-    status, output = publish(build, "--push")
-    assert status == 1 and "weight files: model.safetensors: " in output and not hub.requests
-
-
-LINKED = ["LICENSE", "README.md", SHARD, "notes.txt", "folder"]
-
-
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", SHARD, "notes.txt", "folder/"])
 def test_a_link_out_of_the_folder_is_not_published(hub, publish, build, tmp_path, name):
-    secret, path = tmp_path / "id_rsa", build / name
-    if name == "folder":
-        secret.mkdir()
-        (secret / "key").write_bytes(b"BEGIN PRIVATE KEY")
-    else:
-        # Even with what the manifest lists: it may be another thing at the next reading.
-        secret.write_bytes(path.read_bytes() if path.exists() else b"BEGIN PRIVATE KEY")
-        path.unlink(missing_ok=True)
-    path.symlink_to(secret)
+    """Even to what the manifest lists: it may be another thing at the next reading."""
+    secret = plant_link(build / name, tmp_path, is_folder=name.endswith("/"))
     status, output = publish(build, "--push")
-    assert status == 1 and str(path) in output and str(secret) in output
+    assert status == 1 and str(build / name) in output and str(secret) in output
     assert "is not followed" in output and not hub.requests
 
 
 # Faults
 
-CUT = "the connection failed"
-REFUSED = "the token is not valid"
-FAULTS = {
-    "401 creating": ("POST", "/repos/create", {"status": 401}, REFUSED),
-    "403 creating": ("POST", "/repos/create", {"status": 403}, "the token may not do this"),
-    "409 creating": ("POST", "/repos/create", {"status": 409}, "somebody else made it"),
-    "500 validating": ("POST", "/validate-yaml", {"status": 500}, "the server fails"),
-    "401 asking": ("POST", "/preupload/", {"status": 401}, REFUSED),
-    "404 asking": ("POST", "/preupload/", {"status": 404}, "not there, or not for this token"),
-    "429 asking": ("POST", "/preupload/", {"status": 429}, "too many requests"),
-    "429 uploading": ("PUT", "/lfs/", {"status": 429}, "too many requests"),
-    "403 uploading": ("PUT", "/lfs/", {"status": 403}, "the token may not do this"),
-    "507 uploading": ("PUT", "/lfs/", {"status": 507}, "disk is full"),
-    "cut uploading": ("PUT", "/lfs/", {"cut_request": 1000}, CUT),
-    "400 committing": ("POST", "/commit/", {"status": 400}, "the server refuses"),
-    "412 committing": ("POST", "/commit/", {"status": 412}, "the branch has moved"),
-    "429 committing": ("POST", "/commit/", {"status": 429}, "too many requests: wait"),
-    "500 committing": ("POST", "/commit/", {"status": 500}, "the server fails"),
-    "cut committing": ("POST", "/commit/", {"cut_request": 100}, CUT),
-    "cut after committing": ("POST", "/commit/", {"cut_response": 0}, CUT),
-    "unread": ("GET", r"/tree/[^?]*(?<!START)\?", {"status": 403}, "neither verified nor tagged"),
-    "401 tagging": ("POST", "/tag/", {"status": 401}, REFUSED),
-    "409 tagging": ("POST", "/tag/", {"status": 409}, "somebody else made it"),
-    "500 tagging": ("POST", "/tag/", {"status": 500}, "the server fails"),
-    "cut tagging": ("POST", "/tag/", {"cut_request": 1}, CUT),
-    "cut after tagging": ("POST", "/tag/", {"cut_response": 0}, CUT),
-    "untagged": ("POST", "/tag/", {"answer": {}}, "but it is not there; commit"),
+CUT, NO_HUB = "the connection failed", "the server's answer is not that of a Hub"
+FAULTS = [
+    ("POST", "/repos/create", {"status": 401}, "401"),
+    ("POST", "/repos/create", {"status": 409}, "409"),
+    ("POST", "/validate-yaml", {"status": 500}, "500"),
+    ("POST", "/preupload/", {"status": 404}, "404"),
+    ("PUT", "/lfs/", {"status": 429}, "429"),
+    ("PUT", "/lfs/", {"status": 507}, "507"),
+    ("PUT", "/lfs/", {"cut_request": 1000}, CUT),
+    ("POST", "/commit/", {"status": 412}, "412"),
+    ("POST", "/commit/", {"status": 500}, "500"),
+    ("POST", "/commit/", {"cut_request": 100}, CUT),
+    ("POST", "/commit/", {"cut_response": 0, "times": 1}, CUT),
+    ("GET", r"/tree/[^?]*(?<!START)\?", {"status": 403}, "neither verified nor tagged"),
+    ("POST", "/tag/", {"status": 401}, "401"),
+    ("POST", "/tag/", {"status": 409}, "409"),
+    ("POST", "/tag/", {"cut_response": 0, "times": 1}, CUT),
+    ("POST", "/tag/", {"answer": {}}, "but it is not there; commit"),
+]
+ANSWERS = {
+    ("POST", "/repos/create"): [{}, []],
+    ("GET", f"/api/models/{REPO}$"): [{}, [], {"id": REPO}, {"id": REPO, "siblings": [{}]}],
+    ("GET", f"/revision/{TAG}"): [{}, [], {"id": REPO}],
+    ("GET", "/tree/"): [[], [{}], {"error": "none"}],
+    ("POST", "/preupload/"): [[], {"files": []}],
+    ("POST", "/objects/batch"): [{"objects": [1]}],
+    ("POST", "/commit/"): [{}, []],
 }
+FAULTS += [(*where, {"answer": a}, NO_HUB) for where, answers in ANSWERS.items() for a in answers]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_one_message_and_the_next_run_completes(hub, publish, build, name):
-    method, path, fault, message = FAULTS[name]
-    if "creating" not in name:
+@pytest.mark.parametrize(("method", "path", "fault", "message"), FAULTS, ids=str)
+def test_a_fault_is_one_message_and_the_next_run_completes(
+    hub, publish, build, method, path, fault, message
+):
+    if "create" not in path:
         path = path.replace("START", hub.add_repository(REPO).head)
-    times = 1 if "after" in name else 99
-    hub.fail(method, path, times=times, message=f"echo of {hub.token}", **fault)
+    hub.fail(method, path, **{"times": 99, "message": f"echo of {hub.token}"} | fault)
     status, output = publish(build, "--push")
-    assert status == 1 and message in output and "run the same command again" in output
-    if "tagging" not in name and name not in ("cut after committing", "unread", "untagged"):
-        assert untouched(hub)
-    assert (
-        name == "cut after tagging"
-        or REPO not in hub.repositories
-        or (not hub.repositories[REPO].tags)
-    )
+    assert status == 1 and message in output and "run the same command again" in output, output
+    committed = "/tag/" in path or "START" in path or "(?<!" in path or fault.get("times") == 1
+    assert committed or untouched(hub)
+    assert "/tag/" in path or REPO not in hub.repositories or not hub.repositories[REPO].tags
     hub.faults.clear()
     sent = len([r for r in asked(hub, "PUT") if r.status == 200])
     assert publish(build, "--push")[0] == 0 and published(hub)
     # What has arrived is not sent again.
     assert len([r for r in asked(hub, "PUT") if r.status == 200]) == max(3, sent)
-
-
-@pytest.mark.parametrize("path", ["/preupload/", "/objects/batch", "/lfs/"])
-def test_too_many_requests_once_are_waited_for(hub, publish, build, path):
-    hub.fail("*", path, status=429, headers={"Retry-After": "0"})
-    assert publish(build, "--push")[0] == 0 and published(hub)
-
-
-ANSWERS = {
-    ("POST", "/repos/create"): [{}, []],
-    ("GET", f"/api/models/{REPO}$"): [{}, [], {"id": REPO}, {"id": REPO, "siblings": [{}]}],
-    ("GET", f"/revision/{TAG}"): [{}, [], {"id": REPO}],
-    ("GET", "/tree/"): [{}, [], [{}], [{"type": "file"}], {"error": "none"}],
-    ("POST", "/validate-yaml"): [[]],
-    ("POST", "/preupload/"): [{}, [], {"files": []}, {"files": [{}]}],
-    ("POST", "/objects/batch"): [{}, [], {"objects": [{}]}, {"objects": [1]}],
-    ("POST", "/commit/"): [{}, []],
-}
-ANSWERED = [(*where, answer) for where, answers in ANSWERS.items() for answer in answers]
-
-
-@pytest.mark.parametrize(("method", "path", "answer"), ANSWERED, ids=str)
-def test_an_answer_of_no_hub_is_one_message(hub, publish, build, method, path, answer):
-    if path != "/repos/create":
-        hub.add_repository(REPO)
-    hub.fail(method, path, times=99, answer=answer)
-    status, output = publish(build, "--push")
-    assert status == 1 and "the server's answer is not that of a Hub" in output
-    assert "HF_ENDPOINT" in output and "run the same command again" in output and untouched(hub)
-    hub.faults.clear()
-    assert publish(build, "--push")[0] == 0 and published(hub)
 
 
 def test_a_branch_that_moves_while_publishing_is_left_alone(hub, publish, build):
@@ -440,7 +374,7 @@ def test_a_branch_that_moves_while_publishing_is_left_alone(hub, publish, build)
 
     hub.fail("POST", "/commit/", call=move)
     status, output = publish(build, "--push")
-    assert status == 1 and "the branch has moved" in output and "Nothing was committed" in output
+    assert status == 1 and "412" in output and "no tag was made" in output
     assert repository.head == moved[0] and not repository.tags
     assert publish(build, "--push")[0] == 0
     assert repository.files[".gitattributes"].content == b"* text\n"
@@ -465,38 +399,35 @@ def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, build):
     assert repository.tags == {TAG: repository.head}
 
 
-def test_a_tag_that_lands_on_another_commit_is_told_and_left(hub, publish, build):
+def test_a_tag_is_at_our_commit_or_told(hub, publish, build):
+    """Somebody else's tag, or a commit between ours and the tag."""
     repository = hub.add_repository(REPO)
     first = repository.head
     tag = {f"refs/tags/{TAG}": first}
     hub.fail("POST", "/tag/", answer={}, call=lambda: repository.refs.update(tag))
     status, output = publish(build, "--push")
-    assert status == 1 and f"at {repository.head} of {REPO}, but it is at {first}" in output
+    ours = repository.head
+    assert status == 1 and f"at {ours} of {REPO}, but it is at {first}" in output
     assert "raise the version" in output and repository.tags == {TAG: first}
 
-
-def test_a_commit_between_ours_and_the_tag_is_not_tagged(hub, publish, build):
-    repository = hub.add_repository(REPO)
-    ours = []
-
-    def commit():
-        ours.append(repository.head)
-        repository.add_commit("refs/heads/main", {"theirs.txt": b"theirs"}, "somebody else")
-
-    hub.fail("POST", "/tag/", call=commit)
+    del repository.refs[f"refs/tags/{TAG}"]
+    move = {".gitattributes": b"theirs"}
+    hub.fail(
+        "POST", "/tag/", call=lambda: repository.add_commit("refs/heads/main", move, "somebody")
+    )
     assert publish(build, "--push")[0] == 0
-    assert repository.tags == {TAG: ours[0]} and repository.head != ours[0]
+    assert repository.tags == {TAG: ours} and repository.head != ours
 
 
 def test_a_wrong_token_and_organisation_and_a_missing_hub_are_told(
     hub, publish, build, monkeypatch
 ):
     status, output = publish(build, "--push", repo="another-org/model")
-    assert status == 1 and "the token may not do this" in output and "(403: " in output
+    assert status == 1 and "403" in output and "another-org" in output
     monkeypatch.setenv("HF_TOKEN", "hf_secretofanother")
     for arguments in ([], ["--push"]):
         status, output = publish(build, *arguments)
-        assert status == 1 and REFUSED in output
+        assert status == 1 and "401" in output
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     status, output = publish(build, "--push")
     assert status == 1 and CUT in output and "nothing was changed" in output
@@ -506,16 +437,16 @@ def test_a_wrong_token_and_organisation_and_a_missing_hub_are_told(
 # What is read is what is sent
 
 
-@pytest.mark.parametrize("name", ["modeling_chatglm.py", "config.json", "README.md", MANIFEST])
 @pytest.mark.parametrize("at", ["/api/models/", "/repos/create", "/preupload/", "/commit/"])
-def test_a_small_file_that_changes_meanwhile_is_sent_as_it_was_checked(
-    hub, publish, build, name, at
-):
-    content = (build / name).read_bytes()
-    hub.fail("*", at, call=lambda: (build / name).write_bytes(b"x" * len(content)))
+def test_small_files_that_change_meanwhile_are_sent_as_they_were_checked(hub, publish, build, at):
+    names = ["modeling_chatglm.py", "config.json", "README.md", MANIFEST]
+    contents = {name: (build / name).read_bytes() for name in names}
+    change = lambda: [(build / n).write_bytes(b"x" * len(c)) for n, c in contents.items()]  # noqa: E731
+    hub.fail("*", at, call=change)
     assert publish(build, "--push")[0] == 0
-    assert (build / name).read_bytes() != content
-    assert hub.repositories[REPO].files[name].content == content
+    for name, content in contents.items():
+        assert (build / name).read_bytes() != content
+        assert hub.repositories[REPO].files[name].content == content
     assert set(hub.repositories[REPO].tags) == {TAG}
 
 
@@ -539,45 +470,12 @@ def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, buil
     assert untouched(hub)
 
 
-def test_weights_that_the_server_keeps_in_git_are_those_of_the_build(build):
-    """Read back, they are compared with what was listed, whatever is on the disk by then."""
-    content, other = (build / SHARD).read_bytes(), b"x" * len(SMALL_SHARDS[SHARD])
-    file = File(len(content), None, hashlib.sha256(content).hexdigest(), build / SHARD)
-
-    def there(stored: bytes) -> RepoFile:
-        return RepoFile(path=SHARD, size=len(stored), oid=git_hash(stored))
-
-    assert is_at(file, there(content)) and not is_at(file, there(other))
-    (build / SHARD).write_bytes(other)
-    assert not is_at(file, there(other))
-
-
 # What is printed
-
-
-def test_control_characters_of_names_are_shown_as_escapes(hub, publish, build):
-    hub.add_repository(REPO, {"a\x1b[2J\u202etxt\nTagged v9": b"theirs"})
-    for arguments in ([], ["--allow-foreign"]):
-        status, output = publish(build, *arguments)
-        assert status == (0 if arguments else 1) and r"a\x1b[2J\u202etxt" in output
-        assert "\x1b" not in output and "\u202e" not in output
-        assert not [line for line in output.splitlines() if line.startswith("Tagged")]
 
 
 def test_signatures_of_addresses_are_not_printed():
     told = "PUT http://hub/lfs/a?X-Amz-Signature=b&c=d failed (url: /lfs/a?X-Amz-Signature=b), why?"
     assert without_secrets(told) == "PUT http://hub/lfs/a failed (url: /lfs/a), why?"
-
-
-def test_an_upload_shows_how_far_it_is(hub, build, capfd):
-    from hub_upload.__main__ import main
-
-    assert main(["publish", str(build), "--repo", REPO, "--push"]) == 0
-    bars = capfd.readouterr().err
-    for name, content in SMALL_SHARDS.items():
-        size = f"{len(content) / 1000:.1f}k"
-        assert re.search(rf"{name}: 100%\|.*\| {size}/{size} \[", bars), bars
-    assert re.search(r"Upload 3 LFS files: 100%\|.*\| 3/3 \[", bars)
 
 
 def test_a_manifest_at_the_destination_that_is_none_is_told(hub, publish, build):

@@ -10,6 +10,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from glm4v_patched.data.sources import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
+from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
@@ -23,7 +24,7 @@ class Files(NamedTuple):
 def write_adapters(folder: Path, model: Path, scale: float = 0.3) -> None:
     """LoRA whose ``B`` is not zero, saved as a training saves it."""
     base = GLM4VForCausalLM.from_pretrained(model, dtype="auto")
-    adapted = select_weights(base, "lora_all", 4)
+    adapted = select_weights(base, "lora_all", LoraOptions(rank=4))
     torch.manual_seed(1)
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from glm4v_patched.cli import main
+from glm4v_patched.data.sources import Source
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answering import Answerer
@@ -24,7 +25,8 @@ NEW = 6
 def request(files, **changes) -> Request:
     given = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
     given["generation"] = Generation(max_new_tokens=NEW)
-    return Request(**given | changes)
+    given |= changes
+    return Request(**given | {"data": Source(str(given["data"]))})
 
 
 @pytest.fixture
@@ -217,6 +219,41 @@ def test_an_answer_that_ends_is_told_from_one_that_was_cut(files, monkeypatch):
     assert reasons == ["stop", "length"]
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [(KeyboardInterrupt(), 130, "stopped"), (RuntimeError("OOM"), 1, "OOM")],
+)
+def test_a_run_that_stops_says_how_to_go_on(
+    files, answered, tmp_path, monkeypatch, capsys, error, status, told
+):
+    def two_batches(*arguments):
+        yield from list(given(*arguments))[:3]
+        raise error
+
+    given = module.answers
+    out = tmp_path / "answers.jsonl"
+    options = ["--data", str(files.data), "--device", "cpu", "--max-new-tokens", str(NEW)]
+    options += ["--batch-size", "3"]
+    monkeypatch.setattr(module, "answers", two_batches)
+    assert main(["answer", str(files.model), *options, "--out", str(out)]) == status
+    assert f"{told}\n3 of 6 answers are in {out}, and the same command" in capsys.readouterr().err
+    assert (
+        main(["evaluate", str(files.model), *options, "--data", str(with_reference(files))])
+        == status
+    )
+    assert f"{told}\nno answer is kept, as there is no --out" in capsys.readouterr().err
+    monkeypatch.setattr(module, "answers", given)
+    assert main(["answer", str(files.model), *options, "--out", str(out)]) == 0
+    assert out.read_text() == answered.read_text()
+
+
+def with_reference(files) -> Path:
+    lines = files.data.read_text().splitlines(keepends=True)
+    path = files.data.with_name("some.jsonl")
+    path.write_text("".join(lines[at] for at in (0, 1, 3, 5)))
+    return path
+
+
 @pytest.mark.slow
 def test_several_processes_give_the_same_answers_in_order(files, answered, tmp_path):
     out = tmp_path / "answers.jsonl"
@@ -246,6 +283,8 @@ MISTAKES = {
     "expected at least 1": ["model", "--max-new-tokens", "0"],
     "--top-p 2.0: expected": ["model", "--top-p", "2"],
     "none.jsonl cannot be read": ["model", "--data", "none.jsonl"],
+    "--format llama: expected one of auto": ["model", "--format", "llama"],
+    "--image-folder none: there is no": ["model", "--image-folder", "none"],
     "has no revisions": ["model", "--revision", "main"],
 }
 
@@ -312,6 +351,22 @@ def test_a_row_that_leaves_no_room_is_named_before_the_model_is_loaded(
     long = Generation(max_new_tokens=1010)
     with pytest.raises(ValueError, match="leave too little room .*1,024 positions; lower"):
         answer_file(request(files, generation=long), tmp_path / "out.jsonl")
+
+
+def test_rows_of_other_trainers_are_answered_with_their_pictures_elsewhere(
+    files, answered, tmp_path
+):
+    """LLaVA's form, a row with a key that means nothing here."""
+    first = json.loads(files.data.read_text().splitlines()[0])["messages"]
+    turns = [{"from": "human", "value": f"<image>\n{first[0]['content']}"}]
+    turns.append({"from": "gpt", "value": first[1]["content"]})
+    row = {"id": 7, "image": first[0]["image"], "conversations": turns}
+    (tmp_path / "llava.json").write_text(json.dumps([row]))
+    out = tmp_path / "out.jsonl"
+    options = ["--data", str(tmp_path / "llava.json"), "--out", str(out), "--device", "cpu"]
+    options += ["--image-folder", str(files.data.parent), "--ignore", "id"]
+    assert main(["answer", str(files.model), *options, "--max-new-tokens", str(NEW)]) == 0
+    assert rows_of(out) == rows_of(answered)[:1]
 
 
 def test_a_picture_that_cannot_be_decoded_is_named_before_the_model_is_loaded(

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +41,7 @@ from tests.helpers.legacy_repository import (
     remote_code_under,
     write_legacy_repository,
 )
-from tests.helpers.local_hub import LocalHub
+from tests.helpers.local_hub import LocalHub, redirect_client
 from tests.helpers.tiny import golden_json, padded, pictures, text, three_id_image, tiny_model
 
 OURS = {
@@ -361,6 +363,34 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(hub, tmp_path):
     assert {request.path for request in hub.requests} == {
         "/our-org/unknown/resolve/main/config.json"
     }
+
+
+def test_a_hub_that_never_answers_is_named_or_the_cache_is_taken(
+    published, tmp_path, monkeypatch, warned
+):
+    config = (published / "config.json").read_bytes()
+    cached = tmp_path / "cache" / "models--our-org--cached"
+    snapshot = cached / "snapshots" / ("a" * 40)
+    for folder in (snapshot, cached / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes(config)
+    (cached / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.2)
+    where = {"cache_dir": tmp_path / "cache"}
+    glm4v_patched.apply()
+    # It accepts whoever comes, and says nothing.
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        silent = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        redirect_client(silent, monkeypatch)
+        for name in PUBLISHED_ONES[:1] + ["AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor"]:
+            begun = time.monotonic()
+            with pytest.raises(TimeoutError) as refused:
+                load(name, "our-org/model", **where)
+            told = f"{silent} did not answer within 0.2 s"
+            assert told in str(refused.value) and time.monotonic() - begun < 10
+            assert str(refused.value).endswith("and our-org/model is not in the cache")
+        assert is_ours(load("AutoConfig", "our-org/cached", **where))
+    assert "did not answer within 0.2 s" in warned.text and "the cache is loaded" in warned.text
 
 
 def test_a_broken_peft_is_named_with_its_reason(monkeypatch):

@@ -1,0 +1,274 @@
+"""What the check of a data set has found, and the rows that it has read: what training reads."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..printed import own_command
+from .collate import Size
+from .packing import share_out
+from .sets import Source
+from .sources import place
+from .stored_rows import Conversations, StoredRows
+
+RULES = 3
+"""Raised with every change after which what was good may no longer be."""
+
+
+class Counts(NamedTuple):
+    """Of all rows that are learned, as often as they come."""
+
+    rows: int
+    pictures: int
+    """As often as they are shown."""
+    positions: int
+    """With all that the pictures take."""
+    learned: int
+    """Positions that are labels."""
+
+
+class BatchRows(NamedTuple):
+    """The rows of batches: packed ones, if they are packed."""
+
+    lengths: np.ndarray
+    """Positions of each."""
+    images: np.ndarray
+    """How many each has."""
+    shares: list[list[int]] | None
+    """The conversations of each, of packed ones."""
+
+
+class Picture(NamedTuple):
+    path: str
+    size: int
+    mtime_ns: int
+
+
+class FileStamp(NamedTuple):
+    """A file that rows were read from."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedData:
+    """Which rows are trained on, and what they were when they were checked.
+
+    Two are equal if they have the same rows of the same sets, wherever these are kept.
+
+    Attributes:
+        sources: The sets.
+        files: Those sets that are files.
+        pack_to: The length of a packed row that the rows were checked against.
+        rows: Those that are kept, once each; :attr:`order` has how often they come.
+        pictures: Each file that is shown.
+        skipped: How many rows cannot be used.
+        eval: The rows for evaluation, if there are to be any.
+        asked: What ``data.eval`` was: null, a share, or the paths of its sets.
+        workplace: Holds ``rows`` until they are written elsewhere.
+    """
+
+    sources: tuple[Source, ...]
+    files: tuple[FileStamp, ...]
+    pack_to: int | None
+    rows: StoredRows
+    pictures: tuple[Picture, ...]
+    skipped: int
+    eval: "CheckedData | None" = None
+    asked: Any = None
+    workplace: TemporaryDirectory | None = None
+
+    @property
+    def path(self) -> str:
+        """Of the first set."""
+        return self.sources[0].path
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """The row of each conversation of an epoch, before it is shuffled: ``(conversations,)``.
+
+        Of a set with weight 1.5, each row comes once, and half of them, which are always the same,
+        a second time.
+        """
+        weights = [source.weight for source in self.sources]
+        if all(weight == 1 for weight in weights):
+            return np.arange(len(self.rows))
+        of_set = self.rows.column("source")
+        digests = self.rows.column("digest")[:, :8].copy().view(">u8")[:, 0]
+        parts = []
+        for number, weight in enumerate(weights):
+            rows = np.flatnonzero(of_set == number)
+            more = round((weight - int(weight)) * len(rows))
+            chosen = rows[np.argsort(digests[rows], kind="stable")[:more]]
+            parts += [rows] * int(weight) + [np.sort(chosen)]
+        return np.concatenate(parts)
+
+    def column(self, name: str) -> np.ndarray:
+        """Of each conversation, in order: "positions", "in_table", "images" or "learned" of its
+        :class:`Size`."""
+        return self.rows.column(name)[self.order]
+
+    @cached_property
+    def row_sizes(self) -> tuple[Size, ...]:
+        """Of each conversation; of many, :meth:`column` takes less memory."""
+        columns = [self.column(name).tolist() for name in Size._fields]
+        return tuple(map(Size, *columns))
+
+    @cached_property
+    def row_digests(self) -> tuple[str, ...]:
+        """Of each conversation, by :func:`check.digest_row`."""
+        names = bytes(self.rows.column("digest")).hex()
+        return tuple(names[64 * row : 64 * row + 64] for row in self.order.tolist())
+
+    @cached_property
+    def row_lines(self) -> tuple[int | str, ...]:
+        """The line of each conversation; where there are several sets, with the name of its own."""
+        lines = self.column("line").tolist()
+        if len(self.sources) == 1:
+            return tuple(lines)
+        of_set = self.column("source").tolist()
+        names = [os.path.basename(source.path) for source in self.sources]
+        return tuple(f"{names[n]}:{line}" for n, line in zip(of_set, lines, strict=True))
+
+    @cached_property
+    def counts(self) -> Counts:
+        sums = [int(self.column(name).sum()) for name in ("images", "positions", "learned")]
+        return Counts(len(self.order), *sums)
+
+    def batch_rows(self) -> BatchRows:
+        """The rows that batches are made of, for ``pack_to``."""
+        lengths, images = self.column("positions"), self.column("images")
+        if self.pack_to is None:
+            return BatchRows(lengths, images, None)
+        shares = share_out(lengths.tolist(), self.pack_to)
+        lengths, images = (
+            np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
+        )
+        return BatchRows(lengths, images, shares)
+
+    @property
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """Size and time of change of each picture, by its path."""
+        return {path: (size, mtime_ns) for path, size, mtime_ns in self.pictures}
+
+    def place(self, conversation: int) -> str:
+        """Where a conversation stands, for people."""
+        row = int(self.order[conversation])
+        source = self.sources[int(self.rows.column("source")[row])]
+        return place(source, int(self.rows.column("line")[row]))
+
+    def conversations(self) -> Conversations:
+        """The conversations of an epoch, which are read from the disk.
+
+        Raises:
+            ValueError: a file or a picture is not what was checked.
+        """
+        cure = "start the training again, so that it is checked"
+        for stamp in self.files:
+            found = stamp_of(stamp.path)
+            if found != stamp[1:3] and digest_file(stamp.path) != stamp.sha256:
+                raise ValueError(f"{stamp.path} has changed since it was checked: {cure}")
+        for picture in self.pictures:
+            if stamp_of(picture.path) != picture[1:]:
+                raise ValueError(f"{picture.path} has changed since it was checked: {cure}")
+        return Conversations(self.rows, self.order)
+
+    def write(self, path: Path) -> "CheckedData":
+        """Write what was found to a JSON file, and the rows beside it."""
+        moved = self._move(path, "")
+        partial = path.with_name(path.name + ".partial")
+        text = json.dumps(moved._values() | {"rules": RULES})
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+        return moved
+
+    def _move(self, path: Path, suffix: str) -> "CheckedData":
+        rows = self.rows.move(path.with_name(f"{path.stem}{suffix}.arrow"))
+        eval_rows = None if self.eval is None else self.eval._move(path, "_eval")
+        return replace(self, rows=rows, eval=eval_rows)
+
+    def _values(self) -> dict[str, Any]:
+        names = ("files", "pack_to", "pictures", "skipped", "asked")
+        values = {name: getattr(self, name) for name in names}
+        values["sources"] = [asdict(source) for source in self.sources]
+        values["rows"] = self.rows.path.name
+        return values | {"eval": None if self.eval is None else self.eval._values()}
+
+    @classmethod
+    def read(cls, path: Path) -> "CheckedData":
+        """What :meth:`write` wrote.
+
+        Raises:
+            ValueError: it is not there, or it is no such file.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values.pop("rules") != RULES:
+                raise ValueError("it was written by another version of this package")
+            return cls._of(values, path.parent)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path} does not say which rows were checked ({error}): start the training with "
+                f"{own_command('train')}, which checks them first"
+            ) from error
+
+    @classmethod
+    def _of(cls, values: dict, folder: Path) -> "CheckedData":
+        evaluated = values.pop("eval")
+        return cls(
+            sources=tuple(
+                Source(**source | {"ignore": tuple(source["ignore"])})
+                for source in values.pop("sources")
+            ),
+            files=tuple(FileStamp(*item) for item in values.pop("files")),
+            pictures=tuple(Picture(*item) for item in values.pop("pictures")),
+            rows=StoredRows(folder / values.pop("rows")),
+            eval=None if evaluated is None else cls._of(evaluated, folder),
+            **values,
+        )
+
+    def _facts(self) -> tuple:
+        plain = self.sources, self.files, self.pack_to, self.pictures, self.skipped, self.asked
+        return *plain, self.row_lines, self.row_digests, self.row_sizes
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CheckedData):
+            return NotImplemented
+        return self._facts() == other._facts() and self.eval == other.eval
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def stamp_of(path: str) -> tuple[int, int] | None:
+    """Size and time of change; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def digest_file(path: str | Path) -> str:
+    """sha256 of its bytes.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()

@@ -1,0 +1,84 @@
+"""``data:`` of a recipe: the sets of rows, and what becomes of them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from ..data.sets import Source, make_sources
+from .fields import AtLeastOne, Expected, Folder, Section, Text, rule
+
+# isort: split
+# After .fields, which says what to install where it is missing.
+from pydantic import Field
+
+Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+SETS = "a file, a folder, an id of the Hub, a list of sets"
+
+
+class Data(Section):
+    """What is learned."""
+
+    train: Annotated[Text | list[Any], Expected(SETS)]
+    """Conversations: a file (JSONL, JSON, Parquet, Arrow), a folder or an id of the Hub that the
+    library datasets reads; or a list of these and of {path: FILE, weight: 2.0}, where weight says
+    how often each row comes in an epoch. Of a set may also be given: format, image_folder, ignore,
+    allow_urls, and split, subset and revision of what datasets reads."""
+    eval: Annotated[
+        Text | list[Any] | Share | None, Expected(f"{SETS}, a number between 0 and 1 or null")
+    ] = None
+    """Conversations to evaluate on, named as those to train on; or the share of the rows that is
+    held out, by their digests: always the same rows, and equal rows together."""
+    format: Literal["auto", "messages", "conversations", "prompt_completion"] = "auto"
+    """Of the rows; "auto": by the keys of a file's first row."""
+    image_folder: Folder | None = None
+    """What paths of pictures are relative to; null: the folder of their file."""
+    ignore: Annotated[list[Text], Expected("a list of names")] = []
+    """Keys of rows, or columns, that are left out."""
+    allow_urls: bool = False
+    """Fetch pictures that rows name by http:// or https://, once; they are kept in the cache."""
+    pack_to: AtLeastOne | None = None
+    """Pack conversations into rows of at most so many positions, none longer; the batch size then
+    counts such rows."""
+    on_bad: Literal["fail", "skip"] = "fail"
+    """What to do about rows that cannot be used: end with their list, or leave them out."""
+    reuse_features: bool | Folder = False
+    """A picture goes through the vision tower, which must be frozen, only the first time. What came
+    out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
+    is of use to a single process: others draw other pictures in each epoch."""
+
+    def sources(self) -> tuple[Source, ...]:
+        """The sets of ``train``."""
+        return make_sources(self.train, self._of_every_set())
+
+    def evaluated(self) -> float | tuple[Source, ...] | None:
+        """The sets of ``eval``, or the share that is held out."""
+        if self.eval is None or isinstance(self.eval, float):
+            return self.eval
+        return make_sources(self.eval, self._of_every_set())
+
+    def files(self) -> list[Path]:
+        """The files and folders of all sets."""
+        evaluated = self.evaluated()
+        sources = [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
+        return [Path(source.path) for source in sources if source.is_local]
+
+    def _of_every_set(self) -> dict[str, Any]:
+        names = ("format", "image_folder", "ignore", "allow_urls")
+        return {name: getattr(self, name) for name in names}
+
+
+@rule("data.train")
+def _sets_to_train_on(train) -> str | None:
+    return _fault_of_sets("data.train", train)
+
+
+@rule("data.eval")
+def _sets_to_evaluate_on(sets) -> str | None:
+    return None if sets is None or isinstance(sets, float) else _fault_of_sets("data.eval", sets)
+
+
+def _fault_of_sets(name: str, value: Any) -> str | None:
+    try:
+        make_sources(value, {})
+    except ValueError as error:
+        return f"{name}: {error}"
+    return None

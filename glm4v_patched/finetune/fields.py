@@ -1,0 +1,86 @@
+"""What the sections of a recipe are made of: types of values, and rules between fields."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from ..engine.activation_policies import POLICIES, check_policy
+from ..printed import pip_install
+from .recipe_file import Fault
+
+try:
+    from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+except ImportError as error:
+    raise RuntimeError(
+        f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
+    ) from error
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a value may be, in words, of a type that does not say it by itself."""
+
+    words: str
+
+
+def _check_policy(policy: str) -> str:
+    check_policy("layers", policy, or_auto=True)
+    return policy
+
+
+def _check_text(text: str) -> str:
+    if not text.isprintable():  # nor a lone surrogate, which no file name can have
+        raise ValueError("control characters")
+    return text
+
+
+def check_whole(value: Any) -> Any:
+    # To pydantic, True and 1.0 are among the choices of Literal[1].
+    if type(value) is not int:
+        raise ValueError("not a whole number")
+    return value
+
+
+Policy = Annotated[
+    str, AfterValidator(_check_policy), Expected(f"auto, {', '.join(POLICIES)} or every N, N > 0")
+]
+AtLeastOne = Annotated[int, Field(ge=1), Expected("a whole number of at least 1")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Expected("a number above 0")]
+# numpy takes no larger one.
+Seed = Annotated[int, Field(ge=0, lt=2**32), Expected("a whole number from 0 to 4294967295")]
+Text = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(_check_text),
+    Expected("text without control characters"),
+]
+Folder = Annotated[Text, Expected("a folder")]
+
+
+Rule = Callable[..., str | None]
+_RULES: list[tuple[tuple[str, ...], Rule]] = []
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """For a function of these fields' values that says what is wrong with them together."""
+
+    def add(rule: Rule) -> Rule:
+        _RULES.append((names, rule))
+        return rule
+
+    return add
+
+
+def conflicts(known: Mapping[str, Any]) -> list[Fault]:
+    """What cannot go together, of the values that are known."""
+    faults = []
+    for names, found in _RULES:
+        if known.keys() >= {*names} and (text := found(*(known[name] for name in names))):
+            faults.append(Fault(names[0], text))
+    return faults

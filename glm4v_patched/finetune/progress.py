@@ -1,0 +1,73 @@
+"""What is seen of a training while it goes on: the progress bar, and ``loss.png``."""
+
+import importlib.util
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ProgressCallback, TrainerCallback
+
+from ..printed import pip_install
+from .plots import plot_loss
+from .run_folder import PLOT
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_PLOTS = 30
+GIB = 2**30
+
+
+class ProgressBar(ProgressCallback):
+    """transformers' bar, with loss, learning rate, samples a second and memory beside the time
+    that is left.
+
+    Args:
+        batch: Samples of an update of the weights, of all processes.
+    """
+
+    def __init__(self, batch: int):
+        super().__init__()
+        self.batch = batch
+        self._last = (0, time.monotonic())
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self._last = (state.global_step, time.monotonic())
+
+    def on_log(self, args, state, control, logs: Any = None, **kwargs):
+        super().on_log(args, state, control, logs=logs, **kwargs)
+        bar: Any = self.training_bar  # of the first process alone
+        if bar is None or logs is None or "loss" not in logs:
+            return
+        (step, then), now = self._last, time.monotonic()
+        self._last = (state.global_step, now)
+        speed = (state.global_step - step) * self.batch / max(now - then, 1e-9)
+        shown = {"loss": f"{logs['loss']:.4g}", "lr": f"{logs.get('learning_rate', 0):.2g}"}
+        shown["samples/s"] = f"{speed:.3g}"
+        if torch.cuda.is_available():
+            shown["GiB"] = f"{torch.cuda.max_memory_allocated() / GIB:.1f}"
+        bar.set_postfix(shown)
+
+
+class LossPlot(TrainerCallback):
+    """Redraws ``loss.png`` in the run's folder, at most twice a minute and at the end."""
+
+    def __init__(self) -> None:
+        self._drawn = 0.0
+        self._draws = importlib.util.find_spec("matplotlib") is not None
+        if not self._draws:
+            logger.warning("no %s is drawn: %s", PLOT, pip_install("matplotlib"))
+
+    def on_log(self, args, state, control, **kwargs):
+        if time.monotonic() - self._drawn > SECONDS_BETWEEN_PLOTS:
+            self._draw(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._draw(args, state)
+
+    def _draw(self, args, state) -> None:
+        if self._draws and state.is_world_process_zero:
+            plot_loss(state.log_history, Path(args.output_dir, PLOT))
+            self._drawn = time.monotonic()

@@ -1,0 +1,183 @@
+"""transformers' Trainer for this model: what is saved, which losses count, evaluation."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..data.feature_cache import TowerFeatures
+from ..engine.options import part_of
+from ..remote.modeling_chatglm import GLM4VForCausalLM
+from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
+from .evaluation import mean_loss
+from .run_folder import give_usual_modes
+
+
+class RecipeTrainer(Trainer):
+    """Saves the model with the config it came with, in checkpoints too: they can be loaded.
+
+    Adapters get the code beside them, with which a process without this package loads their base.
+    With ``features``, pictures that they know do not go through the tower.
+
+    Args:
+        model: A glm-4v, or peft's around one.
+        max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
+        rates: Learning rates of the parts of the model (:data:`engine.options.PARTS`), where they
+            have their own.
+        eval_collator: Of the rows for evaluation, each a conversation, in ``eval_dataset``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: TowerFeatures | None = None,
+        max_nonfinite_steps: int = 3,
+        rates: Mapping[Any, float] | None = None,
+        eval_collator: Callable | None = None,
+        **options,
+    ):
+        assert hasattr(Trainer, "_load_best_model"), (
+            f"transformers {transformers.__version__} has no Trainer._load_best_model; install a "
+            "tested release: 4.57.6 to 5.23"
+        )
+        self.rates = rates
+        self.eval_collator = eval_collator
+        self.watch = DivergenceWatch(max_nonfinite_steps)
+        self.features = features
+        if features is not None:
+            options["data_collator"] = features.collator(options["data_collator"])
+        self.has_adapters = hasattr(model, "get_base_model")
+        given: Any = model
+        self.inner: GLM4VForCausalLM = given.get_base_model() if self.has_adapters else given
+        if self.has_adapters:
+            # To see whether embeddings have grown, peft would ask the Hub for its newest config.
+            given.save_pretrained = partial(given.save_pretrained, save_embedding_layers=False)
+        # The Trainer puts the tokenizer's one end token in place of the model's three.
+        self.stop_ids = self.inner.config.eos_token_id
+        self._last_step: tuple[nn.Module, dict] | None = None
+        super().__init__(model=model, **options)
+        self.add_callback(self.watch)
+        self.inner.config.skip_logits = True
+
+    def create_optimizer(self, *model) -> torch.optim.Optimizer:
+        """The Trainer's, with a learning rate for each part and without groups in which nothing is
+        trained.
+
+        Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
+        scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
+        """
+        optimizer = super().create_optimizer(*model)
+        groups = optimizer.param_groups
+        if self.rates is not None:
+            groups = _by_part(groups, self.model, self.rates)
+        optimizer.param_groups[:] = [group for group in groups if group["params"]]
+        return optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.features is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = self.features.replace_pictures(inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.features.keep(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model, inputs, *rest):
+        self._last_step = model, dict(inputs)
+        loss = super().training_step(model, inputs, *rest)
+        norm = model.get_global_grad_norm() if self.is_deepspeed_enabled else None
+        return self.watch.see(loss, norm)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """The mean loss of all learned tokens of the rows for evaluation, without their logits."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        assert rows is not None and self.eval_collator is not None
+        started = time.monotonic()
+        loss, tokens = mean_loss(
+            self.model_wrapped,
+            cast(Sequence, rows),
+            self.eval_collator,
+            self.args.per_device_eval_batch_size,
+            self.args.device,
+            self.compute_loss_context_manager,
+            self.args.dataloader_num_workers,
+        )
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
+        metrics[f"{metric_key_prefix}_runtime"] = round(time.monotonic() - started, 3)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _load_best_model(self) -> None:
+        # Of the last step there is no checkpoint, and the best weights are those that are here.
+        if self.state.best_global_step != self.state.global_step:
+            super()._load_best_model()
+
+    def log(self, logs: dict[str, float], *rest) -> None:
+        if "loss" in logs:
+            logs["loss"] += self.watch.left_out_of_log()
+        super().log(logs, *rest)
+
+    def _require_finite_loss(self, folder: Path) -> None:
+        """Compute the loss of the last batch again: no step has seen the last update's weights."""
+        if self._last_step is None:
+            return
+        model, inputs = self._last_step
+        # In training mode, as processes without a picture then keep the others' order. Compiled
+        # layers would be compiled anew without gradients.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            torch.compiler.set_stance("force_eager"),
+            self.compute_loss_context_manager(),
+        ):
+            loss = self.compute_loss(model, self._prepare_inputs(dict(inputs)))
+        if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
+            raise Diverged(
+                "the loss of the last batch is NaN or infinite with the weights of step "
+                f"{self.state.global_step}; {folder} is no model"
+            )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
+        config = self.inner.config
+        config.eos_token_id = self.stop_ids
+        config.skip_logits = False
+        assert self.model is not None
+        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        check = WeightsCheck(trained)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            config.skip_logits = True
+        folder = Path(output_dir or cast(str, self.args.output_dir))
+        if names := check.names():
+            raise Diverged(
+                f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
+            )
+        self._require_finite_loss(folder)
+        if not self.args.should_save:
+            return
+        if self.has_adapters:
+            custom_object_save(self.inner, folder)
+        give_usual_modes(folder)
+
+
+def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, float]) -> list[dict]:
+    """Groups of an optimizer, each split into one for each part of the model, with its rate."""
+    assert model is not None
+    parts = {id(parameter): part_of(name) for name, parameter in model.named_parameters()}
+    return [
+        {**group, "params": [p for p in group["params"] if parts[id(p)] == part], "lr": rate}
+        for group in groups
+        for part, rate in rates.items()
+    ]

@@ -1,0 +1,152 @@
+"""What a run is going to do, in some lines, before its first step."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ..data.check import CheckedData
+from ..data.collate import ConversationCollator
+from ..engine.gpus import find_gpus
+from ..engine.memory_plan import (
+    OUTSIDE_TORCH,
+    Batch,
+    count_parameters,
+    count_trained,
+    decide,
+    estimate,
+)
+from ..engine.options import PARTS, EngineOptions, parts_with_rates
+from ..remote.configuration_chatglm import ChatGLMConfig
+from ..remote.loss import IGNORE_INDEX
+from ..remote.processing_chatglm import ChatGLMProcessor
+from .config import Recipe
+from .disk import GB, needed_space
+from .identity import Base
+from .preflight import Placement
+from .trainer import batch_of, options_of, processor_of
+from .trainer_fields import eval_strategy, rate_of, steps_in_epoch, total_steps
+
+GIB = 2**30
+LONGEST_SAMPLE = 1500  # characters
+
+
+def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placement) -> str:
+    """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
+    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    rows = checked.batch_rows()
+    batch = batch_of(recipe, rows, placement.processes)
+    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
+    free = 0.0 if placement.on_cpu else float(min(gpu.memory for gpu in find_gpus().found))
+    options = decide(config, options_of(recipe), batch, free, steps)
+    told = {
+        "data": _describe_data(checked),
+        "evaluation": _describe_evaluation(recipe, checked),
+        "steps": _describe_steps(recipe, len(rows.lengths), steps, placement),
+        "trained": _describe_trained(recipe, config, options),
+        "device": _describe_device(recipe, placement),
+        "kept": _describe_policies(options, batch),
+        "memory": _describe_memory(estimate(config, options, batch), free),
+        "disk": _describe_disk(recipe, steps),
+    }
+    lines = [f"{name:<12}{text}" for name, text in told.items() if text]
+    sample = show_sample(processor_of(recipe, base), checked.conversations()[0])
+    return "\n".join(
+        [*lines, "the first row, with what is learned of it between [[ and ]]:", sample]
+    )
+
+
+def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> str:
+    """A conversation as the model sees it, pictures as their number of positions."""
+    collator = ConversationCollator(processor)
+    batch = collator([list(conversation)])
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    parts = []
+    for learned, run in groupby(range(len(ids)), key=lambda at: labels[at] != IGNORE_INDEX):
+        inner = [ids[at] for at in run]
+        text = "".join(_decode(processor, key, list(same)) for key, same in _runs(inner))
+        parts.append(f"[[{text}]]" if learned else text)
+    shown = "".join(parts)
+    if len(shown) > LONGEST_SAMPLE:
+        shown = f"{shown[:LONGEST_SAMPLE]} ... ({len(ids):,} positions)"
+    return "\n".join("  " + line for line in shown.split("\n"))
+
+
+def _runs(ids: list[int]):
+    """Ids that come many times in a row, as those of a picture do, and the others between."""
+    counted = [(key, list(same)) for key, same in groupby(ids)]
+    return (
+        (is_long, [id for _, same in of for id in same])
+        for is_long, of in groupby(counted, key=lambda pair: len(pair[1]) > 3)
+    )
+
+
+def _decode(processor: ChatGLMProcessor, is_picture: bool, ids: list[int]) -> str:
+    return f"({len(ids):,} positions of a picture)" if is_picture else processor.decode(ids)
+
+
+def _describe_data(checked: CheckedData) -> str:
+    counts = checked.counts
+    told = f"{counts.rows:,} rows, {counts.pictures:,} pictures; {counts.positions:,} positions, "
+    told += f"of which {counts.learned:,} are learned"
+    return told + (f"; {checked.skipped:,} rows left out" if checked.skipped else "")
+
+
+def _describe_evaluation(recipe: Recipe, checked: CheckedData) -> str:
+    if checked.eval is None:
+        return "none: data.eval is not set"
+    when = eval_strategy(recipe.trainer, True)
+    often = {"no": "never", "epoch": "after every epoch"}
+    told = often.get(when, f"every {recipe.trainer.eval_steps} steps and at the end")
+    return f"{told}, on {checked.eval.counts.rows:,} rows"
+
+
+def _describe_steps(recipe: Recipe, rows: int, steps: int, placement: Placement) -> str:
+    asked = recipe.trainer
+    per_epoch = steps_in_epoch(asked, rows, placement.processes)
+    each, times = asked.per_device_train_batch_size, asked.gradient_accumulation_steps
+    together = each * times * placement.processes
+    return (
+        f"{steps:,}, {per_epoch:,} an epoch: {steps / per_epoch:.2f} epochs; effective batch "
+        f"{together} (per_device_train_batch_size {each} x gradient_accumulation_steps {times} x "
+        f"{placement.processes} processes)"
+    )
+
+
+def _describe_trained(recipe: Recipe, config: ChatGLMConfig, options: EngineOptions) -> str:
+    number, total = count_trained(config, options), sum(count_parameters(config))
+    parts = [part for part in PARTS if part in parts_with_rates(recipe.trained)]
+    rates = ", ".join(f"{part} {rate_of(recipe.trainer, part):g}" for part in parts)
+    if not isinstance(recipe.trainer.learning_rate, dict):
+        rates = f"{recipe.trainer.learning_rate:g}"
+    return f"{recipe.trained}: {number:,} of {total:,} weights; learning rate {rates}"
+
+
+def _describe_device(recipe: Recipe, placement: Placement) -> str:
+    where = "CPU" if placement.on_cpu else find_gpus().found[0].name
+    stage = recipe.engine.zero_stage
+    zero = f"ZeRO-{stage}" if stage else "no ZeRO"
+    return f"{placement.processes} x {where}, {recipe.engine.precision}, {zero}"
+
+
+def _describe_policies(options: EngineOptions, batch: Batch) -> str:
+    return (
+        f"tower {options.tower}, language {options.language}, offload {options.offload}, compile "
+        f"{options.compile} (for rows of up to {batch.row_length:,} positions)"
+    )
+
+
+def _describe_memory(needed: float, total: float) -> str:
+    if not total:
+        return ""  # of a machine's own it is not estimated
+    room = (total - OUTSIDE_TORCH) / GIB
+    told = f"{needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB if nothing else uses it"
+    return told + (": it may not suffice" if needed / GIB > room else "")
+
+
+def _describe_disk(recipe: Recipe, steps: int) -> str:
+    space = needed_space(recipe.flat(), steps)
+    if space is None:
+        return "not known for this model"
+    told = f"{space.total / GB:.2f} GB: the model {space.model / GB:.2f} GB"
+    if space.number:
+        told += f", {space.number} checkpoints at once of {space.checkpoint / GB:.2f} GB"
+    return f"{told}; {space.free / GB:.1f} GB are free"

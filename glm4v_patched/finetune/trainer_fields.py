@@ -1,0 +1,289 @@
+"""``trainer:`` of a recipe: the fields of transformers' ``TrainingArguments``, typed and checked.
+
+Those that most recipes need are declared here, with our defaults. All others that the installed
+transformers has are added with the types that it gives them (:mod:`training_arguments`).
+"""
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, create_model, model_serializer
+
+from ..engine.options import PARTS, parts_with_rates
+from ..printed import pip_install
+from .fields import AtLeastOne, Expected, Positive, Section, Seed, Text, rule
+from .training_arguments import installed_fields
+
+Strategy = Literal["no", "steps", "epoch"]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number of at least 0")]
+
+
+class DeclaredFields(Section):
+    """Fields of transformers' ``TrainingArguments``."""
+
+    per_device_train_batch_size: AtLeastOne
+    """Rows in a step of one process."""
+    num_train_epochs: Positive = 1.0
+    """How often each row is learned, if max_steps is null."""
+    max_steps: AtLeastOne | None = None
+    """Updates of the weights, whatever num_train_epochs says."""
+    gradient_accumulation_steps: AtLeastOne = 1
+    """Batches of each process in one update: the effective batch is this times
+    per_device_train_batch_size times the processes."""
+    learning_rate: Annotated[
+        Positive | dict[Literal["tower", "adapter", "language_model"], Positive],
+        Expected("a number above 0, or one for each part"),
+    ]
+    """The highest of the schedule. Parts of the model may have their own, as {tower: 1e-6,
+    language_model: 1e-5}."""
+    warmup_steps: NotNegative = 0.05
+    """Steps until the learning rate is at its highest; below 1, a share of all steps."""
+    weight_decay: NotNegative = 0.0
+    """Of AdamW; not of biases and norms."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are clipped to this norm; 0 for not at all."""
+    seed: Seed = 0
+    """Of the order of rows, and of adapters."""
+    logging_steps: AtLeastOne | None = None
+    """Log the loss every so many steps; null: about 50 times a run."""
+    save_strategy: Literal["no", "steps", "epoch", "best"] | None = None
+    """When to save a checkpoint to continue from; null: "steps" if save_steps is given, else "no".
+    None is saved at the last step, where the model itself is."""
+    save_steps: AtLeastOne | None = None
+    """Save a checkpoint every so many steps."""
+    save_total_limit: AtLeastOne | None = None
+    """Keep so many of the newest checkpoints, and the best one if that is to be loaded; null:
+    all."""
+    eval_strategy: Strategy | None = None
+    """When to compute the loss of data.eval; null: "epoch" if there is such data, else "no"."""
+    eval_steps: AtLeastOne | None = None
+    """Evaluate every so many steps."""
+    per_device_eval_batch_size: AtLeastOne | None = None
+    """null: as per_device_train_batch_size."""
+    load_best_model_at_end: bool = False
+    """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
+    metric_for_best_model: Text = "eval_loss"
+    """Of the evaluation."""
+    early_stopping_patience: AtLeastOne | None = None
+    """End after so many evaluations without a better metric_for_best_model (of transformers'
+    EarlyStoppingCallback, as is the next); null: never."""
+    early_stopping_threshold: NotNegative = 0.0
+    """By how much the metric has to be better to count as such."""
+    report_to: Text | list[Text] = "none"
+    """Loggers, as tensorboard or wandb."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler) -> dict[str, Any]:
+        # Null is what TrainingArguments has by default, whatever that is in another release.
+        values = handler(self)
+        kept = DeclaredFields.model_fields
+        return {k: v for k, v in values.items() if k in kept or v is not None}
+
+    def handed_on(self) -> dict[str, Any]:
+        """The given fields that are declared nowhere here, for ``TrainingArguments``."""
+        return {k: v for k, v in self.model_dump().items() if k not in DeclaredFields.model_fields}
+
+
+# What a continued run may change: how it is logged and saved, and how rows are loaded.
+FREE_FIELDS = {"logging_steps", "logging_strategy", "logging_first_step", "logging_dir"}
+FREE_FIELDS |= {"report_to", "run_name", "project", "log_level", "log_level_replica"}
+FREE_FIELDS |= {"log_on_each_node", "disable_tqdm", "skip_memory_metrics", "ddp_timeout"}
+FREE_FIELDS |= {"trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
+FREE_FIELDS |= {"include_num_input_tokens_seen", "include_tokens_per_second"}
+FREE_FIELDS |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"}
+FREE_FIELDS |= {"dataloader_persistent_workers", "dataloader_multiprocessing_context"}
+FREE_FIELDS |= {"per_device_eval_batch_size", "early_stopping_patience", "torch_empty_cache_steps"}
+FREE_FIELDS |= {"early_stopping_threshold"}
+
+HANDED_ON = "As transformers' TrainingArguments documents it."
+OUR_DEFAULTS: dict[str, Any] = {"lr_scheduler_type": "cosine"}
+
+
+def _with_installed(declared: type[DeclaredFields]) -> type[DeclaredFields]:
+    others: dict[str, Any] = {
+        name: (kind, Field(OUR_DEFAULTS[name], description=HANDED_ON))
+        if name in OUR_DEFAULTS
+        else (kind | None, Field(None, description=HANDED_ON))
+        for name, kind in installed_fields().items()
+        if name not in declared.model_fields
+    }
+    return create_model("TrainerFields", __base__=declared, __doc__=declared.__doc__, **others)
+
+
+if TYPE_CHECKING:
+    TrainerFields = DeclaredFields
+else:
+    TrainerFields = _with_installed(DeclaredFields)
+
+
+def steps_in_epoch(trainer: DeclaredFields, rows: int, processes: int) -> int:
+    """Updates of the weights in which all rows are learned once, as the Trainer counts them."""
+    batches, per_process = trainer.per_device_train_batch_size, processes
+    if trainer.model_dump().get("dataloader_drop_last"):
+        of_process = rows // batches // per_process
+    else:
+        of_process = math.ceil(math.ceil(rows / batches) / per_process)
+    return max(math.ceil(of_process / trainer.gradient_accumulation_steps), 1)
+
+
+def total_steps(trainer: DeclaredFields, rows: int, processes: int) -> int:
+    """Updates of the weights in a run."""
+    if trainer.max_steps is not None:
+        return trainer.max_steps
+    return max(math.ceil(trainer.num_train_epochs * steps_in_epoch(trainer, rows, processes)), 1)
+
+
+def warmup(trainer: DeclaredFields, steps: int) -> int:
+    """Of so many steps, those of warm-up."""
+    asked = trainer.warmup_steps
+    # A share may be a hair below a whole number.
+    return int(asked) if asked >= 1 or asked == 0 else max(int(steps * asked + 1e-9), 1)
+
+
+def save_strategy(values: dict[str, Any]) -> str:
+    """What is in force, of the section's values by name."""
+    return values["save_strategy"] or ("no" if values["save_steps"] is None else "steps")
+
+
+def eval_strategy(trainer: DeclaredFields, evaluates: bool) -> str:
+    """What is in force, with or without data to evaluate on."""
+    if not evaluates:
+        return "no"
+    return trainer.eval_strategy or ("epoch" if trainer.eval_steps is None else "steps")
+
+
+def eval_batch_size(trainer: DeclaredFields) -> int:
+    return trainer.per_device_eval_batch_size or trainer.per_device_train_batch_size
+
+
+# What a logger imports: any of these.
+LOGGERS = {
+    "tensorboard": ["tensorboard", "tensorboardX"],
+    "wandb": ["wandb"],
+    "mlflow": ["mlflow"],
+    "comet_ml": ["comet_ml"],
+    "trackio": ["trackio"],
+    "swanlab": ["swanlab"],
+    "clearml": ["clearml"],
+    "neptune": ["neptune"],
+    "dvclive": ["dvclive"],
+    "azure_ml": ["azureml"],
+    "codecarbon": ["codecarbon"],
+    "flyte": ["flytekit"],
+    "dagshub": ["dagshub"],
+}
+
+
+@rule("trainer.report_to")
+def _loggers_are_installed(report_to) -> str | None:
+    asked = [report_to] if isinstance(report_to, str) else report_to
+    for name in asked:
+        if name in ("none", "all"):
+            continue
+        if name not in LOGGERS:
+            return (
+                f"trainer.report_to is {name!r}, which is no logger of transformers; expected none "
+                f"or {', '.join(LOGGERS)}"
+            )
+        if all(importlib.util.find_spec(module) is None for module in LOGGERS[name]):
+            return f"trainer.report_to {name} needs {name}: {pip_install(LOGGERS[name][0])}"
+    return None
+
+
+@rule("trainer.save_strategy", "trainer.save_steps")
+def _steps_to_save_at(strategy, steps) -> str | None:
+    if strategy == "steps" and steps is None:
+        return "trainer.save_strategy is steps; expected trainer.save_steps, too"
+    if steps is not None and strategy not in (None, "steps"):
+        return (
+            f"trainer.save_strategy is {strategy} and trainer.save_steps is {steps}; expected one "
+            "of them alone"
+        )
+    return None
+
+
+@rule("trainer.eval_strategy", "trainer.eval_steps")
+def _steps_to_evaluate_at(strategy, steps) -> str | None:
+    if strategy == "steps" and steps is None:
+        return "trainer.eval_strategy is steps; expected trainer.eval_steps, too"
+    if steps is not None and strategy not in (None, "steps"):
+        return (
+            f"trainer.eval_strategy is {strategy} and trainer.eval_steps is {steps}; expected one "
+            "of them alone"
+        )
+    return None
+
+
+@rule(
+    "trainer.load_best_model_at_end",
+    "trainer.save_strategy",
+    "trainer.save_steps",
+    "trainer.eval_strategy",
+    "trainer.eval_steps",
+)
+def _best_model_was_saved(best, saved, save_steps, evaluated, eval_steps) -> str | None:
+    """As TrainingArguments demands it, but that is known only once torch is loaded."""
+    if not best or saved == "best":
+        return None
+    when = saved or ("no" if save_steps is None else "steps")
+    measured = evaluated or ("epoch" if eval_steps is None else "steps")
+    told = f"trainer.load_best_model_at_end: checkpoints are saved at {when!r}"
+    if when != measured:
+        return (
+            f"{told} and evaluated at {measured!r}; expected trainer.save_strategy to be "
+            f"{'best or ' if measured != 'no' else ''}the same as trainer.eval_strategy"
+        )
+    if when == "steps" and save_steps % eval_steps:
+        return (
+            f"{told}, every {save_steps} steps, and evaluated every {eval_steps}; expected "
+            "trainer.save_steps to be a multiple of trainer.eval_steps"
+        )
+    return None
+
+
+@rule(
+    "data.eval",
+    "trainer.eval_strategy",
+    "trainer.eval_steps",
+    "trainer.load_best_model_at_end",
+    "trainer.early_stopping_patience",
+    "trainer.save_strategy",
+)
+def _evaluation_has_data(data, strategy, steps, best, patience, saved) -> str | None:
+    asked = {
+        f"trainer.eval_strategy {strategy}": strategy not in (None, "no"),
+        "trainer.eval_steps": steps is not None,
+        "trainer.load_best_model_at_end": best,
+        "trainer.early_stopping_patience": patience is not None,
+        "trainer.save_strategy best": saved == "best",
+    }
+    names = [name for name, given in asked.items() if given]
+    if data is None and names:
+        return f"{names[0]} needs rows to evaluate on; expected data.eval, a file or a share"
+    if strategy == "no" and names:
+        return f"{names[0]} with trainer.eval_strategy no; expected steps or epoch"
+    return None
+
+
+@rule("trainer.learning_rate", "trained")
+def _each_part_has_a_rate(rates, trained) -> str | None:
+    expected = parts_with_rates(trained)
+    if isinstance(rates, dict) and rates.keys() != expected:
+        return (
+            f"trainer.learning_rate is for {', '.join(rates) or 'nothing'}, and trained is "
+            f"{trained}; expected one number, or one for each of "
+            f"{', '.join(part for part in PARTS if part in expected)}"
+        )
+    return None
+
+
+def rate_of(trainer: DeclaredFields, part: str) -> float:
+    """The learning rate of a part of the model."""
+    rates = trainer.learning_rate
+    return rates[part] if isinstance(rates, dict) else rates  # type: ignore[index]
+
+
+def highest_rate(trainer: DeclaredFields) -> float:
+    rates = trainer.learning_rate
+    return max(rates.values()) if isinstance(rates, dict) else rates

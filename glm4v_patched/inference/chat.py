@@ -1,0 +1,186 @@
+"""A conversation in the terminal, with pictures in any turn."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from ..data.decoding import find_fault
+from ..finetune.preflight import place
+from .questions import Generation
+from .source import find_source
+
+if TYPE_CHECKING:
+    from .answering import Answerer
+
+HELP = """\
+/image PATH  show a picture with the next question; may be given several times
+/reset       begin a new conversation
+/help        this
+/exit        end, as the end of the input does"""
+
+
+def chat(
+    model: str,
+    images: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    device="cuda",
+    in_4_bit: bool = False,
+    generation: Generation | None = None,
+    system: str | None = None,
+) -> None:
+    """Read questions from standard input, a line each, and write the answers as they come.
+
+    At a terminal a mistake is told, and the conversation goes on; else it ends it.
+
+    Args:
+        images: Shown with the first question.
+        system: What the system says first.
+
+    Raises:
+        ValueError: the model or a picture cannot be used, before the model is loaded; or a line.
+    """
+    for image in images:
+        check_picture(image)
+    if in_4_bit and device == "cpu":
+        raise ValueError("--load-in-4bit needs a GPU, and --device is cpu: leave one out")
+    placement = place(1, device)
+    base = find_source(model, revision, in_4_bit)
+
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from .answering import Answerer
+    from .loading import load
+
+    loaded = load(base, "cpu" if placement.on_cpu else "cuda", in_4_bit)
+    limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
+    answerer = Answerer(loaded, generation or Generation())
+    Chat(answerer, limit, system, images).run(sys.stdin)
+
+
+def check_picture(path: str) -> None:
+    """Raise ``ValueError`` if a picture is not there or cannot be decoded."""
+    try:
+        fault = find_fault(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"the image {path} cannot be read: {error.strerror or error}") from None
+    if fault is not None:
+        raise ValueError(f"the image {path} {fault}")
+
+
+class Chat:
+    """A conversation.
+
+    Args:
+        limit: Position ids that the model has; a picture takes three.
+        images: Paths, shown with the first question.
+    """
+
+    def __init__(
+        self,
+        answerer: "Answerer",
+        limit: int,
+        system: str | None = None,
+        images: Sequence[str] = (),
+        output: TextIO | None = None,
+    ):
+        self.answerer, self.limit, self.output = answerer, limit, output or sys.stdout
+        self.start = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict] = [*self.start]
+        self.images = [*images]
+        self.turn = 0
+
+    def run(self, lines: TextIO) -> None:
+        """Take lines until they end, or ``/exit``."""
+        at_terminal = lines.isatty()
+        if at_terminal:
+            self._say(f"{HELP}\n")
+        for number, line in enumerate(_lines(lines, at_terminal), start=1):
+            try:
+                if not self.take(line.strip()):
+                    return
+            except (ValueError, RuntimeError) as error:
+                if not at_terminal:
+                    raise ValueError(f"line {number} of the input: {error}") from error
+                self._say(f"{error}\n")
+            except KeyboardInterrupt:
+                if not at_terminal:
+                    raise
+                self._say("\n(stopped; the question is not kept)\n")
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; False if it ends the conversation.
+
+        Raises:
+            ValueError: a picture cannot be used, there is no such command, or no room is left.
+        """
+        command, _, rest = line.partition(" ")
+        if not line.startswith("/"):
+            if line:
+                self.ask(line)
+        elif command == "/image":
+            path = rest.strip().strip("\"'")
+            if not path:
+                raise ValueError("/image: expected the path of a picture after it")
+            check_picture(path)
+            self.images.append(path)
+        elif command == "/reset":
+            self.messages, self.images = [*self.start], []
+        elif command == "/help":
+            self._say(f"{HELP}\n")
+        elif command == "/exit":
+            return False
+        else:
+            raise ValueError(f"there is no command {command}; expected one of\n{HELP}")
+        return True
+
+    def ask(self, text: str) -> None:
+        """Answer a question, which shows the pictures that were given since the last one."""
+        from .answering import positions_of
+
+        asked = [*self.messages, question(text, self.images)]
+        new = self.answerer.generation.max_new_tokens
+        [taken] = positions_of(self.answerer.processor, [asked])
+        if taken + new > self.limit:
+            raise ValueError(
+                f"the conversation takes {taken:,} of the model's {self.limit:,} positions, which "
+                f"leaves too little room for {new:,} new tokens: /reset begins a new one"
+            )
+        [answer] = self.answerer.answer([asked], self.turn, self._streamer())
+        self.turn += 1
+        cut = f" (cut at --max-new-tokens {new})" if answer.finish_reason == "length" else ""
+        self._say(f"{cut if answer.text else '(the answer is empty)'}\n")
+        self.images = []
+        if answer.text:
+            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+    def _streamer(self):
+        from .answering import Words
+
+        return Words(self.answerer.processor.tokenizer, self._say)
+
+    def _say(self, text: str) -> None:
+        self.output.write(text)
+        self.output.flush()
+
+
+def question(text: str, images: Sequence[str]) -> dict:
+    """The message of a question that shows pictures."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def _lines(lines: TextIO, at_terminal: bool) -> Iterator[str]:
+    if not at_terminal:
+        yield from lines
+        return
+    import readline  # noqa: F401  # input() then has a history, and keys that move
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return

@@ -1,0 +1,333 @@
+"""Makes one model of LoRA adapters and the model they are on.
+
+A file of the model's weights after another is read, changed and written: no more than one of them
+is in memory. The arithmetic is peft's. What can be known without torch is checked before it.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..finetune.disk import GB
+from ..finetune.identity import ADAPTER_CONFIG, Base
+from ..finetune.run_folder import give_usual_modes, require_apart
+from .source import find_source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = ["*.safetensors", INDEX]
+# Beside weights and what our classes write.
+TAKEN_OVER = ["generation_config.json", "LICENSE*", "MODEL_LICENSE*"]
+PREFIX = "base_model.model."  # peft's, before the names of the model's modules
+# What merging understands, of peft's fields, and what does not change the weights.
+UNDERSTOOD = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
+UNDERSTOOD |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+UNDERSTOOD |= {"peft_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"}
+UNDERSTOOD |= {"task_type", "inference_mode", "lora_dropout", "megatron_core", "runtime_config"}
+UNDERSTOOD |= {"qalora_group_size"}  # of use_qalora
+# Their values beside none, false and empty ones. Others change the model's weights, too.
+HARMLESS = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
+# Of the root mean square: what rounding makes of the output of a merged layer, computed in fp32.
+LAYER_TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
+# The same of the logits, where layers in bf16 add up: measured 0.12 with random weights.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
+LAST_POSITIONS = 16
+
+
+class Difference(NamedTuple):
+    """Of logits, as shares of their root mean square: between merged and unmerged weights, between
+    the model with and without the adapters, and what is allowed for the first."""
+
+    merged: float
+    adapters: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return (
+            f"its logits differ by {self.merged:.2g} of their root mean square from those of the "
+            f"adapters (allowed: {self.allowed:.2g}); the adapters change them by "
+            f"{self.adapters:.2g}"
+        )
+
+
+def merge(
+    adapters: str, out: Path, revision: str | None = None, device: str = "cpu", check: bool = True
+) -> Difference | None:
+    """Write the model with the adapters in its weights to a new folder, ready to be loaded.
+
+    Args:
+        device: Of the check, which holds the model twice, one after the other.
+        check: Compare logits of a row with a picture with those of the unmerged adapters.
+
+    Raises:
+        ValueError: there are no adapters, they cannot be merged, ``out`` is there, or the disk is
+            too small; RuntimeError: what was merged does not compute the same. ``out`` is not there
+            then.
+    """
+    base = _find(adapters, out, revision)
+    assert base.adapters is not None
+    folder = _weights_of(base)
+    _require_space(folder, out)
+    with _new_folder(out) as partial:
+        _write_weights(base, folder, partial)
+        _write_rest(base, folder, partial)
+        difference = compare(base, Base(str(partial)), device) if check else None
+        if difference is not None and difference.merged > difference.allowed:
+            raise RuntimeError(f"{adapters} was not merged; of what was written, {difference}")
+    return difference
+
+
+def _find(adapters: str, out: Path, revision: str | None) -> Base:
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
+    if not (Path(adapters) / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a model of its own needs "
+            "no merging"
+        )
+    require_mergeable(Path(adapters) / ADAPTER_CONFIG)
+    base = find_source(adapters, revision)
+    if Path(base.model).is_dir():
+        require_apart(out, Path(base.model))
+        require_apart(out, Path(adapters))
+    return base
+
+
+def require_mergeable(path: Path) -> None:
+    """Raise ``ValueError`` naming fields of an ``adapter_config.json`` that merging, which only
+    adds to weights, would not honour."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    odd = {
+        name: value
+        for name, value in config.items()
+        if name not in UNDERSTOOD and value and value not in HARMLESS.get(name, ())
+    }
+    if odd:
+        told = ", ".join(f"{name} is {json.dumps(value)}" for name, value in sorted(odd.items()))
+        raise ValueError(
+            f"{path}: {told}: cannot be merged; expected LoRA (rsLoRA, DoRA) alone, on linear "
+            "layers without other trained weights"
+        )
+
+
+def _weights_of(base: Base) -> Path:
+    """The folder with the base model's weights, downloaded if it is on the Hub."""
+    folder = Path(base.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        wanted = [*WEIGHTS, *TAKEN_OVER, "config.json"]
+        folder = Path(snapshot_download(base.model, revision=base.revision, allow_patterns=wanted))
+    if not _shards(folder):
+        raise ValueError(
+            f"{base.model} has no weights as safetensors; load it and save it once "
+            "(save_pretrained), and merge into that"
+        )
+    return folder
+
+
+def _shards(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        return sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    return [SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
+
+
+def _require_space(folder: Path, out: Path) -> None:
+    needed = sum((folder / name).stat().st_size for name in _shards(folder))
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ValueError(
+            f"--out {out}: {free / GB:.1f} GB are free there, and the model takes "
+            f"{needed / GB:.1f} GB; expected a folder on a larger disk"
+        )
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder that becomes ``out`` when all in it is written, and else is removed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+# From here on with torch
+
+
+def _write_weights(base: Base, folder: Path, out: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from tqdm import tqdm
+
+    layers = _adapted_layers(base, folder)
+    missing = {*layers}
+    for name in tqdm(_shards(folder), unit="file", desc="merging", disable=None):
+        tensors = {}
+        with safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no dict)
+                tensors[key] = file.get_tensor(key)
+                if key in layers:
+                    tensors[key] = merged_weight(layers[key], tensors[key], key)
+                    missing.discard(key)
+            metadata = {"format": "pt"} | (file.metadata() or {})
+        save_file(tensors, out / name, metadata=metadata)
+    if missing:
+        raise ValueError(
+            f"{base.model} lacks {len(missing)} of {len(layers)} weights that the adapters are on: "
+            f"{', '.join(sorted(missing)[:3])}"
+        )
+    if (folder / INDEX).is_file():
+        shutil.copyfile(folder / INDEX, out / INDEX)
+
+
+def _adapted_layers(base: Base, folder: Path) -> dict[str, Any]:
+    """peft's layers, by the names of the weights that they adapt; these are not there yet."""
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    from ..engine.trainable import continue_adapters
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
+
+    assert base.adapters is not None
+    with torch.device("meta"):
+        model = GLM4VForCausalLM(ChatGLMConfig.from_pretrained(folder))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            # peft puts adapters where the weight is: on the CPU, in fp32, but without its memory.
+            nothing = torch.zeros(()).expand(module.weight.shape)
+            module.weight = torch.nn.Parameter(nothing, requires_grad=False)
+    adapted = continue_adapters(model, base.adapters).requires_grad_(False).eval()
+    layers = {
+        f"{name.removeprefix(PREFIX)}.weight": module
+        for name, module in adapted.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    others = [
+        name
+        for name, layer in layers.items()
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear)
+    ]
+    if others:
+        raise ValueError(
+            f"{base.adapters} adapts {len(others)} weights that are not of linear layers "
+            f"({', '.join(others[:3])}) and cannot be merged"
+        )
+    return layers
+
+
+def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
+    """The weight with what the adapters add to it, computed in fp32 and rounded once.
+
+    Raises:
+        ValueError: it is not finite.
+        RuntimeError: on random input, it does not give what the unmerged layer gives.
+    """
+    import torch
+    from torch.nn.functional import linear
+
+    inner = layer.get_base_layer()
+    assert inner.weight.shape == weight.shape, (name, inner.weight.shape, weight.shape)
+    nothing, bias = inner.weight, inner.bias
+    inner.weight = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
+    inner.bias = None  # adapters do not change it
+    x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = layer(x)
+        layer.merge()
+        merged = inner.weight.data.to(weight.dtype)
+        found = linear(x, merged.float())
+    inner.weight, inner.bias = nothing, bias
+    if not torch.isfinite(merged).all():
+        raise ValueError(f"{name} is NaN or infinite with the adapters: are they whole?")
+    difference = _relative(found, wanted)
+    allowed = LAYER_TOLERANCES[str(weight.dtype).removeprefix("torch.")]
+    if difference > allowed:
+        raise RuntimeError(
+            f"{name}: the output of the merged weight differs by {difference:.2g} of its root mean "
+            f"square from that of the adapters; expected at most {allowed:.2g}"
+        )
+    return merged
+
+
+def _relative(found: "Tensor", wanted: "Tensor") -> float:
+    """Root mean square of the difference, as a share of that of what was wanted; infinite where
+    that is not finite."""
+    found, wanted = found.float(), wanted.float()
+    share = ((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()).item()
+    return share if math.isfinite(share) else math.inf
+
+
+def _write_rest(base: Base, folder: Path, out: Path) -> None:
+    """Config, code and processor, as ``save_pretrained`` writes them, and the base's licence."""
+    import torch
+    from transformers.dynamic_module_utils import custom_object_save
+
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
+    from .loading import load_processor
+
+    config = ChatGLMConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = GLM4VForCausalLM(config)
+    config.architectures = [GLM4VForCausalLM.__name__]
+    custom_object_save(model, out)
+    config.save_pretrained(out)
+    load_processor(base).save_pretrained(out)
+    for path in {path for pattern in TAKEN_OVER for path in folder.glob(pattern)}:
+        shutil.copyfile(path, out / path.name)
+    give_usual_modes(out)
+
+
+def compare(unmerged: Base, merged: Base, device: str) -> Difference:
+    """Logits of a question about a picture, of one after the other."""
+    with_adapters, without = _logits(unmerged, device)
+    [now] = _logits(merged, device)
+    allowed = TOLERANCES[str(now.dtype).removeprefix("torch.")]
+    return Difference(_relative(now, with_adapters), _relative(without, with_adapters), allowed)
+
+
+def _logits(base: Base, device: str) -> list["Tensor"]:
+    import torch
+    from PIL import Image
+
+    from .answering import Answerer
+    from .loading import load
+    from .questions import Generation
+
+    loaded = load(base, device)
+    prompt = [
+        {
+            "role": "user",
+            "image": Image.linear_gradient("L").convert("RGB"),
+            "content": "What is in this picture? Describe all of it, and say what is missing.",
+        }
+    ]
+    batch = Answerer(loaded, Generation()).encode([prompt])
+    with torch.inference_mode():
+        found = [loaded.model(**batch, logits_to_keep=LAST_POSITIONS).logits.cpu()]
+        if base.adapters is not None:
+            with loaded.model.disable_adapter():
+                found.append(loaded.model(**batch, logits_to_keep=LAST_POSITIONS).logits.cpu())
+    return found

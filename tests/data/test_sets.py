@@ -1,0 +1,137 @@
+"""Several sets of rows: weights, and rows that are held out for evaluation."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm4v_patched.data import stored_rows
+from glm4v_patched.data.check import check_sets
+from glm4v_patched.data.checked import CheckedData
+from glm4v_patched.data.sets import Source
+from glm4v_patched.demo.tiny_model import build_processor
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor(["What is 0123456789?", "red"])
+
+
+@pytest.fixture
+def check(tmp_path, processor):
+    def check_them(*sources: Source, **options) -> CheckedData:
+        return check_sets(sources, processor, 1024, memory=tmp_path / "m.sqlite", **options)
+
+    return check_them
+
+
+def row(number: int, name: str = "") -> list[dict]:
+    asked = {"role": "user", "content": f"What is {number}{name}?"}
+    return [asked, {"role": "assistant", "content": "red"}]
+
+
+def write(folder: Path, name: str, numbers) -> Source:
+    path = folder / name
+    path.write_text("".join(json.dumps({"messages": row(n, name)}) + "\n" for n in numbers))
+    return Source(str(path))
+
+
+def asked(checked: CheckedData) -> Counter:
+    return Counter(messages[0]["content"] for messages in checked.conversations())
+
+
+def test_sets_are_read_one_after_the_other(tmp_path, check):
+    a, b = write(tmp_path, "a", range(3)), write(tmp_path, "b", range(2))
+    checked = check(a, b)
+    assert checked.conversations() == [*(row(n, "a") for n in range(3)), row(0, "b"), row(1, "b")]
+    assert checked.row_lines == ("a:1", "a:2", "a:3", "b:1", "b:2")
+    assert checked.place(4) == f"{b.path}:2"
+    Path(b.path).write_text(json.dumps({"messages": []}) + "\n" + "5")
+    with pytest.raises(ValueError, match=r"b: 2 of 2 rows cannot(.|\n)*b:1: (.|\n)*b:2: "):
+        check(a, b)
+    assert check(a, b, on_bad="skip").counts.rows == 3
+    with pytest.raises(ValueError, match="b has changed since it was checked"):
+        checked.conversations()
+
+
+def test_a_weight_is_how_often_a_row_comes(tmp_path, check):
+    a, b, c = (write(tmp_path, name, range(10)) for name in "abc")
+    checked = check(a, Source(b.path, weight=2.0), Source(c.path, weight=1.3))
+    counts = asked(checked)
+    assert {counts[f"What is {n}a?"] for n in range(10)} == {1}
+    assert {counts[f"What is {n}b?"] for n in range(10)} == {2}
+    assert sorted(counts[f"What is {n}c?"] for n in range(10)) == [1] * 7 + [2] * 3
+    assert len(checked.row_digests) == len(checked.row_sizes) == checked.counts.rows == 43
+    assert check(Source(c.path, weight=0.5)).counts.rows == 5
+    # The same rows, whatever their order.
+    lines = Path(c.path).read_text().splitlines()
+    again = asked(check(Source(c.path, weight=1.3)))
+    Path(c.path).write_text("\n".join(reversed(lines)))
+    assert asked(check(Source(c.path, weight=1.3))) == again
+
+
+def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(tmp_path, check):
+    numbers = [*range(200)]
+    checked = check(write(tmp_path, "a", [*numbers, *numbers[:50]]), evaluate=0.2)
+    there, held_out = asked(checked), asked(checked.eval)
+    assert not there.keys() & held_out.keys()
+    assert len(there) + len(held_out) == 200 and 20 <= len(held_out) <= 60
+    assert checked.asked == 0.2 and checked.eval.eval is None
+    # In another order, without some and with others: what is there stays on its side.
+    other = check(write(tmp_path, "a", [*reversed(numbers[20:]), *range(300, 320)]), evaluate=0.2)
+    assert not asked(other).keys() & held_out.keys()
+    assert not asked(other.eval).keys() & there.keys()
+    # A larger share takes more, and leaves none of those.
+    assert held_out.keys() < asked(check(write(tmp_path, "a", numbers), evaluate=0.4).eval).keys()
+
+
+def test_a_share_that_leaves_no_row_on_a_side_is_refused(tmp_path, check):
+    with pytest.raises(ValueError, match=r"eval is 1e-06, and of 3 rows 0 are held out and 3 left"):
+        check(write(tmp_path, "a", range(3)), evaluate=1e-6)
+
+
+def test_a_file_may_be_evaluated_on(tmp_path, check, capsys):
+    a, b = write(tmp_path, "a", range(4)), write(tmp_path, "b", range(3))
+    checked = check(a, evaluate=[Source(b.path, weight=2.0)])
+    assert checked.conversations() == [row(n, "a") for n in range(4)]
+    assert checked.eval.conversations() == [row(n, "b") for n in range(3)]
+    assert checked.asked == [b.path] and not capsys.readouterr().out
+    check(a, evaluate=[a])
+    assert "4 of the 4 rows of data.eval are trained on, too" in capsys.readouterr().out
+    checked.write(tmp_path / "out.json")
+    read = CheckedData.read(tmp_path / "out.json")
+    assert read == checked and read.eval.conversations() == checked.eval.conversations()
+    Path(b.path).write_text("5")
+    with pytest.raises(ValueError, match=r"b: 1 of 1 rows cannot be used"):
+        check(a, evaluate=[b])
+
+
+def test_rows_are_read_from_the_disk_in_any_process(tmp_path, check, monkeypatch):
+    monkeypatch.setattr(stored_rows, "ROWS_AT_ONCE", 3)
+    checked = check(write(tmp_path, "a", range(10)))
+    checked.write(tmp_path / "out.json")
+    conversations = CheckedData.read(tmp_path / "out.json").conversations()
+    assert [conversations[n] for n in (9, 0, 3)] == [row(n, "a") for n in (9, 0, 3)]
+    assert conversations[2:5] == [row(n, "a") for n in (2, 3, 4)]
+    for context in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(
+            conversations,
+            batch_size=4,
+            collate_fn=list,
+            num_workers=1,
+            multiprocessing_context=context,
+        )
+        assert [one for batch in loader for one in batch] == [row(n, "a") for n in range(10)]
+
+
+def test_rows_that_are_cut_short_are_refused(tmp_path, check):
+    checked = check(write(tmp_path, "a", range(10))).write(tmp_path / "out.json")
+    rows = tmp_path / "out.arrow"
+    rows.write_bytes(rows.read_bytes()[:-100])
+    for damage in (lambda: None, rows.unlink):
+        damage()
+        with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
+            CheckedData.read(tmp_path / "out.json")
+    assert checked.conversations()[0] == row(0, "a")  # the file that is open stays

@@ -1,0 +1,146 @@
+"""Rows for evaluation: their loss in training.json, the best weights, an early end."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.finetune import evaluation
+from glm4v_patched.finetune.config import Recipe, RecipeError
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.helpers.recipes import drawn_recipe, recipe, train_here
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    """Three epochs, a quarter of the rows held out."""
+    changes = {
+        "trainer.max_steps": None,
+        "trainer.num_train_epochs": 3.0,
+        "trainer.per_device_train_batch_size": 4,
+        "trainer.logging_steps": 1,
+        "trained": "lora_lm",
+        "lora.dropout": 0.3,
+        "engine.zero_stage": 0,
+        "data.eval": 0.25,
+    }
+    return drawn_recipe(tmp_path_factory.mktemp("evaluated"), changes)
+
+
+@pytest.fixture(scope="module")
+def report(drawn) -> dict:
+    return train_here(drawn)
+
+
+def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report, tmp_path):
+    steps = [entry["step"] for entry in report["evaluations"]]
+    assert len(steps) == 3 and steps[-1] == report["history"][-1]["step"]
+    checked = check_data(drawn)
+    checked.write(tmp_path / CHECKED_DATA)
+    rows = list(checked.eval.conversations())
+    batch = ConversationCollator(ChatGLMProcessor.from_pretrained(drawn.model))(rows)
+    tokens = (batch["labels"][:, 1:] != -100).sum().item()
+    assert {entry["eval_tokens"] for entry in report["evaluations"]} == {tokens}
+    from peft import PeftModel
+
+    base = GLM4VForCausalLM.from_pretrained(drawn.model, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, drawn.out).eval()
+    with torch.no_grad():
+        loss = model(**batch).loss.item()
+    assert report["evaluations"][-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_evaluation_changes_nothing_of_the_training(drawn, report, tmp_path):
+    """Not even LoRA's dropout: no random number is drawn."""
+    changes = {"out": str(tmp_path / "out"), "trainer.eval_strategy": "steps"}
+    other = train_here(drawn.override(changes | {"trainer.eval_steps": 2}))
+    assert other["history"] == report["history"]
+    last = report["history"][-1]["step"]
+    assert [e["step"] for e in other["evaluations"]] == [*range(2, last, 2), last]
+    quiet = {"out": str(tmp_path / "quiet"), "trainer.eval_strategy": "no"}
+    assert train_here(drawn.override(quiet))["history"] == report["history"]
+
+
+def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path):
+    asked = drawn.override(
+        {
+            "out": str(tmp_path / "out"),
+            "trainer.num_train_epochs": 8.0,
+            "trainer.learning_rate": 0.3,  # it only gets worse, once the warm-up is over
+            "trainer.lr_scheduler_type": "constant_with_warmup",
+            "trainer.warmup_steps": 5.0,
+            "trainer.save_strategy": "epoch",
+            "trainer.save_total_limit": 1,
+            "trainer.load_best_model_at_end": True,
+            "trainer.early_stopping_patience": 2,
+        }
+    )
+    found = train_here(asked)
+    losses = {entry["step"]: entry["eval_loss"] for entry in found["evaluations"]}
+    best = min(losses, key=losses.__getitem__)
+    assert found["best_step"] == best and list(losses).index(best) + 3 == len(losses) < 8
+    kept = {path.name for path in Path(asked.out).glob("checkpoint-*")}
+    assert f"checkpoint-{best}" in kept and len(kept) == 2
+    saved = load_file(Path(asked.out, "adapter_model.safetensors"))
+    there = load_file(Path(asked.out, f"checkpoint-{best}", "adapter_model.safetensors"))
+    assert all(torch.equal(weight, there[name]) for name, weight in saved.items())
+
+
+def test_where_the_last_step_is_best_its_weights_stay(drawn, tmp_path):
+    asked = drawn.override(
+        {
+            "out": str(tmp_path / "out"),
+            "trainer.num_train_epochs": 2.0,
+            "trainer.save_strategy": "epoch",
+            "trainer.load_best_model_at_end": True,
+        }
+    )
+    found = train_here(asked)
+    losses = [entry["eval_loss"] for entry in found["evaluations"]]
+    assert losses[1] < losses[0] and found["best_step"] == found["history"][-1]["step"]
+    [checkpoint] = Path(asked.out).glob("checkpoint-*")
+    saved = load_file(Path(asked.out, "adapter_model.safetensors"))
+    there = load_file(checkpoint / "adapter_model.safetensors")
+    assert any(not torch.equal(weight, there[name]) for name, weight in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2), (5, 1, 4)]
+)
+def test_all_processes_have_as_many_batches_and_each_row_counts_once(
+    monkeypatch, rows, batch, processes
+):
+    monkeypatch.setattr(evaluation.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(evaluation.dist, "get_world_size", lambda: processes)
+    counted, lengths = [], set()
+    for rank in range(processes):
+        monkeypatch.setattr(evaluation.dist, "get_rank", lambda rank=rank: rank)
+        batches, weights = evaluation._share(rows, batch)
+        lengths.add(len(batches))
+        counted += [n for one, w in zip(batches, weights, strict=True) for n in one if w]
+        assert all(batches)
+    assert sorted(counted) == list(range(rows)) and len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"trainer.eval_strategy": "epoch"},
+            "eval_strategy epoch needs rows .* expected data.eval",
+        ),
+        ({"trainer.early_stopping_patience": 1}, "early_stopping_patience needs rows to evaluate"),
+        ({"trainer.save_strategy": "best"}, "save_strategy best needs rows to evaluate on"),
+        (
+            {"data.eval": 0.1, "trainer.eval_strategy": "no", "trainer.early_stopping_patience": 1},
+            "early_stopping_patience with trainer.eval_strategy no; expected steps or epoch",
+        ),
+    ],
+)
+def test_what_needs_an_evaluation_says_so(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(changes)

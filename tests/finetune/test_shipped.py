@@ -1,0 +1,97 @@
+"""Each recipe that ships trains, at tiny size; a name that does not ship is answered at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.cli import main
+from glm4v_patched.engine.memory_plan import Batch, count_trained, decide, estimate
+from glm4v_patched.engine.options import is_lora
+from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe_file import RecipeError
+from glm4v_patched.finetune.shipped import FOLDER, find_recipe, shipped_names
+from glm4v_patched.finetune.trainer import options_of
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.recipes import drawn_recipe, train_here
+
+NAMES = ["full_2x141gb", "full_2x80gb_offload", "lm_2x141gb", "lora_1x80gb", "lora_2x24gb"]
+NAMES += ["lora_both_2x80gb", "qlora_1x24gb"]
+WHERE = ["data.train=my.jsonl", "out=trained"]
+
+
+def shipped(name: str, *overrides: str) -> Recipe:
+    return Recipe.read(find_recipe(Path(name)), [*WHERE, *overrides])
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    return drawn_recipe(tmp_path_factory.mktemp("shipped"))
+
+
+def test_all_that_ship_are_tried():
+    assert shipped_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_recipe_trains_at_tiny_size(name, drawn, tmp_path, monkeypatch):
+    """Without ZeRO and as one process, in 16 bits: what ZeRO does is under test elsewhere."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    asked = shipped(name, "trainer.max_steps=2", "trainer.warmup_steps=1").override(
+        {
+            "model": drawn.model,
+            "data.train": drawn.data.train,
+            "out": str(tmp_path / "out"),
+            "engine.zero_stage": 0,
+            "engine.offload": False,
+            "trainer.per_device_train_batch_size": 2,
+            "trainer.gradient_accumulation_steps": 2,
+            # Layers of 4 bits need a GPU.
+            "trained": "lora_lm" if name == "qlora_1x24gb" else shipped(name).trained,
+        }
+    )
+    report = train_here(asked)
+    assert report["finished"] and len(report["history"]) == 2
+    saved = "adapter_model.safetensors" if is_lora(asked.trained) else "model.safetensors"
+    assert (tmp_path / "out" / saved).is_file()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_recipe_fits_the_gpus_that_its_name_says(name):
+    asked = shipped(name)
+    number, size = name.removesuffix("_offload").split("_")[-1].removesuffix("gb").split("x")
+    # What a GPU of so many GB has free in GiB.
+    free = {"24": 23.5, "80": 79, "141": 139}[size] * 2**30
+    batch = Batch(
+        rows=asked.trainer.per_device_train_batch_size, row_length=2114, processes=int(number)
+    )
+    config = ChatGLMConfig()
+    options = decide(config, options_of(asked), batch, free)
+    assert estimate(config, options, batch) < free - 2 * 2**30
+    assert (options.offload is True) == name.endswith("_offload")
+    rows = batch.rows * batch.processes * asked.trainer.gradient_accumulation_steps
+    assert 16 <= rows <= 32
+    assert f"{rows} rows an update" in (FOLDER / f"{name}.yaml").read_text()
+    assert count_trained(config, options) > 10**6
+    if asked.engine.zero_stage == 0:
+        assert number == "1"
+
+
+def test_a_shipped_recipe_needs_data_and_a_folder_and_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "lora_1x80gb", "--device", "cpu"]) == 1
+    told = capsys.readouterr().err
+    assert "lora_1x80gb.yaml: out is missing" in told and "data.train is missing" in told
+    assert main(["train", "lora_1x80g", *WHERE]) == 1
+    told = capsys.readouterr().err
+    assert "did you mean lora_1x80gb?" in told and all(name in told for name in NAMES)
+
+
+def test_a_file_of_that_name_comes_first(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("lm_2x141gb").write_text(json.dumps({"model": "mine"}))
+    assert find_recipe(Path("lm_2x141gb")) == Path("lm_2x141gb")
+    assert find_recipe(Path("full_2x141gb")).parent == FOLDER
+    with pytest.raises(RecipeError, match="there.yaml: No such file"):
+        preflight.check(find_recipe(Path("there.yaml")))

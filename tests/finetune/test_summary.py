@@ -1,0 +1,107 @@
+"""What is told before the first step, and what is seen while training goes on."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from glm4v_patched.cli import main
+from glm4v_patched.finetune import disk, progress
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.progress import LossPlot, ProgressBar
+from glm4v_patched.finetune.summary import show_sample
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.helpers.recipes import drawn_recipe, train_here
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    changes = {
+        "trainer.max_steps": None,
+        "trainer.num_train_epochs": 2.0,
+        "trainer.gradient_accumulation_steps": 2,
+        "trainer.save_steps": 3,
+        "trained": "lora_lm",
+        "engine.zero_stage": 0,
+        "data.eval": 0.2,
+    }
+    return drawn_recipe(tmp_path_factory.mktemp("summary"), changes)
+
+
+def test_a_dry_run_says_all_and_writes_nothing(drawn, tmp_path, capsys):
+    drawn.write(tmp_path / "recipe.json")
+    before = sorted(Path(drawn.model).parent.rglob("*"))
+    assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    for line in [
+        "data        17 rows, 17 pictures; 335 positions, of which 63 are learned",
+        "evaluation  after every epoch, on 3 rows",
+        "steps       10, 5 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
+        "trained     lora_lm: 6,144 of 766,688 weights; learning rate 0.001",
+        "device      1 x CPU, fp32, no ZeRO",
+        "kept        tower full, language full, offload False, compile False",
+        ", 3 checkpoints at once of ",
+        "(4 positions of a picture)<|end_of_image|>Which",
+        "<|assistant|>[[",
+        "<|endoftext|>]]",
+        "nothing was trained, and nothing written (--dry-run)",
+    ]:
+        assert line in told, told
+    assert sorted(Path(drawn.model).parent.rglob("*")) == before
+
+
+def test_each_learned_turn_of_the_sample_is_marked_and_no_other(drawn):
+    messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+    later = [{"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}]
+    shown = show_sample(ChatGLMProcessor.from_pretrained(drawn.model), [*messages, *later])
+    inside = [part.split("]]")[0] for part in shown.split("[[")[1:]]
+    assert len(inside) == 2 and "B" in inside[0] and "D" in inside[1]
+    assert not any(letter in "".join(inside) for letter in "AC")
+
+
+def test_a_disk_that_is_too_small_for_the_epochs_is_told_before_anything_is_written(
+    drawn, tmp_path, capsys, monkeypatch
+):
+    """How many steps an epoch has is known only once the rows are read."""
+    mine = drawn.override({"out": str(tmp_path / "out")})
+    mine.write(tmp_path / "recipe.json")
+    sizes = disk.needed_space(mine.flat(), 10)
+    free = sizes._replace(free=sizes.total - 1)
+    monkeypatch.setattr(disk, "needed_space", lambda known, steps=None: steps and free)
+    assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
+    assert "and up to 3 checkpoints at once" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_loss_is_drawn_as_it_trains(drawn, tmp_path, monkeypatch):
+    drawn_after = []
+
+    def draw(history, path):
+        drawn_after.append(len(history))
+        path.write_text("a plot")
+
+    monkeypatch.setattr(progress, "plot_loss", draw)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_PLOTS", 0)
+    train_here(drawn.override({"out": str(tmp_path / "out")}))
+    assert len(drawn_after) > 3 and drawn_after == sorted(drawn_after)
+    assert (tmp_path / "out" / "loss.png").is_file()
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_PLOTS", 30)
+    plot, args = LossPlot(), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    drawn_after.clear()
+    for _ in range(3):
+        plot.on_log(args, TrainerState(is_world_process_zero=True), TrainerControl())
+    assert len(drawn_after) == 1
+
+
+def test_the_bar_shows_loss_rate_and_speed(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.0, 4.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    state = TrainerState(is_world_process_zero=True, is_local_process_zero=True, max_steps=10)
+    bar = ProgressBar(batch=8)
+    bar.on_train_begin(args, state, TrainerControl())
+    state.global_step = 2
+    bar.on_log(args, state, TrainerControl(), logs={"loss": 1.5, "learning_rate": 1e-4})
+    assert bar.training_bar.postfix == "loss=1.5, lr=0.0001, samples/s=4"
+    bar.training_bar.close()

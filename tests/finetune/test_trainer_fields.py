@@ -1,0 +1,222 @@
+"""``trainer:`` takes what TrainingArguments takes, but for what is the recipe's own."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+from torch.utils.data import BatchSampler
+from transformers import TrainingArguments
+
+from glm4v_patched.finetune.config import Recipe, RecipeError
+from glm4v_patched.finetune.disk import checkpoints_at_once
+from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.preflight import Placement
+from glm4v_patched.finetune.run_folder import begin, close_record
+from glm4v_patched.finetune.trainer import settings_of, starting_point
+from glm4v_patched.finetune.trainer_fields import steps_in_epoch, total_steps, warmup
+from glm4v_patched.finetune.training_arguments import installed_fields, refusal
+from tests.helpers.recipes import drawn_recipe, recipe, train_here
+
+
+def trainer(**changes):
+    return recipe({f"trainer.{name}": value for name, value in changes.items()}).trainer
+
+
+def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_name():
+    public = {f.name: f for f in dataclasses.fields(TrainingArguments) if f.name[0] != "_"}
+    taken = installed_fields()
+    assert {*taken} == {name for name in public if refusal(name) is None}
+    assert {"weight_decay", "neftune_noise_alpha", "eval_delay"} <= {*taken} and len(taken) > 40
+    for name, kind in taken.items():
+        default = public[name].default
+        if default is not dataclasses.MISSING:
+            TypeAdapter(kind | None).validate_python(getattr(default, "value", default))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("output_dir", "trainer.output_dir is set by the recipe; expected out"),
+        ("deepspeed", "expected engine.zero_stage and engine.offload"),
+        ("bf16", "expected engine.precision"),
+        ("fp16", "expected engine.precision"),
+        ("optim", "expected engine.optimizer"),
+        ("gradient_checkpointing", "expected engine.tower and engine.language"),
+        ("torch_compile", "expected engine.compile"),
+        ("fsdp", "cannot be set: the weights are sharded by DeepSpeed: engine.zero_stage"),
+        ("fsdp_config", "cannot be set: the weights are sharded by DeepSpeed"),
+        ("push_to_hub", "a model is published by python -m hub_upload"),
+        ("hub_model_id", "a model is published by python -m hub_upload"),
+        ("warmup_ratio", "expected trainer.warmup_steps, which is a share"),
+        ("label_smoothing_factor", "needs the logits of all positions"),
+        ("ddp_backend", "are the launcher's: --processes"),
+        ("resume_from_checkpoint", "expected --resume"),
+    ],
+)
+def test_what_is_the_recipe_s_own_is_refused_with_what_to_write(name, message):
+    with pytest.raises(RecipeError, match=message):
+        trainer(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_scheduler_type": "cosin"}, 'lr_scheduler_type is "cosin"; expected linear, cosine'),
+        ({"dataloader_num_workers": "4"}, r'num_workers is "4"; .*\(without quotes\)'),
+        ({"adam_beta1": True}, "adam_beta1 is true; expected a number"),
+        ({"full_determinism": 1}, "full_determinism is 1; expected true, false or null"),
+        ({"weight_decai": 0.1}, r"did you mean trainer\.weight_decay\?"),
+        ({"epochs": 3}, r"did you mean trainer\.num_train_epochs\?"),
+        ({"num_train_epochs": 0}, "num_train_epochs is 0; expected a number above 0"),
+        (
+            {"learning_rate": None},
+            "trainer.learning_rate is null; expected a number above 0, or one",
+        ),
+        ({"warmup_steps": -1}, "warmup_steps is -1; expected a number of at least 0"),
+        ({"report_to": "tensorbord"}, "'tensorbord', which is no logger .* expected none or tens"),
+        ({"report_to": ["clearml"]}, "report_to clearml needs clearml: .*pip install clearml"),
+        ({"save_strategy": "steps"}, "save_strategy is steps; expected trainer.save_steps, too"),
+        ({"save_strategy": "epoch", "save_steps": 5}, "save_steps is 5; expected one of them"),
+        ({"eval_strategy": "steps"}, "eval_strategy is steps; expected trainer.eval_steps, too"),
+        (
+            {"load_best_model_at_end": True, "save_steps": 5},
+            "saved at 'steps' and evaluated at 'epoch'; expected trainer.save_strategy to be best",
+        ),
+        (
+            {"load_best_model_at_end": True, "save_steps": 5, "eval_steps": 2},
+            "every 5 steps, and evaluated every 2; expected .* a multiple",
+        ),
+    ],
+)
+def test_a_mistake_is_told_before_torch_is_loaded(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        trainer(**changes)
+
+
+def test_fields_that_are_left_out_are_not_written_and_not_compared():
+    assert "adam_beta1" not in recipe().trainer.model_dump()
+    assert "trainer.adam_beta1" not in settings_of(recipe(), 1)
+    assert settings_of(recipe({"trainer.adam_beta1": 0.8}), 1)["trainer.adam_beta1"] == 0.8
+    free = {"trainer.logging_steps": 3, "trainer.dataloader_num_workers": 2}
+    assert settings_of(recipe(free), 1) == settings_of(recipe(), 1)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 20, 21])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize(("batch", "accumulation", "drop"), [(2, 1, 0), (3, 2, 0), (2, 4, 1)])
+def test_steps_are_counted_as_the_trainer_counts_them(rows, processes, batch, accumulation, drop):
+    fields = trainer(
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        dataloader_drop_last=bool(drop),
+        max_steps=None,
+        num_train_epochs=2.5,
+    )
+    batches = BatchSampler(range(rows), batch, drop_last=bool(drop))
+    of_process = len(BatchSamplerShard(batches, processes, 0))
+    assert steps_in_epoch(fields, rows, processes) == max(math.ceil(of_process / accumulation), 1)
+    steps = steps_in_epoch(fields, rows, processes)
+    assert total_steps(fields, rows, processes) == math.ceil(2.5 * steps)
+
+
+def test_warm_up_is_in_steps_or_a_share_of_them():
+    assert [warmup(trainer(), steps) for steps in range(1, 2000)] == [
+        max(steps // 20, 1) for steps in range(1, 2000)
+    ]
+    assert warmup(trainer(warmup_steps=7), 100) == 7 and warmup(trainer(warmup_steps=0), 100) == 0
+    assert warmup(trainer(warmup_steps=0.5), 100) == 50
+
+
+def test_checkpoints_of_epochs_are_counted_for_the_disk():
+    epochs = {"trainer.max_steps": None, "trainer.num_train_epochs": 4.5}
+    asked = recipe(epochs | {"trainer.save_strategy": "epoch"})
+    assert checkpoints_at_once(asked.flat()) == 4
+    assert checkpoints_at_once(asked.override({"trainer.save_total_limit": 1}).flat()) == 2
+    asked = recipe(epochs | {"trainer.save_steps": 10})
+    assert checkpoints_at_once(asked.flat()) == 1 and checkpoints_at_once(asked.flat(), 41) == 4
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    """Two epochs of five steps, with a checkpoint after the first."""
+    changes = {
+        "trainer.max_steps": None,
+        "trainer.num_train_epochs": 2.0,
+        "trainer.gradient_accumulation_steps": 2,
+        "trainer.save_strategy": "epoch",
+        "trainer.logging_steps": 1,
+        "trainer.weight_decay": 0.1,
+        "trainer.adam_beta2": 0.95,
+        "trained": "lora_lm",
+        "engine.zero_stage": 0,
+    }
+    folder = tmp_path_factory.mktemp("fields")
+    recipe = drawn_recipe(folder, changes)
+    Path(recipe.out).mkdir()
+    begin(Path(recipe.out), [])
+    train_here(recipe)
+    close_record(Path(recipe.out), adapters=True)
+    return recipe
+
+
+def history(out: str | Path) -> list[dict]:
+    return json.loads(Path(out, "training.json").read_text())["history"]
+
+
+def test_epochs_are_trained_with_what_was_asked_for(drawn):
+    assert len(history(drawn.out)) == 10
+    arguments = torch.load(Path(drawn.out, "training_args.bin"), weights_only=False)
+    assert (arguments.weight_decay, arguments.adam_beta2) == (0.1, 0.95)
+    assert arguments.lr_scheduler_type == "cosine" and arguments.max_steps == 10
+    assert [path.name for path in Path(drawn.out).glob("checkpoint-*")] == ["checkpoint-5"]
+
+
+def test_accumulated_batches_learn_what_one_of_their_size_learns(drawn, tmp_path):
+    changes = {"out": str(tmp_path / "out"), "trainer.gradient_accumulation_steps": 1}
+    whole = drawn.override(changes | {"trainer.per_device_train_batch_size": 4})
+    found = train_here(whole)["history"]
+    for mine, one in zip(history(drawn.out), found, strict=True):
+        assert mine["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    expected = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    for name, weight in load_file(Path(drawn.out, "adapter_model.safetensors")).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, tmp_path, monkeypatch):
+    from glm4v_patched.finetune import launch as launching
+
+    shutil.copytree(drawn.out, tmp_path / "out")
+    mine = drawn.override({"out": str(tmp_path / "out")})
+    here = Placement(1, on_cpu=True)
+    commands = []
+    monkeypatch.setattr(launching, "_run", lambda command, _: commands.append(command) or 0)
+    with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
+        launch(mine, here, resume=True)
+    with pytest.raises(ValueError, match="is finished"):
+        launch(mine.override({"trainer.num_train_epochs": 1.5}), here, resume=True)
+    longer = mine.override({"trainer.num_train_epochs": 3.0})
+    launch(longer, here, resume=True)
+    assert str(tmp_path / "out" / "checkpoint-5") in commands[0]
+    report = train_here(longer, tmp_path / "out" / "checkpoint-5")
+    assert [entry["step"] for entry in report["history"]] == [*range(1, 16)]
+    assert report["history"][:5] == history(drawn.out)[:5]
+    with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
+        starting_point(mine, 1, True)
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_made_longer(drawn, tmp_path):
+    ignored = shutil.ignore_patterns("checkpoint-*")
+    shutil.copytree(drawn.out, tmp_path / "out", ignore=ignored)
+    changes = {"out": str(tmp_path / "out"), "trainer.num_train_epochs": 3.0}
+    with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
+        launch(drawn.override(changes), Placement(1, on_cpu=True), resume=True)

@@ -1,0 +1,20 @@
+"""A built folder loads, answers and trains where there is nothing else of ours.
+
+This runs with every supported transformers, also beside a huggingface_hub that is too old for the
+commands.
+"""
+
+from hub_upload.checks import CHECKS
+from hub_upload.load_check import PASSED, STEPS
+from hub_upload.verify import verify
+
+
+def test_a_build_passes_every_check(built):
+    """The last ones in a process that cannot import the package."""
+    report = verify(str(built), check_weights=True)
+    details = {check.name: check.detail for check in report.checks}
+    assert [*details] == [*CHECKS, *STEPS]
+    assert {check.status for check in report.checks} == {PASSED}, report.as_table()
+    assert "sha256 compared" in details["weight files"]
+    assert details["training step"].endswith("4 layers were recomputed; real weights")
+    assert details["generation"].endswith("real weights")

@@ -1,0 +1,217 @@
+"""``glm4v-patched merge``: one model of adapters and their base, file by file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference import merge as module
+from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.merge import merge
+from glm4v_patched.inference.questions import Generation, read_questions
+from glm4v_patched.inference.source import find_source
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from hub_upload.build import build, read_source
+
+BOTH = r".*query_key_value"
+FIRST = "encoder.layers.0.self_attention.query_key_value"
+KINDS = {
+    "alpha": {"r": 4, "lora_alpha": 32},
+    "rsLoRA": {"r": 4, "lora_alpha": 8, "use_rslora": True},
+    "DoRA": {"r": 4, "lora_alpha": 8, "use_dora": True},
+    "patterns": {"r": 4, "rank_pattern": {FIRST: 2}, "alpha_pattern": {FIRST: 64}},
+    "other layers": {"r": 2, "target_modules": r".*(dense_h_to_4h|output_layer|encoder.*\.dense)"},
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(files, tmp_path_factory) -> Path:
+    """The model in several files, in bf16 but for some of it."""
+    folder = tmp_path_factory.mktemp("sharded") / "model"
+    shutil.copytree(files.model, folder)
+    (folder / "model.safetensors").unlink()
+    model = GLM4VForCausalLM.from_pretrained(files.model, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="400KB")
+    return folder
+
+
+def adapters_on(model: Path, folder: Path, **options) -> Path:
+    base = GLM4VForCausalLM.from_pretrained(model, dtype="auto")
+    config = LoraConfig(**{"target_modules": BOTH, "task_type": "CAUSAL_LM"} | options)
+    adapted = get_peft_model(base, config)
+    torch.manual_seed(0)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: w for path in folder.glob("*.safetensors") for n, w in load_file(path).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_those_of_peft(files, tmp_path, kind):
+    folder = adapters_on(files.model, tmp_path / "adapters", **KINDS[kind])
+    difference = merge(str(folder), tmp_path / "merged")
+    assert difference is not None and difference.merged < 1e-4 < 0.01 < difference.adapters
+    model = GLM4VForCausalLM.from_pretrained(files.model)
+    wanted = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    found, before = weights_of(tmp_path / "merged"), weights_of(files.model)
+    assert found.keys() == before.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert len(changed) == 4 if kind != "other layers" else len(changed) > 4
+
+
+def test_files_and_dtypes_of_the_base_are_kept(sharded, tmp_path):
+    """bf16 stays, and so does what is in fp32; each file has the tensors that it had."""
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    norm = "transformer.encoder.final_layernorm.weight"
+    path = sharded / index["weight_map"][norm]
+    tensors = load_file(path)
+    tensors[norm] = tensors[norm].float()
+    save_file(tensors, path, metadata={"format": "pt"})
+    folder = adapters_on(sharded, tmp_path / "adapters", r=4, lora_alpha=32)
+    difference = merge(str(folder), tmp_path / "merged")
+    assert difference is not None and difference.merged < difference.allowed < difference.adapters
+    assert len([*sharded.glob("*.safetensors")]) > 3
+    for path in sharded.glob("*.safetensors"):
+        before, after = load_file(path), load_file(tmp_path / "merged" / path.name)
+        assert {n: w.dtype for n, w in before.items()} == {n: w.dtype for n, w in after.items()}
+    merged_index = tmp_path / "merged" / "model.safetensors.index.json"
+    assert json.loads(merged_index.read_text()) == index
+
+
+@pytest.fixture(scope="module")
+def merged(files, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("merged") / "new" / "merged"
+    assert main(["merge", str(files.adapters), "--out", str(out)]) == 0
+    return out
+
+
+def test_the_folder_is_one_that_save_pretrained_writes(files, merged):
+    assert {path.name for path in merged.iterdir()} == {path.name for path in files.model.iterdir()}
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (files.model, merged)]
+    assert configs[0] == configs[1]
+    modes = {path.stat().st_mode & 0o777 for path in merged.iterdir()}
+    assert len(modes) == 1 and [path.name for path in merged.parent.iterdir()] == ["merged"]
+
+
+def test_a_merged_model_answers_as_its_adapters_do(files, merged):
+    prompts = [question.prompt for question in read_questions(files.data)]
+    answers = [
+        Answerer(load(find_source(str(name)), "cpu"), Generation(max_new_tokens=6)).answer(prompts)
+        for name in (files.model, files.adapters, merged)
+    ]
+    assert answers[0] != answers[1] == answers[2]
+
+
+def test_a_merged_model_can_be_published(merged, tmp_path):
+    shutil.copytree(merged, tmp_path / "merged")
+    (tmp_path / "merged" / "MODEL_LICENSE").write_text("The weights are under this licence.\n")
+    source = read_source(str(tmp_path / "merged"), "zai-org/glm-4v-9b", "LoRA on shapes")
+    build(source, tmp_path / "published", "our-org/glm-4v-9b-shapes")
+    assert (tmp_path / "published" / "model.safetensors").is_file()
+
+
+def test_a_merge_that_went_wrong_is_noticed_and_leaves_nothing(files, tmp_path, monkeypatch):
+    right = module.merged_weight
+
+    def wrong(layer, weight, name):
+        return 2 * right(layer, weight, name) - weight
+
+    monkeypatch.setattr(module, "merged_weight", wrong)
+    with pytest.raises(RuntimeError, match="was not merged; .* logits differ by"):
+        merge(str(files.adapters), tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_was_merged_wrongly_is_noticed_by_itself(files, monkeypatch, dtype):
+    """Adapters that change a layer's output by 4%, which logits in bf16 hide, twice."""
+    layers = module._adapted_layers(find_source(str(files.adapters)), files.model)
+    name, layer = next(iter(layers.items()))
+    weight = load_file(files.model / "model.safetensors")[name].to(dtype)
+    scale = 0.04 * weight.float().std() / layer.get_delta_weight("default").std()
+    layer.lora_B["default"].weight *= scale
+    module.merged_weight(layer, weight, name)
+    layer.merged_adapters.clear()
+    delta = layer.get_delta_weight
+    monkeypatch.setattr(layer, "get_delta_weight", lambda *args: 2 * delta(*args))
+    with pytest.raises(RuntimeError, match=f"{name}: the output of the merged weight differs"):
+        module.merged_weight(layer, weight, name)
+
+
+def test_adapters_that_are_broken_are_not_merged(files, tmp_path):
+    shutil.copytree(files.adapters, tmp_path / "adapters")
+    weights = tmp_path / "adapters" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match="query_key_value.weight is NaN or infinite"):
+        merge(str(tmp_path / "adapters"), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": "lora_only"}, 'bias is "lora_only": cannot be merged'),
+        ({"modules_to_save": ["output_layer"]}, r"modules_to_save is \[.output_layer.\]"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa"'),
+        ({"lora_bias": True, "use_qalora": True}, "lora_bias is true, use_qalora is true"),
+        ({"of_next_year": 3}, "of_next_year is 3"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ],
+)
+def test_what_is_more_than_lora_is_refused_by_name(files, tmp_path, changes, message):
+    shutil.copytree(files.adapters, tmp_path / "adapters")
+    config = tmp_path / "adapters" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        merge(str(tmp_path / "adapters"), tmp_path / "merged")
+
+
+def test_adapters_of_embeddings_are_refused_by_name(files, tmp_path):
+    options = {"r": 2, "target_modules": ["word_embeddings"]}
+    folder = adapters_on(files.model, tmp_path / "adapters", **options)
+    with pytest.raises(ValueError, match=r"not of linear layers \(.*word_embeddings.weight\)"):
+        merge(str(folder), tmp_path / "merged")
+
+
+def test_mistakes_are_told_and_nothing_is_replaced(files, sharded, tmp_path, monkeypatch, capsys):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").touch()
+    told = {
+        "is there, and nothing is replaced": [str(files.adapters), str(tmp_path / "there")],
+        "holds no adapters": [str(files.model), str(tmp_path / "out")],
+        "lies in the model's folder": [str(files.adapters), str(files.model / "out")],
+    }
+    for message, (adapters, out) in told.items():
+        assert main(["merge", adapters, "--out", out]) == 1
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
+    assert main(["merge", str(files.adapters), "--out", str(tmp_path / "out")]) == 1
+    assert "0.0 GB are free there, and the model takes 0.0 GB" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
+def test_a_base_without_safetensors_is_told_how_to_get_them(files, tmp_path):
+    shutil.copytree(files.model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    shutil.copytree(files.adapters, tmp_path / "adapters")
+    config = tmp_path / "adapters" / "adapter_config.json"
+    moved = json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "model")}
+    config.write_text(json.dumps(moved))
+    with pytest.raises(ValueError, match="no weights as safetensors; load it and save it once"):
+        merge(str(tmp_path / "adapters"), tmp_path / "merged")
