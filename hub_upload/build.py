@@ -106,7 +106,8 @@ def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> Fine
     adapter beside them, and if they were trained and nobody says how."""
     if adapters := ", ".join(sorted(OF_ADAPTERS & source.files.keys())):
         told = f"{source.name} holds an adapter ({adapters}), which a build leaves out"
-        raise ValueError(f"{told}: merge it first (peft's merge_and_unload), and give that folder")
+        cure = "merge it first (glm4v-patched merge ADAPTER --out FOLDER), and give that folder"
+        raise ValueError(f"{told}: {cure}")
     if base is not None or trained is not None:
         if not base or not re.fullmatch(ID, base):
             raise ValueError(f"--fine-tune-of {base}: give the id of the base as org/name")
