@@ -87,10 +87,10 @@ def _read_repository(text: str) -> Source:
         told = f"{text} is neither a folder nor a repository of the Hub"
         raise ValueError(f"{told}: give a folder, or {UPSTREAM}@<commit of 40 hex digits>")
     if not re.fullmatch("[0-9a-f]{40}", revision):
-        told = f"{repository}: {revision or 'no revision'} is no commit of 40 hex digits"
-        with during(f"{told}, and asking where it is at"):
+        given = f"{revision} is no full commit" if revision else "no revision is given"
+        with during(f"{repository}: {given}, and asking for the commit that it is at"):
             commit = HfApi().model_info(repository, revision=revision or None).sha
-        told += ", so two builds may differ"
+        told = f"{repository}: {given}, and what it points to may change between two builds"
         raise ValueError(f"{told}: give {repository}@{commit}, where it is at now")
     with tempfile.TemporaryDirectory() as folder:
         _, files = read_repository(repository, revision, Path(folder, "source"), _is_read)

@@ -50,11 +50,18 @@ ELSEWHERE = {
     "torchrun --nproc_per_node 2 -m glm4v_patched.run -m trl.scripts.sft": "by hand, as it says",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    # Rows in each format.
+    "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
     "pip install liger-kernel": "tests/patch/test_kernels_gpu.py, on a GPU",
+    # Needs an environment of its own, or other machines.
+    "glm4v-patched compare": "tests/compare/test_compare.py",
+    "torchrun --nnodes 2": "tests/distributed/test_more_machines.py",
+    "deepspeed --hostfile hosts": "needs ssh; its launcher was tried by hand, as the page says",
+    "apt-get install python3-dev": "a system's package",
     # Other tests: .ci/run runs them, or a person with GPUs.
     "pytest": "test_tests_that_pages_name_are_there",
     "ruff check .": ".ci/run",
@@ -220,6 +227,13 @@ def test_training_is_stopped_and_goes_on(given, reader, trained):
         each["step"] for each in json.loads((trained / "training.json").read_text())["history"]
     ]
     assert steps[-1] == 40 and (trained / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@runs("glm4v-patched doctor")
+def test_doctor_finds_nothing_that_will_fail(given, reader):
+    for command in given:
+        assert " 0 will fail" in reader.shell(f"{command} --device cpu")
 
 
 @pytest.mark.slow

@@ -135,7 +135,9 @@ def check_sets(
     return replace(checked, eval=evaluated, asked=asked)
 
 
-def require_pictures(path: str | Path, memory: Path | None = None, to_learn: bool = True) -> None:
+def require_pictures(
+    path: str | Path | Source, memory: Path | None = None, to_learn: bool = True
+) -> None:
     """Decode every picture of a file's rows, as :func:`check_file` does.
 
     Args:

@@ -36,6 +36,12 @@ ROW_CURES = {
     "chosen": "it is of preferences, which TRL trains on",
     "rejected": "it is of preferences, which TRL trains on",
 }
+OF_OTHER_FORMATS = ("instruction", "input", "output", "query", "response", "question", "answer")
+ROW_CURES |= dict.fromkeys(
+    OF_OTHER_FORMATS,
+    'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
+    '"..."}]}',
+)
 IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
 ONE_PICTURE = (
     'write "image": "a.png", one path; several are parts of "content": '

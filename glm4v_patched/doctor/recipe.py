@@ -116,7 +116,11 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
         yield finding("model", FAILS, str(error))
         return
     yield from _check_model(Path(base.model), config)
-    yield from _check_processor(recipe, base, config)
+    of_processor = _check_processor(recipe, base, config)
+    yield of_processor
+    if of_processor.verdict == FAILS:
+        yield Finding("data, memory", WARNING, "not looked at: the processor has to be right first")
+        return
     checked = None
     try:
         # It prints which rows are left out, and --json is for programs.
@@ -166,25 +170,23 @@ def _check_model(folder: Path, config: "ChatGLMConfig") -> Iterator[Finding]:
         yield Finding("code", OK, text)
 
 
-def _check_processor(recipe: Recipe, base: Base, config: "ChatGLMConfig") -> Iterator[Finding]:
+def _check_processor(recipe: Recipe, base: Base, config: "ChatGLMConfig") -> Finding:
     from ..finetune.trainer import processor_of
 
     try:
         processor = processor_of(recipe, base)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
         text = f"tokenizer and image processor cannot be loaded: {error}"
         cure = f"put the published {' and '.join(CONFIGS_OF_TOKENIZER)} beside the weights"
-        yield Finding("processor", FAILS, text, cure)
-        return
+        return Finding("processor", FAILS, text, cure)
     places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
     if places == wanted:
         side = config.vision.image_size
-        yield Finding("processor", OK, f"pictures of {side} pixels take {places + 2:,} positions")
-        return
+        return Finding("processor", OK, f"pictures of {side} pixels take {places + 2:,} positions")
     size = json.dumps({"image_size": config.vision.image_size})
     text = f"its pictures take {places:,} positions, and the model's {wanted:,}: image_size was "
     text += "lost when the tokenizer was saved"
-    yield Finding("processor", FAILS, text, f"write {size} into tokenizer_config.json")
+    return Finding("processor", FAILS, text, f"write {size} into tokenizer_config.json")
 
 
 def _describe_data(checked: "CheckedData") -> Finding:

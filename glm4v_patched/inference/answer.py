@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.sources import Source
 from ..data.workers import Ended, ask_all
 from ..engine.environment import training_environment
 from ..finetune.identity import Base, identify
@@ -26,12 +27,12 @@ class Request:
 
     Args:
         model: Folder of a model or of adapters, or an id of the Hub.
-        data: File of rows.
+        data: Of the rows.
         processes: None for one on each GPU; on a CPU, for a single one.
     """
 
     model: str
-    data: Path
+    data: Source
     revision: str | None = None
     device: Any = "cuda"
     processes: int | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, shorten
+from ..data.sources import Source
 from .questions import Question
 
 
@@ -40,7 +41,7 @@ class AnswersFile:
         path: Its folder is made if it is missing.
         questions: That it will have an answer to.
         settings: What its answers belong to, by names that are told where they differ.
-        data: The file that the questions are of; it and its pictures are not written to.
+        data: What the questions are of; it and its pictures are not written to.
         overwrite: Whether a file that is there may be replaced.
 
     Raises:
@@ -53,7 +54,7 @@ class AnswersFile:
         path: Path,
         questions: Sequence[Question],
         settings: Mapping[str, Any],
-        data: Path,
+        data: Source,
         overwrite: bool = False,
     ):
         self.path = path
@@ -148,12 +149,12 @@ class AnswersFile:
         self.file.close()
 
 
-def _require_apart(path: Path, data: Path, questions: Sequence[Question]) -> None:
+def _require_apart(path: Path, data: Source, questions: Sequence[Question]) -> None:
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder; expected a file")
     if not path.exists():
         return
-    read = [data, *(Path(p) for q in questions for p in pictures_of(q.prompt))]
+    read = [Path(data.path), *(Path(p) for q in questions for p in pictures_of(q.prompt))]
     for each in read:
         if each.exists() and path.samefile(each):
             raise ValueError(f"--out {path} is what is read; expected another file")

@@ -57,7 +57,16 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows to answer")
+    what = (
+        "rows to answer: a file, a folder of tables or an id of the Hub, as data.train of a recipe"
+    )
+    parser.add_argument("--data", required=True, metavar="FILE", help=what)
+    fields = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
+    fields("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
+    fields("--image-folder", metavar="FOLDER", help="what paths of pictures are relative to")
+    fields("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
+    fields("--split", default="train", metavar="NAME", help="of a data set (default: train)")
+    fields("--allow-urls", action="store_true", help="fetch pictures by http(s)")
     every = "processes, each on a GPU of its own; default: all GPUs"
     parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
     rows = "rows that a process answers at once (default: 8)"
@@ -105,12 +114,32 @@ def _request(options: argparse.Namespace):
     return Request(
         model=options.model,
         revision=options.revision,
-        data=options.data,
+        data=_source(options),
         device=options.device,
         processes=options.processes,
         batch_size=options.batch_size,
         in_4_bit=options.load_in_4bit,
         generation=_generation(options),
+    )
+
+
+def _source(options: argparse.Namespace):
+    from ..data.formats import FORMATS
+    from ..data.sources import Source
+
+    if options.format not in ("auto", *FORMATS):
+        known = ", ".join(["auto", *FORMATS])
+        raise ValueError(f"--format {options.format}: expected one of {known}")
+    folder = options.image_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"--image-folder {folder}: there is no such folder")
+    return Source(
+        options.data,
+        options.format,
+        split=options.split,
+        image_folder=folder,
+        ignore=tuple(options.ignore),
+        allow_urls=options.allow_urls,
     )
 
 

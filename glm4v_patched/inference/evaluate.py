@@ -53,7 +53,7 @@ def evaluate(
         lines = answer_questions(request, placement, base, asked, folder / ANSWERS, overwrite)
         report = {
             "model": request.model,
-            "data": str(request.data),
+            "data": request.data.path,
             **scores_of(lines, metrics),
             "settings": settings_of(request, base, asked),
             "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},

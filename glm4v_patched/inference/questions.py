@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.messages import replace_pictures, shorten, text_of, without_marks
-from ..data.sources import Fault, Row, describe_faults, read_rows
+from ..data.sources import Fault, Row, Source, describe_faults, read_rows
 
 
 class Question(NamedTuple):
@@ -76,8 +76,8 @@ class Generation:
         return given | {"do_sample": self.do_sample}
 
 
-def read_questions(path: Path, with_reference: bool = False) -> list[Question]:
-    """Read the rows of a file; where one ends with the assistant, that is its reference.
+def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:
+    """Read rows; where one ends with the assistant, that is its reference.
 
     Args:
         with_reference: Whether every row must have one.

@@ -95,17 +95,20 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         """
         if do_convert_rgb is None:
             do_convert_rgb = self.do_convert_rgb
-        flat, pixels = _flat(images), []
+        flat = _flat(images)
+        if not flat:
+            raise ValueError("0 images were given: give at least 1")
+        side = self.size["height"]
+        pixels = np.empty((len(flat), 3, side, side), np.float32)
         for number, image in enumerate(flat):
             try:
-                pixels.append(self._preprocess_one(image, do_convert_rgb))
+                self._preprocess_one(image, do_convert_rgb, pixels[number])
             except ValueError as error:
                 raise ValueError(f"image {number} of {len(flat)}: {error}") from error
-        if not pixels:
-            raise ValueError("0 images were given: give at least 1")
-        return BatchFeature({"pixel_values": np.stack(pixels)}, tensor_type=return_tensors)
+        return BatchFeature({"pixel_values": pixels}, tensor_type=return_tensors)
 
-    def _preprocess_one(self, image, do_convert_rgb: bool) -> np.ndarray:
+    def _preprocess_one(self, image, do_convert_rgb: bool, out: np.ndarray) -> None:
+        """Write ``[3, S, S]`` to ``out``."""
         pil = as_picture(image)
         if do_convert_rgb:
             pil = pil.convert("RGB")
@@ -115,12 +118,14 @@ class ChatGLMImageProcessor(BaseImageProcessor):
                 "convert it to RGB or leave do_convert_rgb on"
             )
         side = (self.size["width"], self.size["height"])
-        pixels = np.asarray(pil.resize(side, resample=self.resample), dtype=np.float32)
-        # Division, not multiplication by 1 / 255: the two differ in the last bit.
-        pixels = pixels / np.float32(255)
-        mean = np.asarray(self.image_mean, dtype=np.float32)
-        std = np.asarray(self.image_std, dtype=np.float32)
-        return ((pixels - mean) / std).transpose(2, 0, 1)
+        pixels = np.asarray(pil.resize(side, resample=self.resample))
+        # Division, not multiplication by 1 / 255: the two differ in the last bit. Of each of the
+        # 256 values once, which takes a third of the time.
+        values = np.arange(256, dtype=np.float32) / np.float32(255)
+        channels = zip(self.image_mean, self.image_std, strict=True)
+        for channel, (mean, std) in enumerate(channels):
+            table = (values - np.float32(mean)) / np.float32(std)
+            np.take(table, pixels[..., channel], out=out[channel], mode="clip")
 
 
 def as_picture(image) -> "PIL.Image.Image":

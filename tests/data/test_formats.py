@@ -237,6 +237,10 @@ REFUSED = {
     ),
     "tools of a row": (row(said("user"), ANSWER, tools=[TOOL]), '"tools" .*the system message'),
     "unknown keys": (row(said("user"), ANSWER, id=1, split="a"), '"id" .*take it out.*"split" '),
+    "Alpaca": (
+        json.dumps({"instruction": "q", "output": "a"}),
+        '"instruction" is not read: write {"messages": .*"output" is not read: write {"messages": ',
+    ),
     "no messages": ("{}", '"messages" is missing'),
     # Keys of a message
     **{

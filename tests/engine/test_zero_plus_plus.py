@@ -12,12 +12,14 @@ from tests.helpers.recipes import decided, recipe
 
 NAMES = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
 
+EACH = [*zip(NAMES, (8, True, True), strict=True)]
+
 
 def asked(**values) -> Recipe:
     return recipe({f"engine.{name}": value for name, value in values.items()})
 
 
-@pytest.mark.parametrize(("name", "value"), zip(NAMES, (8, True, True), strict=True))
+@pytest.mark.parametrize(("name", "value"), EACH)
 def test_what_a_recipe_names_reaches_deepspeed_and_nothing_else_does(name, value):
     zero = deepspeed_config(decided(asked(**{name: value})))["zero_optimization"]
     assert {known: zero[known] for known in NAMES if known in zero} == {name: value}
@@ -25,7 +27,7 @@ def test_what_a_recipe_names_reaches_deepspeed_and_nothing_else_does(name, value
     assert not {*NAMES} & plain.keys()
 
 
-@pytest.mark.parametrize(("name", "value"), zip(NAMES, (8, True, True), strict=True))
+@pytest.mark.parametrize(("name", "value"), EACH)
 def test_only_stage_3_has_it(name, value):
     with pytest.raises(RecipeError, match=r"engine.zero_\w+.* with engine.zero_stage 2.*expected"):
         asked(**{name: value, "zero_stage": 2})

@@ -9,10 +9,13 @@ import re
 import struct
 from base64 import b64encode
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import glm4v_patched
@@ -103,6 +106,16 @@ def plant_link(path: Path, outside: Path, is_folder: bool = False) -> Path:
     path.unlink(missing_ok=True)
     path.symlink_to(secret)
     return secret
+
+
+@contextmanager
+def waited_for(seconds: float):
+    """The client of this process waits so long for an answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", str(seconds))
+        for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+            patch.setattr(constants, name, seconds)
+        yield
 
 
 def sign(folder: Path, *more: str, code: tuple[str, ...] = ()) -> None:

@@ -87,16 +87,6 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """The Hub is waited for so many seconds."""
-    seconds = 0.2
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", str(seconds))
-    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-        monkeypatch.setattr(constants, name, seconds)
-    return seconds
-
-
-@pytest.fixture
 def silent():
     """A server that accepts whoever comes, and says nothing."""
 

@@ -304,8 +304,8 @@ def test_a_source_that_is_nothing_or_not_pinned_is_refused_with_the_cure(origina
         with pytest.raises(ValueError, match="neither a folder nor a repository of the Hub"):
             read_source(source)
     head = original_hub.repositories[UPSTREAM].head
-    for source, given in ((UPSTREAM, "no revision"), (f"{UPSTREAM}@main", "main")):
-        with pytest.raises(ValueError, match=f"{given} is no commit.*give {UPSTREAM}@{head}"):
+    for source, given in ((UPSTREAM, "no revision is given"), (f"{UPSTREAM}@main", "main is no")):
+        with pytest.raises(ValueError, match=f"{given}.*give {UPSTREAM}@{head}"):
             read_source(source)
     for source in (f"{UPSTREAM}@v9", f"{UPSTREAM}@{'0' * 40}"):
         with pytest.raises(Failure, match="404"):

@@ -14,7 +14,7 @@ from hub_upload.build import build, read_source
 from hub_upload.checks import CHECKS, Target, check_files
 from hub_upload.files import read_folder
 from hub_upload.layout import INDEX, MANIFEST
-from hub_upload.load_check import FAILED, PASSED, SKIPPED, STEPS
+from hub_upload.load_check import FAILED, PASSED, SKIPPED, STEPS, LoadCheck
 from hub_upload.verify import Report, verify
 from tests.helpers.publishable import (
     NAME,
@@ -249,6 +249,12 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
     report = verify(str(built))
     assert report.failures == [STEPS[1]] and ENDS[program] in detail(report, STEPS[1])
     assert [results(report)[name] for name in STEPS[2:]] == [SKIPPED] * (len(STEPS) - 2)
+
+
+def test_a_class_of_another_is_not_taken_for_that_of_the_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(AssertionError, match="AutoConfig loads a class of transformers.models"):
+        LoadCheck(str(tmp_path), None, False).load("AutoConfig")
 
 
 # On the Hub

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from glm4v_patched.cli import main
+from glm4v_patched.data.sources import Source
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answering import Answerer
@@ -24,7 +25,8 @@ NEW = 6
 def request(files, **changes) -> Request:
     given = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
     given["generation"] = Generation(max_new_tokens=NEW)
-    return Request(**given | changes)
+    given |= changes
+    return Request(**given | {"data": Source(str(given["data"]))})
 
 
 @pytest.fixture
@@ -281,6 +283,8 @@ MISTAKES = {
     "expected at least 1": ["model", "--max-new-tokens", "0"],
     "--top-p 2.0: expected": ["model", "--top-p", "2"],
     "none.jsonl cannot be read": ["model", "--data", "none.jsonl"],
+    "--format llama: expected one of auto": ["model", "--format", "llama"],
+    "--image-folder none: there is no": ["model", "--image-folder", "none"],
     "has no revisions": ["model", "--revision", "main"],
 }
 
@@ -347,6 +351,22 @@ def test_a_row_that_leaves_no_room_is_named_before_the_model_is_loaded(
     long = Generation(max_new_tokens=1010)
     with pytest.raises(ValueError, match="leave too little room .*1,024 positions; lower"):
         answer_file(request(files, generation=long), tmp_path / "out.jsonl")
+
+
+def test_rows_of_other_trainers_are_answered_with_their_pictures_elsewhere(
+    files, answered, tmp_path
+):
+    """LLaVA's form, a row with a key that means nothing here."""
+    first = json.loads(files.data.read_text().splitlines()[0])["messages"]
+    turns = [{"from": "human", "value": f"<image>\n{first[0]['content']}"}]
+    turns.append({"from": "gpt", "value": first[1]["content"]})
+    row = {"id": 7, "image": first[0]["image"], "conversations": turns}
+    (tmp_path / "llava.json").write_text(json.dumps([row]))
+    out = tmp_path / "out.jsonl"
+    options = ["--data", str(tmp_path / "llava.json"), "--out", str(out), "--device", "cpu"]
+    options += ["--image-folder", str(files.data.parent), "--ignore", "id"]
+    assert main(["answer", str(files.model), *options, "--max-new-tokens", str(NEW)]) == 0
+    assert rows_of(out) == rows_of(answered)[:1]
 
 
 def test_a_picture_that_cannot_be_decoded_is_named_before_the_model_is_loaded(

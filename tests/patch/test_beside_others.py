@@ -111,7 +111,10 @@ def test_a_process_with_a_config_of_somebody_else_for_the_type(order, saved, tmp
 made = AutoModelForCausalLM.from_config(found["AutoConfig"], trust_remote_code=True)
 assert type(made.config).__module__.startswith("transformers_modules."), type(made.config)
 """
-    load_without_package(saved, tmp_path / "out", before=REGISTERED, after=made, order=order)
+    errors = load_without_package(
+        saved, tmp_path / "out", before=REGISTERED, after=made, order=order
+    )
+    assert "is tested on" not in errors  # as it is for a transformers that is too new
     config = json.loads((tmp_path / "out" / "again" / "config.json").read_text())
     # What a class adds of its own cannot be told from what its user did.
     assert config.pop("interleaved_qkv", None) in (False, None)
@@ -135,7 +138,6 @@ def test_a_transformers_newer_than_tested_is_warned_of_once(saved, tmp_path):
     errors = load_without_package(folder, tmp_path / "out")
     found = f"is tested on transformers >=4.57.6,<4.57.6 and found {transformers.__version__}; if"
     assert errors.count(found) == 1
-    assert "is tested on" not in load_without_package(saved, tmp_path / "tested")
 
 
 def test_a_transformers_older_than_tested_is_one_clear_error(saved, tmp_path):

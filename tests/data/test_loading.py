@@ -1,0 +1,69 @@
+"""Pictures that are decoded by workers: how many there are, and that nothing else changes."""
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm4v_patched.data import loading
+from glm4v_patched.data.loading import default_workers, loader_options
+from tests.helpers.recipes import drawn_recipe, train_here
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def have(cores: int, shared_memory: float = 10**12) -> None:
+        monkeypatch.setattr(loading, "cores", lambda: cores)
+        monkeypatch.setattr(
+            loading.shutil, "disk_usage", lambda path: Usage(0, 0, int(shared_memory))
+        )
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "workers"),
+    [(1, 1, 0), (2, 1, 1), (2, 2, 0), (32, 2, 8), (32, 8, 3), (8, 2, 3), (4, 8, 0)],
+)
+def test_each_process_gets_its_share_of_the_cores_but_one(machine, cores, processes, workers):
+    machine(cores)
+    assert default_workers(processes, pictures=4, side=1120) == workers
+
+
+def test_batches_fit_into_shared_memory(machine):
+    batch = 4 * 3 * 4 * 1120**2  # fp32
+    machine(32, shared_memory=2 * 3 * 5 * batch)
+    assert default_workers(2, pictures=4, side=1120) == 5
+    machine(32, shared_memory=64 * 2**20)  # Docker's
+    assert default_workers(1, pictures=4, side=1120) == 0
+    assert default_workers(1, pictures=0, side=1120) == 8
+
+
+def test_a_recipe_may_say_how_many(machine):
+    machine(32)
+    assert loader_options({"dataloader_num_workers": 0}, 1, 4) == {"dataloader_num_workers": 0}
+    assert loader_options({"dataloader_num_workers": 3}, 1, 4) == {
+        "dataloader_num_workers": 3,
+        "dataloader_prefetch_factor": 2,
+    }
+
+
+def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path):
+    """Two epochs, of which the second is drawn anew; LoRA's dropout draws random numbers, too."""
+    changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
+    results = []
+    for workers in (0, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": workers})
+        history = train_here(recipe)["history"]
+        weights = Path(recipe.out, "adapter_model.safetensors").read_bytes()
+        results.append((history, weights, torch.get_rng_state()))
+        assert len(history) == 14
+    (one, weights, state), (other, same, same_state) = results
+    assert json.dumps(one) == json.dumps(other) and weights == same
+    assert torch.equal(state, same_state)

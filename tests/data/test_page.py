@@ -1,0 +1,54 @@
+"""What docs/data.md shows can be read."""
+
+import json
+
+import pytest
+import yaml
+from PIL import Image
+
+from glm4v_patched.data.sources import read_conversations
+from glm4v_patched.finetune.config import Recipe
+from tests.helpers.pages import ROOT, blocks
+from tests.helpers.recipes import LEAST
+
+PAGE = ROOT / "docs" / "data.md"
+ROWS = blocks(PAGE, "json")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
+    return tmp_path
+
+
+def conversation(picture: str) -> list[dict]:
+    asked = {"role": "user", "content": "What is it?", "image": picture}
+    return [asked, {"role": "assistant", "content": "A cat."}]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=range(len(ROWS)))
+def test_each_format_says_the_same(folder, rows):
+    assert len(ROWS) == 5
+    (folder / "rows").write_text(rows)
+    assert read_conversations(folder / "rows") == [conversation(str(folder / "cat.png"))]
+
+
+def test_a_table_says_the_same(folder):
+    pytest.importorskip("datasets")
+    (code,) = blocks(PAGE, "python")
+    exec(compile(code, str(PAGE), "exec"), {})
+    ((asked, answer),) = read_conversations(folder / "cats.parquet")
+    assert [asked, answer] == conversation(asked["image"])
+    with open(asked["image"], "rb") as kept, open("cat.png", "rb") as drawn:
+        assert kept.read() == drawn.read()
+
+
+def test_its_recipe_can_be(folder):
+    (text,) = blocks(PAGE, "yaml")
+    recipe = Recipe.of(LEAST | yaml.safe_load(text))
+    cats, dogs, birds = recipe.data.sources()
+    assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)
+    assert (dogs.ignore, dogs.image_folder, birds.path) == (("source",), "photos", "someone/birds")
+    assert json.loads(json.dumps(recipe.model_dump())) == recipe.model_dump()
