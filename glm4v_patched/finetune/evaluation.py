@@ -1,7 +1,6 @@
 """The loss of rows that are not learned, while training goes on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ def mean_loss(
     collator: Callable[[list], Mapping[str, torch.Tensor]],
     batch_size: int,
     device: torch.device,
-    computing: Callable[[], AbstractContextManager],
+    loss_of: Callable[[dict[str, Any]], torch.Tensor],
     workers: int = 0,
 ) -> tuple[float, int]:
     """The mean loss of all supervised tokens of ``rows``, and their number; the same on all
@@ -30,7 +29,7 @@ def mean_loss(
 
     Args:
         model: As it is trained: DeepSpeed's engine, where there is one.
-        computing: What the loss is computed in: autocast, or nothing.
+        loss_of: The sum of the losses of all supervised tokens of a batch.
         workers: Processes that read pictures.
     """
     share, weights = _share(len(rows), batch_size)
@@ -48,10 +47,8 @@ def mean_loss(
         # Compiled layers would be compiled anew without gradients.
         with torch.compiler.set_stance("force_eager"):
             for batch, weight in zip(loader, weights, strict=True):
-                inputs: dict[str, Any] = {name: value.to(device) for name, value in batch.items()}
-                with computing():
-                    loss = model(**inputs, num_items_in_batch=1).loss  # the sum
-                tokens = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
+                tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
+                loss = loss_of(dict(batch))
                 totals += weight * torch.stack([loss.double(), tokens.double()])
     finally:
         model.train(was_training)

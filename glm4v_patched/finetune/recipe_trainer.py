@@ -31,7 +31,7 @@ class RecipeTrainer(Trainer):
         max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
         rates: Learning rates of the parts of the model (:data:`engine.options.PARTS`), where they
             have their own.
-        eval_collator: Of the rows for evaluation, each a conversation, in ``eval_dataset``.
+        eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class RecipeTrainer(Trainer):
             "tested release: 4.57.6 to 5.23"
         )
         self.rates = rates
-        self.eval_collator = eval_collator
+        self.eval_collator = eval_collator or options["data_collator"]
         self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
+            self.eval_collator = features.collator(self.eval_collator)
         self.has_adapters = hasattr(model, "get_base_model")
         given: Any = model
         self.inner: GLM4VForCausalLM = given.get_base_model() if self.has_adapters else given
@@ -97,7 +98,7 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """The mean loss of all learned tokens of the rows for evaluation, without their logits."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        assert rows is not None and self.eval_collator is not None
+        assert rows is not None
         started = time.monotonic()
         loss, tokens = mean_loss(
             self.model_wrapped,
@@ -105,7 +106,7 @@ class RecipeTrainer(Trainer):
             self.eval_collator,
             self.args.per_device_eval_batch_size,
             self.args.device,
-            self.compute_loss_context_manager,
+            self._sum_of_losses,
             self.args.dataloader_num_workers,
         )
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
@@ -115,6 +116,16 @@ class RecipeTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _sum_of_losses(self, inputs: dict) -> torch.Tensor:
+        inputs = cast(dict, self._prepare_inputs(inputs))
+        if self.features is not None:
+            inputs = self.features.replace_pictures(inputs)
+        with self.compute_loss_context_manager():
+            outputs = self.model_wrapped(**inputs, num_items_in_batch=1)
+        if self.features is not None:
+            self.features.keep(outputs)
+        return outputs.loss
 
     def _load_best_model(self) -> None:
         # Of the last step there is no checkpoint, and the best weights are those that are here.
