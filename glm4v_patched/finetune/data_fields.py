@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..data.sets import Source, make_sources
-from .fields import AtLeastOne, Expected, Folder, Section, Text, rule
+from .fields import AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
 
 # isort: split
 # After .fields, which says what to install where it is missing.
@@ -27,6 +27,11 @@ class Data(Section):
     ] = None
     """Conversations to evaluate on, named as those to train on; or the share of the rows that is
     held out, by their digests: always the same rows, and equal rows together."""
+    eval_answers: AtLeastZero = 8
+    """Of the rows for evaluation, so many are also answered at each evaluation: the share of exact
+    answers is logged, and the pictures with answers are drawn to answers.png in out; 0 for none."""
+    eval_max_new_tokens: AtLeastOne = 64
+    """Tokens of such an answer, at most."""
     format: Literal["auto", "messages", "conversations", "prompt_completion"] = "auto"
     """Of the rows; "auto": by the keys of a file's first row."""
     image_folder: Folder | None = None

@@ -1,6 +1,8 @@
-"""The loss of rows that are not learned, while training goes on."""
+"""The loss of rows that are not learned, and answers to some of them, while training goes on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..data.checked import CheckedData
+from ..inference.answering import Answerer, batches
+from ..inference.loading import Loaded
+from ..inference.questions import Generation, question_of
+from ..inference.scoring import exact_match
+from ..inference.sheet import draw_sheet
 from ..remote.loss import IGNORE_INDEX
 
 
@@ -41,21 +49,84 @@ def mean_loss(
         generator=torch.Generator(),  # else it draws a seed from everybody's
     )
     totals = torch.zeros(2, dtype=torch.float64, device=device)
+    with _in_eval_mode(model):
+        for batch, weight in zip(loader, weights, strict=True):
+            tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
+            loss = loss_of(dict(batch))
+            totals += weight * torch.stack([loss.double(), tokens.double()])
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    total, number = totals.tolist()
+    return total / max(number, 1), int(number)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
         # Compiled layers would be compiled anew without gradients.
         with torch.compiler.set_stance("force_eager"):
-            for batch, weight in zip(loader, weights, strict=True):
-                tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
-                loss = loss_of(dict(batch))
-                totals += weight * torch.stack([loss.double(), tokens.double()])
+            yield
     finally:
         model.train(was_training)
-    if dist.is_initialized():
-        dist.all_reduce(totals)
-    total, number = totals.tolist()
-    return total / max(number, 1), int(number)
+
+
+class Sample:
+    """Some of the rows for evaluation, spread evenly, which are answered at each evaluation."""
+
+    def __init__(
+        self,
+        checked: CheckedData,
+        processor: Any,
+        number: int,
+        max_new_tokens: int,
+        batch_size: int,
+        positions: int,
+        sheet: Path,
+    ):
+        """
+        Args:
+            checked: The rows for evaluation.
+            number: How many are answered. Rows that leave no room for an answer are passed over.
+            positions: Entries of the model's position table.
+            sheet: Where pictures and answers are drawn (:func:`draw_sheet`).
+        """
+        with_room = (checked.column("in_table") + max_new_tokens <= positions).nonzero()[0]
+        step = max(len(with_room) / number, 1)
+        chosen = [int(with_room[int(n * step)]) for n in range(min(number, len(with_room)))]
+        conversations = checked.conversations()
+        self.questions = [question_of(row, conversations[row]) for row in chosen]
+        self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
+        self.generation = Generation(max_new_tokens=max_new_tokens)
+
+    def answer(self, model: Any, draws: bool) -> float:
+        """The share of answers that are the reference; NaN without a row.
+
+        All processes answer all rows, because weights may be sharded between them.
+
+        Args:
+            model: With ``generate``: not DeepSpeed's engine around it.
+            draws: Whether this process draws the sheet.
+        """
+        if not self.questions:
+            return float("nan")
+        usual = model.generation_config
+        try:
+            with _in_eval_mode(model):
+                answerer = Answerer(Loaded(model, self.processor), self.generation)
+                answers = [
+                    answer.text
+                    for some in batches(self.questions, self.batch_size)
+                    for answer in answerer.answer([question.prompt for question in some])
+                ]
+        finally:
+            model.generation_config = usual
+        if draws:
+            draw_sheet(self.questions, answers, self.sheet)
+        pairs = zip(answers, self.questions, strict=True)
+        right = [exact_match(answer, question.reference or "") for answer, question in pairs]
+        return sum(right) / len(right)
 
 
 def _share(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:

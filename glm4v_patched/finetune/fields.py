@@ -50,6 +50,7 @@ def check_whole(value: Any) -> Any:
 Policy = Annotated[
     str, AfterValidator(_check_policy), Expected(f"auto, {', '.join(POLICIES)} or every N, N > 0")
 ]
+AtLeastZero = Annotated[int, Field(ge=0), Expected("a whole number of at least 0")]
 AtLeastOne = Annotated[int, Field(ge=1), Expected("a whole number of at least 1")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Expected("a number above 0")]
 # numpy takes no larger one.

@@ -16,7 +16,7 @@ from ..data.feature_cache import TowerFeatures
 from ..engine.options import part_of
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
-from .evaluation import mean_loss
+from .evaluation import Sample, mean_loss
 from .run_folder import give_usual_modes
 
 
@@ -32,6 +32,7 @@ class RecipeTrainer(Trainer):
         rates: Learning rates of the parts of the model (:data:`engine.options.PARTS`), where they
             have their own.
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
+        sample: Rows that are answered at each evaluation.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class RecipeTrainer(Trainer):
         max_nonfinite_steps: int = 3,
         rates: Mapping[Any, float] | None = None,
         eval_collator: Callable | None = None,
+        sample: Sample | None = None,
         **options,
     ):
         assert hasattr(Trainer, "_load_best_model"), (
             f"transformers {transformers.__version__} has no Trainer._load_best_model; install a "
             "tested release: 4.57.6 to 5.23"
         )
-        self.rates = rates
+        self.rates, self.sample = rates, sample
         self.eval_collator = eval_collator or options["data_collator"]
         self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
@@ -96,7 +98,8 @@ class RecipeTrainer(Trainer):
         return self.watch.see(loss, norm)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """The mean loss of all learned tokens of the rows for evaluation, without their logits."""
+        """The mean loss of all learned tokens of the rows for evaluation, without their logits;
+        and of some of them, the share of answers that are the row's own."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         assert rows is not None
         started = time.monotonic()
@@ -110,6 +113,10 @@ class RecipeTrainer(Trainer):
             self.args.dataloader_num_workers,
         )
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
+        if self.sample is not None:
+            with self.compute_loss_context_manager():
+                matches = self.sample.answer(self.model, self.is_world_process_zero())
+            metrics[f"{metric_key_prefix}_exact_match"] = matches
         metrics[f"{metric_key_prefix}_runtime"] = round(time.monotonic() - started, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -121,8 +128,10 @@ class RecipeTrainer(Trainer):
         inputs = cast(dict, self._prepare_inputs(inputs))
         if self.features is not None:
             inputs = self.features.replace_pictures(inputs)
+        # In eval mode the model would return logits and a cache unless it is told.
+        asked = {"num_items_in_batch": 1, "skip_logits": True, "use_cache": False}
         with self.compute_loss_context_manager():
-            outputs = self.model_wrapped(**inputs, num_items_in_batch=1)
+            outputs = self.model_wrapped(**inputs, **asked)
         if self.features is not None:
             self.features.keep(outputs)
         return outputs.loss

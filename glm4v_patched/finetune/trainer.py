@@ -52,10 +52,11 @@ from .checkpoints import (
 )
 from .config import Recipe
 from .divergence import Diverged, as_json
+from .evaluation import Sample
 from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
 from .progress import LossPlot, ProgressBar
 from .recipe_trainer import RecipeTrainer
-from .run_folder import REPORT, remove_weights
+from .run_folder import REPORT, SHEET, remove_weights
 from .trainer_fields import (
     FREE_FIELDS,
     eval_batch_size,
@@ -72,6 +73,7 @@ from .unpickling import loading_safely
 # computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
 # What is behind model and data.train is compared by its contents.
 FREE_WHEN_RESUMING = {"model", "revision", "out", "data.train", "data.eval", "data.on_bad"}
+FREE_WHEN_RESUMING |= {"data.eval_answers", "data.eval_max_new_tokens"}
 FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.allow_urls"}
 FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
@@ -289,6 +291,7 @@ def train(
         max_nonfinite_steps=recipe.max_nonfinite_steps,
         rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         eval_collator=ConversationCollator(processor, stamps),
+        sample=sample_of(recipe, base, checked, processor),
         args=arguments,
         train_dataset=conversations,
         eval_dataset=evaluated,
@@ -341,9 +344,9 @@ def _write_report(
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    measured = ("step", "eval_loss", "eval_tokens", "eval_runtime")
+    measured = ("step", "eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime")
     evaluations = [
-        {name: as_json(entry[name]) for name in measured}
+        {name: as_json(entry[name]) for name in measured if name in entry}
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     ]
@@ -402,6 +405,24 @@ def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
         patience = asked.early_stopping_patience, asked.early_stopping_threshold
         callbacks.append(EarlyStoppingCallback(*patience))
     return callbacks
+
+
+def sample_of(
+    recipe: Recipe, base: Base, checked: CheckedData, processor: ChatGLMProcessor
+) -> Sample | None:
+    """The rows that are answered at each evaluation, if any are."""
+    if checked.eval is None or not recipe.data.eval_answers:
+        return None
+    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    return Sample(
+        checked.eval,
+        processor,
+        number=recipe.data.eval_answers,
+        max_new_tokens=recipe.data.eval_max_new_tokens,
+        batch_size=eval_batch_size(recipe.trainer),
+        positions=config.seq_length,
+        sheet=Path(recipe.out, SHEET),
+    )
 
 
 def _evaluate_at_end(trainer: Trainer) -> None:

@@ -16,6 +16,7 @@ from .fields import AtLeastOne, Expected, Positive, Section, Seed, Text, rule
 from .training_arguments import installed_fields
 
 Strategy = Literal["no", "steps", "epoch"]
+Metric = Literal["eval_loss", "loss", "eval_exact_match", "exact_match"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number of at least 0")]
 
 
@@ -63,8 +64,8 @@ class DeclaredFields(Section):
     """null: as per_device_train_batch_size."""
     load_best_model_at_end: bool = False
     """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
-    metric_for_best_model: Text = "eval_loss"
-    """Of the evaluation."""
+    metric_for_best_model: Metric = "eval_loss"
+    """Of the evaluation; exact_match is of the rows that are answered (data.eval_answers)."""
     early_stopping_patience: AtLeastOne | None = None
     """End after so many evaluations without a better metric_for_best_model (of transformers'
     EarlyStoppingCallback, as is the next); null: never."""
@@ -238,6 +239,16 @@ def _best_model_was_saved(best, saved, save_steps, evaluated, eval_steps) -> str
         return (
             f"{told}, every {save_steps} steps, and evaluated every {eval_steps}; expected "
             "trainer.save_steps to be a multiple of trainer.eval_steps"
+        )
+    return None
+
+
+@rule("trainer.metric_for_best_model", "data.eval_answers")
+def _answers_are_compared(metric, answers) -> str | None:
+    if metric.endswith("exact_match") and not answers:
+        return (
+            f"trainer.metric_for_best_model is {metric} and data.eval_answers is 0; expected some "
+            "rows to be answered, or eval_loss"
         )
     return None
 

@@ -95,7 +95,8 @@ class Answerer:
         if self.generation.do_sample:
             torch.manual_seed(self.generation.seed * 1_000_003 + number)
         try:
-            with torch.inference_mode():
+            # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
+            with torch.no_grad():
                 ids = self.model.generate(**batch, streamer=streamer)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(

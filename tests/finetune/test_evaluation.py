@@ -1,5 +1,6 @@
 """Rows for evaluation: their loss in training.json, the best weights, an early end."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ from safetensors.torch import load_file
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation
 from glm4v_patched.finetune.config import Recipe, RecipeError
+from glm4v_patched.finetune.identity import base_of
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
+from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.questions import Generation
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
@@ -52,6 +57,47 @@ def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report, tmp_path
     with torch.no_grad():
         loss = model(**batch).loss.item()
     assert report["evaluations"][-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_evaluation_builds_no_logits_of_all_positions_and_no_cache(drawn, tmp_path, monkeypatch):
+    found = []
+    forward = GLM4VForCausalLM.forward
+
+    def watched(self, *arguments, **options):
+        outputs = forward(self, *arguments, **options)
+        if not self.training and options.get("labels") is not None:
+            found.append((outputs.logits, outputs.past_key_values))
+        return outputs
+
+    monkeypatch.setattr(GLM4VForCausalLM, "forward", watched)
+    changes = {"out": str(tmp_path / "out"), "trainer.max_steps": 1, "data.eval_answers": 0}
+    report = train_here(drawn.override(changes))
+    assert "eval_exact_match" not in report["evaluations"][0]
+    assert found and {*found} == {(None, None)}
+
+
+def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, monkeypatch):
+    checked = check_data(drawn)
+    processor = ChatGLMProcessor.from_pretrained(drawn.model)
+    answers = []
+    monkeypatch.setattr(evaluation, "draw_sheet", lambda questions, found, _: answers.extend(found))
+    sheet = Path(drawn.out, "answers.png")
+    sample = evaluation.Sample(checked.eval, processor, 8, 64, 4, 1024, sheet)
+    assert len(sample.questions) == min(8, len(checked.eval.conversations()))
+    model = load(base_of(drawn.override({"model": drawn.out})), "cpu")
+    matches = sample.answer(model.model, draws=True)
+    alone = Answerer(model, Generation(max_new_tokens=64))
+    assert answers == [alone.answer([question.prompt])[0].text for question in sample.questions]
+    assert matches == report["evaluations"][-1]["eval_exact_match"]
+    assert sheet.is_file()
+
+
+def test_rows_without_room_for_an_answer_are_passed_over(drawn):
+    checked = check_data(drawn)
+    processor = ChatGLMProcessor.from_pretrained(drawn.model)
+    longest = int(checked.eval.column("in_table").max())
+    sample = partial(evaluation.Sample, checked.eval, processor, 8, 64, 4, sheet=Path("unused"))
+    assert sample(longest + 64).questions and not sample(64).questions
 
 
 def test_evaluation_changes_nothing_of_the_training(drawn, report, tmp_path):
