@@ -171,10 +171,10 @@ def _check_model(folder: Path, config: "ChatGLMConfig") -> Iterator[Finding]:
 
 
 def _check_processor(recipe: Recipe, base: Base, config: "ChatGLMConfig") -> Finding:
-    from ..finetune.trainer import processor_of
+    from ..inference.loading import load_processor
 
     try:
-        processor = processor_of(recipe, base)
+        processor = load_processor(base)
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
         text = f"tokenizer and image processor cannot be loaded: {error}"
         cure = f"put the published {' and '.join(CONFIGS_OF_TOKENIZER)} beside the weights"

@@ -15,6 +15,7 @@ from ..engine.memory_plan import (
     estimate,
 )
 from ..engine.options import PARTS, EngineOptions, parts_with_rates
+from ..inference.loading import load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -22,7 +23,7 @@ from .config import Recipe
 from .disk import GB, needed_space
 from .identity import Base
 from .preflight import Placement
-from .trainer import batch_of, options_of, processor_of
+from .trainer import batch_of, options_of
 from .trainer_fields import eval_strategy, rate_of, steps_in_epoch, total_steps
 
 GIB = 2**30
@@ -48,7 +49,7 @@ def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placem
         "disk": _describe_disk(recipe, steps),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
-    sample = show_sample(processor_of(recipe, base), checked.conversations()[0])
+    sample = show_sample(load_processor(base), checked.conversations()[0])
     return "\n".join(
         [*lines, "the first row, with what is learned of it between [[ and ]]:", sample]
     )

@@ -39,6 +39,7 @@ from ..engine.deepspeed.config import deepspeed_config
 from ..engine.memory_plan import Batch, decide, free_memory
 from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
+from ..inference.loading import load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -211,19 +212,12 @@ def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
     base = base or base_of(recipe)
     return check_sets(
         recipe.data.sources(),
-        processor_of(recipe, base),
+        load_processor(base),
         ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length,
         evaluate=recipe.data.evaluated(),
         pack_to=recipe.data.pack_to,
         on_bad=recipe.data.on_bad,
     )
-
-
-def processor_of(recipe: Recipe, base: Base) -> ChatGLMProcessor:
-    """That of the recipe's model; of adapters that have none beside them, that of their base."""
-    if base.adapters is not None and not (base.adapters / "tokenizer_config.json").is_file():
-        return ChatGLMProcessor.from_pretrained(base.model, revision=base.revision or "main")
-    return ChatGLMProcessor.from_pretrained(recipe.model, revision=recipe.revision or "main")
 
 
 def _read_checked(recipe: Recipe) -> CheckedData:
@@ -263,7 +257,7 @@ def train(
             ``recipe.out``. On all processes.
     """
     base = pin(base_of(recipe))
-    processor, checked = processor_of(recipe, base), _read_checked(recipe)
+    processor, checked = load_processor(base), _read_checked(recipe)
     conversations: Any = checked.conversations()
     stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
     collator = ConversationCollator(processor, stamps)

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..finetune.disk import GB
+from ..engine.places import nearest
+from ..finetune.disk import GB, shards_of
 from ..finetune.identity import ADAPTER_CONFIG, Base
 from ..finetune.run_folder import give_usual_modes, require_apart
 from .source import find_source
@@ -22,7 +23,7 @@ from .source import find_source
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
 WEIGHTS = ["*.safetensors", INDEX]
 # Beside weights and what our classes write.
 TAKEN_OVER = ["generation_config.json", "LICENSE*", "MODEL_LICENSE*"]
@@ -126,7 +127,7 @@ def _weights_of(base: Base) -> Path:
 
         wanted = [*WEIGHTS, *TAKEN_OVER, "config.json"]
         folder = Path(snapshot_download(base.model, revision=base.revision, allow_patterns=wanted))
-    if not _shards(folder):
+    if not shards_of(folder):
         raise ValueError(
             f"{base.model} has no weights as safetensors; load it and save it once "
             "(save_pretrained), and merge into that"
@@ -134,18 +135,9 @@ def _weights_of(base: Base) -> Path:
     return folder
 
 
-def _shards(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        return sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
-    return [SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
-
-
 def _require_space(folder: Path, out: Path) -> None:
-    needed = sum((folder / name).stat().st_size for name in _shards(folder))
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    needed = sum((folder / name).stat().st_size for name in shards_of(folder))
+    free = shutil.disk_usage(nearest(str(out))).free
     if free < needed:
         raise ValueError(
             f"--out {out}: {free / GB:.1f} GB are free there, and the model takes "
@@ -182,7 +174,7 @@ def _write_weights(base: Base, folder: Path, out: Path) -> None:
 
     layers = _adapted_layers(base, folder)
     missing = {*layers}
-    for name in tqdm(_shards(folder), unit="file", desc="merging", disable=None):
+    for name in tqdm(shards_of(folder), unit="file", desc="merging", disable=None):
         tensors = {}
         with safe_open(folder / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no dict)
