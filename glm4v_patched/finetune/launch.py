@@ -20,7 +20,7 @@ from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
 from .disk import fault_of_space
-from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
+from .identity import Base, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 from .trainer_fields import save_strategy, total_steps
@@ -157,7 +157,7 @@ def _checked(
             recipe = recipe.override({"revision": base.revision})
         # Late, for they import torch: what comes before is answered at once.
         from .checkpoints import changes_of_data
-        from .trainer import check_data, starting_point
+        from .trainer import check_data, rows_of, starting_point
 
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
@@ -168,7 +168,7 @@ def _checked(
             )
         checked = check_data(recipe, base)
         if checkpoint is not None:
-            rows = Rows(checked.row_digests, checked.row_lines)
+            rows = rows_of(recipe, checked)
             if changes := changes_of_data(checkpoint, rows, accept_changed_data):
                 print(_describe_changes(recipe, checkpoint, changes), flush=True)
         _announce(recipe, base, checked, placement)
