@@ -443,6 +443,8 @@ def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None
     adapters: Any = getattr(model, "peft_config", None)
     if base.revision is not None and adapters is not None:
         adapters["default"].revision = base.revision
+    if adapters is not None and os.path.isdir(base.model):  # else they load from here alone
+        adapters["default"].base_model_name_or_path = os.path.abspath(base.model)
     return model
 
 

@@ -137,8 +137,9 @@ def total_steps(trainer: DeclaredFields, rows: int, processes: int) -> int:
 def warmup(trainer: DeclaredFields, steps: int) -> int:
     """Of so many steps, those of warm-up."""
     asked = trainer.warmup_steps
-    # A share may be a hair below a whole number.
-    return int(asked) if asked >= 1 or asked == 0 else max(int(steps * asked + 1e-9), 1)
+    # A share may be a hair below a whole number. A single step with warm-up would learn nothing.
+    share = min(max(int(steps * asked + 1e-9), 1), steps - 1)
+    return int(asked) if asked >= 1 or asked == 0 else share
 
 
 def save_strategy(values: dict[str, Any]) -> str:

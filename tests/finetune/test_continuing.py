@@ -75,6 +75,12 @@ def loss_of_all_rows(recipe: Recipe) -> float:
         return model(**batch).loss.item()
 
 
+def test_adapters_know_their_model_from_any_folder(trained, monkeypatch):
+    monkeypatch.chdir(Path(trained.model).parent)
+    model = built(trained.override({"model": Path(trained.model).name}))
+    assert model.peft_config["default"].base_model_name_or_path == trained.model
+
+
 def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
     changes = {
         "model": trained.out,
@@ -82,6 +88,7 @@ def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
         "trainer.max_steps": 1,
         "trainer.save_steps": None,
         "trainer.per_device_train_batch_size": 20,
+        "trainer.warmup_steps": 1,  # so that this one step has the rate 0
     }
     recipe = trained.override(changes)
     want, fresh = loss_of_all_rows(recipe), loss_of_all_rows(trained)
