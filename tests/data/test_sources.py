@@ -127,6 +127,17 @@ def test_tables_with_pictures_in_them_are_read(tmp_path, cache, how):
             read_conversations(Source(path, split="val"))
 
 
+@pytest.mark.parametrize("name", ["a*b", "rows[1]", "who?", "{a,b}", "a**", "a%20b#c"])
+def test_a_path_is_no_pattern(tmp_path, name):
+    for called, question in ((name, "q"), ("aXb", "other"), ("rows1", "other"), ("whom", "other")):
+        rows = datasets.Dataset.from_list([{"messages": turns(question)}])
+        (tmp_path / called).mkdir()
+        rows.to_parquet(str(tmp_path / called / "a.parquet"))
+        rows.to_parquet(str(tmp_path / f"{called}.parquet"))
+    for path in (tmp_path / name, tmp_path / f"{name}.parquet"):
+        assert read_conversations(path) == [turns()]
+
+
 def test_what_a_table_lacks_in_a_row_is_not_there(tmp_path):
     rows = [
         {"messages": [turns()[0], turns()[1] | {"train": True}], "note": "x"},
