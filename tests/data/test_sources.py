@@ -202,6 +202,9 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
         def log_message(self, *of):
             pass
 
+        def copyfile(self, source, out):
+            out.write(source.read()[: 40 if "cut" in self.path else None])
+
     handler = partial(Quiet, directory=str(tmp_path / "served"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -212,6 +215,17 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
         assert Path(path).read_bytes() == drawn()
         with pytest.raises(ValueError, match="no.png.* cannot be fetched: HTTP Error 404"):
             files.path_of(url.replace("a.png", "no.png"))
+        (tmp_path / "served" / "cut.png").write_bytes(drawn())
+        with pytest.raises(ValueError, match=rf"ended after 40 of {len(drawn())} bytes"):
+            files.path_of(url.replace("a.png", "cut.png"))
+        # A page with status 200, which is a picture later.
+        page = tmp_path / "served" / "page.png"
+        page.write_text("<html>Too many requests</html>")
+        with pytest.raises(ValueError, match=r'page\.png" is 30 bytes .* begin with "<html>Too'):
+            files.path_of(url.replace("a.png", "page.png"))
+        page.write_bytes(drawn("blue"))
+        kept = Path(files.path_of(url.replace("a.png", "page.png")))
+        assert kept.read_bytes() == drawn("blue") and len([*kept.parent.iterdir()]) == 2
         server.shutdown()
     assert files.path_of(url) == path
 
