@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,7 +48,8 @@ def limit_silence() -> None:
 def during(what: str, state: str = AGAIN) -> Iterator[None]:
     """Turn what the Hub's client raises into a ``Failure``: what was done, why not, what is left.
 
-    The client takes answers for what they should be, so any error of Python's may be the server's.
+    The client takes answers for what they should be, so any error of Python's that is raised in it
+    may be the server's. Raised in this package, it is a mistake of ours, and stays what it is.
     """
     try:
         yield
@@ -55,8 +57,20 @@ def during(what: str, state: str = AGAIN) -> Iterator[None]:
         raise
     except Exception as error:
         odd = f"the server's answer is not that of a Hub ({type(error).__name__}: {error})"
-        reason = reason_of(error) or f"{odd}: check HF_ENDPOINT"
+        reason = reason_of(error) or (f"{odd}: check HF_ENDPOINT" if _of_client(error) else None)
+        if reason is None:
+            raise
         raise Failure(f"{what}: {reason}; {state}") from error
+
+
+def _of_client(error: BaseException) -> bool:
+    """Whether it was raised in the Hub's client, or in what that calls; not in what it calls of
+    ours."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    ours = "hub_upload", "glm4v_patched"
+    known = [name for name in packages if name == "huggingface_hub" or name in ours]
+    return known[-1:] == ["huggingface_hub"]
 
 
 def reason_of(error: BaseException) -> str | None:

@@ -10,6 +10,7 @@ No more rows are held in memory than are worked on at once; of all, their sizes 
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections import deque
@@ -105,6 +106,7 @@ def check_sets(
     share = evaluate if isinstance(evaluate, float) else None
     others = () if evaluate is None or isinstance(evaluate, float) else evaluate
     given = [_read(of, folder / f"read{n}.arrow") for n, of in enumerate([sources, others]) if of]
+    _require_some_of_each(sources, given[0].rows)
     collator = ConversationCollator(processor)
     with closing(Memory(memory or default_path())) as remembered:
         facts = _check_pictures([path for read in given for path in read.pictures], remembered)
@@ -123,6 +125,7 @@ def check_sets(
             made.append(_keep(read, of_rows, facts, path, takes, pack_to))
         read.rows.path.unlink()
     checked, *rest = [replace(one, workplace=workplace) for one in made]
+    _require_some_of_each(sources, checked.rows)
     if not rest:
         return checked
     asked = share if share is not None else [source.path for source in others]
@@ -214,6 +217,18 @@ def _read(sources: Sources, path: Path) -> _Read:
                 digest=_digest_messages(row.messages, lambda path: ""),
             )
     return _Read(sources, files, writer.close(), pictures, faults)
+
+
+def _require_some_of_each(sources: Sources, rows: StoredRows) -> None:
+    """Raise ``ValueError`` if a set has rows and a weight so small that none of them comes."""
+    counts = np.bincount(rows.column("source"), minlength=len(sources)).tolist()
+    for source, count in zip(sources, counts, strict=True):
+        if count and not round(source.weight * count):
+            raise ValueError(
+                f"{source.path}: weight {source.weight:g} of {count:,} rows is less than one row; "
+                f"expected a weight of at least {math.ceil(1e4 / count) / 1e4:g}, or the set left "
+                "out"
+            )
 
 
 def _add_faults(

@@ -6,13 +6,17 @@ Needs no torch.
 import base64
 import binascii
 import hashlib
+import io
 import os
 import urllib.request
-import uuid
+import warnings
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from ..atomic import write_atomically
 from .memory import default_path
 from .messages import as_words, refuse_keys
 
@@ -73,7 +77,11 @@ class PictureFiles:
             raise ValueError(f"image is {as_words(url)}; {URL_CURE}")
         name = f"url-{hashlib.sha256(url.encode()).hexdigest()}"
         path = self._store() / name
-        return str(path) if path.is_file() else self._write(path, _fetch(url))
+        if path.is_file():
+            return str(path)
+        content = _fetch(url)
+        _require_picture(url, content)
+        return self._write(path, content)
 
     def _written(self, content: bytes) -> str:
         path = self._store() / hashlib.sha256(content).hexdigest()
@@ -94,13 +102,10 @@ class PictureFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            partial.write_bytes(content)
-            os.replace(partial, path)
+            write_atomically(path, content)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise ValueError(
                 f"the picture of {len(content):,} bytes cannot be written to {path.parent}: "
                 f"{error.strerror or error}; XDG_CACHE_HOME may name another folder"
@@ -125,8 +130,31 @@ def _fetch(url: str) -> bytes:
     try:
         with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
             content = answer.read(MOST_BYTES_FETCHED + 1)
+            missing = answer.length or 0  # of what was announced; read() says nothing of it
     except (OSError, HTTPException, ValueError) as error:
         raise ValueError(f"the image {as_words(url)} cannot be fetched: {error}") from None
     if len(content) > MOST_BYTES_FETCHED:
         raise ValueError(f"the image {as_words(url)} has over {MOST_BYTES_FETCHED:,} bytes")
+    if missing:
+        raise ValueError(
+            f"the image {as_words(url)} cannot be fetched: the connection ended after "
+            f"{len(content):,} of {len(content) + missing:,} bytes; start again"
+        )
     return content
+
+
+def _require_picture(url: str, content: bytes) -> None:
+    """Of what is kept, so that a page of an error is not: whether all of it can be decoded is for
+    the check."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its size, which the check judges, too
+            Image.open(io.BytesIO(content)).close()
+    except Image.DecompressionBombError:
+        return
+    except Exception as error:  # Pillow raises whatever its readers raise
+        begin = as_words(content[:40].decode("ascii", "replace"))
+        raise ValueError(
+            f"the image {as_words(url)} is {len(content):,} bytes that are no picture, and begin "
+            f"with {begin} ({type(error).__name__}); it is not kept, and fetched again next time"
+        ) from None

@@ -3,6 +3,7 @@
 Tables are read a part at a time; pictures in them are not decoded.
 """
 
+import glob
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,8 @@ def _open(datasets: Any, source: Source) -> Any:
     if path.is_dir():
         files = sorted(str(file) for file in path.glob("*.parquet"))
     kind = "arrow" if path.suffix == ".arrow" or _begins(path, b"ARROW1") else "parquet"
-    return datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+    names = [glob.escape(file) for file in files]  # datasets takes them for patterns
+    return datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
 
 
 def _begins(path: Path, start: bytes) -> bool:

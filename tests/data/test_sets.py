@@ -72,6 +72,20 @@ def test_a_weight_is_how_often_a_row_comes(tmp_path, check):
     assert asked(check(Source(c.path, weight=1.3))) == again
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_weight_that_leaves_no_row_of_a_set_is_refused(tmp_path, check, alone):
+    a, b = (write(tmp_path, name, range(20)) for name in "ab")
+    others = [] if alone else [b]
+    message = r"a: weight 0\.02 of 20 rows is less than one row; expected .* at least 0\.05"
+    with pytest.raises(ValueError, match=message):
+        check(Source(a.path, weight=0.02), *others)
+    assert check(Source(a.path, weight=0.05), *others).counts.rows == 1 + 20 * len(others)
+    Path(a.path).write_text(Path(a.path).read_text() + '{"messages": []}\n' * 20)
+    few = Source(a.path, weight=0.025)  # one of 40, and none of the 20 that are left
+    with pytest.raises(ValueError, match=r"weight 0\.025 of 20 rows"):
+        check(few, *others, on_bad="skip")
+
+
 def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(tmp_path, check):
     numbers = [*range(200)]
     checked = check(write(tmp_path, "a", [*numbers, *numbers[:50]]), evaluate=0.2)

@@ -127,6 +127,17 @@ def test_tables_with_pictures_in_them_are_read(tmp_path, cache, how):
             read_conversations(Source(path, split="val"))
 
 
+@pytest.mark.parametrize("name", ["a*b", "rows[1]", "who?", "{a,b}", "a**", "a%20b#c"])
+def test_a_path_is_no_pattern(tmp_path, name):
+    for called, question in ((name, "q"), ("aXb", "other"), ("rows1", "other"), ("whom", "other")):
+        rows = datasets.Dataset.from_list([{"messages": turns(question)}])
+        (tmp_path / called).mkdir()
+        rows.to_parquet(str(tmp_path / called / "a.parquet"))
+        rows.to_parquet(str(tmp_path / f"{called}.parquet"))
+    for path in (tmp_path / name, tmp_path / f"{name}.parquet"):
+        assert read_conversations(path) == [turns()]
+
+
 def test_what_a_table_lacks_in_a_row_is_not_there(tmp_path):
     rows = [
         {"messages": [turns()[0], turns()[1] | {"train": True}], "note": "x"},
@@ -191,6 +202,9 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
         def log_message(self, *of):
             pass
 
+        def copyfile(self, source, out):
+            out.write(source.read()[: 40 if "cut" in self.path else None])
+
     handler = partial(Quiet, directory=str(tmp_path / "served"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -201,6 +215,17 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
         assert Path(path).read_bytes() == drawn()
         with pytest.raises(ValueError, match="no.png.* cannot be fetched: HTTP Error 404"):
             files.path_of(url.replace("a.png", "no.png"))
+        (tmp_path / "served" / "cut.png").write_bytes(drawn())
+        with pytest.raises(ValueError, match=rf"ended after 40 of {len(drawn())} bytes"):
+            files.path_of(url.replace("a.png", "cut.png"))
+        # A page with status 200, which is a picture later.
+        page = tmp_path / "served" / "page.png"
+        page.write_text("<html>Too many requests</html>")
+        with pytest.raises(ValueError, match=r'page\.png" is 30 bytes .* begin with "<html>Too'):
+            files.path_of(url.replace("a.png", "page.png"))
+        page.write_bytes(drawn("blue"))
+        kept = Path(files.path_of(url.replace("a.png", "page.png")))
+        assert kept.read_bytes() == drawn("blue") and len([*kept.parent.iterdir()]) == 2
         server.shutdown()
     assert files.path_of(url) == path
 

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import CommitOperationAdd
 
+from hub_upload import files
 from hub_upload.build import differences, read_source
 from hub_upload.checks import CHECKS
+from hub_upload.errors import Failure, during
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
 from tests.helpers.hub_repositories import File
@@ -95,6 +98,18 @@ def test_a_fault_of_a_server_is_one_line(command, method, path, fault, message, 
     assert status == 1 and re.search(message, told) and told.count("\n") == 0, told
     assert "run the same command again" in told
     assert completes(hub, ask, command)
+
+
+def test_a_mistake_of_ours_is_no_answer_of_a_server(hub, ask, monkeypatch):
+    for mistake in (KeyError("x"), TypeError("x"), AttributeError("x")):
+        with pytest.raises(type(mistake)), during("looking"):
+            raise mistake
+    # In a command, too; this is the test's, and not the client's.
+    monkeypatch.setattr(files.HfApi, "model_info", lambda *of, **more: {}["x"])
+    with pytest.raises(KeyError):
+        ask("verify")
+    with pytest.raises(Failure, match=NO_HUB), during("looking"):
+        CommitOperationAdd(None, b"")
 
 
 @by_name
