@@ -88,6 +88,8 @@ def merge(
 def _find(adapters: str, out: Path, revision: str | None) -> Base:
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
+    if not os.path.isdir(adapters):
+        raise ValueError(f"{adapters}: there is no such folder; expected one with adapters")
     if not (Path(adapters) / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a model of its own needs "
