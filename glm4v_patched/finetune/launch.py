@@ -322,30 +322,21 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:
-    """End torch's launcher, which ends its processes, and then any that it could not.
+    """End torch's launcher and its processes.
 
-    One that is stopped (SIGSTOP) does not notice that it is to end, until it is killed. Whoever has
-    lost its parents is known from before, by its number and when it started.
+    They end by themselves when their standard input does. One that cannot, as it is stopped
+    (SIGSTOP) or hangs in a driver, is killed after a while. Whoever has lost its parents is known
+    from before, by its number and when it started.
     """
     started = started + _descendants(process)
-    if process.poll() is None:
-        process.terminate()
-        _wait_a_while(process)
+    process.kill()  # told to end, it would print a traceback of its own
+    process.wait()
     assert process.stdin is not None  # a pipe
     process.stdin.close()
-    _wait_a_while(process)
-    process.kill()
-    process.wait()
-    for descendant in started:
+    _, alive = psutil.wait_procs(started, SECONDS_TO_END)
+    for descendant in alive:
         with suppress(psutil.NoSuchProcess):
             descendant.kill()
-
-
-def _wait_a_while(process: subprocess.Popen) -> None:
-    try:
-        process.wait(SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
