@@ -141,6 +141,11 @@ class Conversations(Sequence):
     def __len__(self) -> int:
         return len(self.order)
 
+    @property
+    def most_images(self) -> int:
+        """Of one conversation."""
+        return int(self.rows.column("images")[self.order].max(initial=0))
+
     def __getitem__(self, index):
         if isinstance(index, slice):
             return Conversations(self.rows, self.order[index])
