@@ -412,6 +412,7 @@ def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
     (reader.folder / "scores.py").write_text(code)
     questions = (reader.folder / "train.jsonl").read_text().splitlines(keepends=True)[:3]
     (reader.folder / "questions.jsonl").write_text("".join(questions))
+    (reader.folder / "held_out.jsonl").write_text("".join(questions))
     for command in given:
         piped = "printf 'What is it?\\n/image cat.png\\nAnd this?\\n' | " * (" chat " in command)
         told = reader.shell(f"{piped}{command} --device cpu --max-new-tokens 3")

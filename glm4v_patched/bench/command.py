@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-import sys
 import tempfile
 from dataclasses import Field, asdict, fields
 from itertools import product
@@ -11,7 +10,7 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from typing import Any, get_args
 
-from ..engine.environment import training_environment
+from ..engine.environment import python_module, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from .machine import require_machine
@@ -143,7 +142,7 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
     }
     with tempfile.TemporaryDirectory() as folder:
         out, printed = Path(folder, "row.json"), Path(folder, "output.txt")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
+        command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
         command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
         error = _run(command, printed, training_environment(gpus, on_cpu), timeout)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..engine.environment import python_module
 from .environment import check_python, describe_code, environment_of_the_original, require_python
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def compare(folder: Path, python: str, precision: str, device: str, work: Path) 
     isolated = environment_of_the_original(home)
     original = _compute([python, "-I", str(WORKER)], isolated, work / "original", job)
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "glm4v_patched.compare.worker"]
+    command = python_module("glm4v_patched.compare.worker")
     ours = _compute(command, offline, work / "ours", job | {"ours": True})
     return judge(original, ours, learned(work), precision)
 

@@ -48,8 +48,8 @@ def commands(folder: Path) -> list[list[str]]:
     if uv := shutil.which("uv"):
         make = [uv, "venv", "--python", "3.11", str(folder)]
         return [make, [uv, "pip", "install", "--python", python, *packages()]]
-    make = [sys.executable, "-m", "venv", str(folder)]
-    return [make, [python, "-m", "pip", "install", *packages()]]
+    make = [sys.executable, "-I", "-m", "venv", str(folder)]
+    return [make, [python, "-I", "-m", "pip", "install", *packages()]]
 
 
 def make_environment(folder: Path) -> Path:

@@ -155,7 +155,14 @@ def require_pictures(
         pictures = _check_pictures(shown, remembered)
     found = [(row.line, _fault_of_pictures(row.pictures, pictures)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
-        raise ValueError(f"{describe_faults(path, faults, len(rows))}\ncorrect them")
+        text = describe_faults(path, faults, len(rows))
+        raise ValueError(f"{text}\n{_cure(text, '--image-folder')}")
+
+
+def _cure(faults: str, folder: str = "data.image_folder") -> str:
+    if "does not exist" not in faults:
+        return "correct them"
+    return f"correct them (paths are relative to the file's folder; {folder} names another one)"
 
 
 def digest_row(messages: list[dict], pictures: dict[str, Facts]) -> bytes:
@@ -257,9 +264,9 @@ def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None
         return
     text = "\n".join(told)
     if any(len(read.rows) == len(read.dropped) for read in given):
-        raise ValueError(f"{text}\ncorrect them")
+        raise ValueError(f"{text}\n{_cure(text)}")
     if on_bad == "fail":
-        raise ValueError(f"{text}\ncorrect them, or leave them out (data.on_bad: skip)")
+        raise ValueError(f"{text}\n{_cure(text)}, or leave them out (data.on_bad: skip)")
     print(f"{text}\nthey are left out", flush=True)
 
 

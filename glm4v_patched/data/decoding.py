@@ -8,16 +8,16 @@ import hashlib
 import io
 import os
 import stat
-import sys
 import warnings
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ..engine.environment import python_module
 from .workers import Ended, answer_until_input_ends, ask_all
 
-COMMAND = (sys.executable, "-m", __name__)
+NAME = "glm4v_patched.data.decoding"
 
 
 class Facts(NamedTuple):
@@ -99,7 +99,7 @@ def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, 
     if not processes:
         yield from map(read_facts, paths)
         return
-    for answer in ask_all(COMMAND, paths, processes):
+    for answer in ask_all(python_module(NAME), paths, processes):
         if isinstance(answer, Ended):
             fault = f"ended the process that decoded it, with exit status {answer.status}"
             yield NOT_READ._replace(fault=fault)

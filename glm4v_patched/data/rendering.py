@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 from tempfile import TemporaryDirectory
 
+from ..engine.environment import python_module
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .collate import ConversationCollator, Size
 from .workers import Ended, answer_until_input_ends, ask_all
@@ -32,7 +33,7 @@ def measure_all(
         return
     with TemporaryDirectory() as folder:
         collator.processor.save_pretrained(folder)
-        command = (sys.executable, "-m", __name__, folder)
+        command = python_module("glm4v_patched.data.rendering", folder)
         for answer in ask_all(command, parts, processes, at_once=PARTS_AT_ONCE):
             if isinstance(answer, Ended):
                 raise RuntimeError(f"a process that renders rows ended with status {answer.status}")

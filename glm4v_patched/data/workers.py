@@ -118,7 +118,7 @@ class _Worker:
         # Else one that cannot even start would be blamed on questions.
         if self.answers.readline().strip() != READY:
             raise RuntimeError(
-                f"{' '.join(self.command[:3])} ended as it started, with exit status "
+                f"{' '.join(self.command[:4])} ended as it started, with exit status "
                 f"{self.process.wait()}; the error above says why"
             )
         self.is_ready = True

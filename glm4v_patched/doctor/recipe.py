@@ -100,8 +100,7 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         if folder.is_dir():
             require_usable(folder, recipe.data.files(), is_lora(recipe.trained), False, False)
     except ValueError as error:
-        # With --resume or --overwrite it may be just what is wanted.
-        yield finding(check, WARNING, str(error))
+        yield finding(check, FAILS, f"{error}; or continue that run (--resume)")
         return
     yield Finding(check, OK, f"{folder} can be written, and holds no other run")
 

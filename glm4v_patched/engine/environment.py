@@ -1,8 +1,28 @@
-"""The environment of training processes: one for the recipe, the bench and the loss curves."""
+"""How processes of Python are started: their commands, and the environment of training ones.
+
+One for the recipe, the bench and the loss curves. Needs no torch.
+"""
 
 import os
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module with this Python, which imports nothing from the current
+    folder: that may be somebody else's, with a ``numpy.py`` of its own."""
+    return [sys.executable, *([] if _is_at_root() else ["-P"]), "-m", module, *arguments]
+
+
+def _is_at_root() -> bool:
+    """Whether the current folder is the one that this package is in, as in a checkout that is not
+    installed: it would not be found elsewhere, and what lies there is as trusted as itself."""
+    try:
+        return Path.cwd().resolve() == ROOT
+    except OSError:  # it was removed
+        return False
 
 
 def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
@@ -26,6 +46,9 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
         # Gathered weights come and go in many sizes; this keeps the allocator from falling to
         # pieces.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if not _is_at_root():
+        # torch's launcher starts its processes by itself, with no -P as in python_module.
+        defaults["PYTHONSAFEPATH"] = "1"
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     return defaults | os.environ | cpu | {"PATH": path_of_processes()}
 

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -110,15 +111,18 @@ class CompletionMarker(TrainerCallback):
         args.distributed_state.wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
-            write_manifest(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self.origin)
+            saved = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if 0 < state.max_steps <= state.global_step:  # a strategy of the best asks for it later
+                shutil.rmtree(saved)
+                return
+            write_manifest(saved, self.origin)
             if self.keep is not None:
                 _delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)
 
 
 def write_manifest(checkpoint: Path, origin: Origin) -> None:
     """Declare everything in a checkpoint folder to be complete, once it is on the disk."""
-    rows = {"digests": origin.rows.digests, "lines": origin.rows.lines}
-    (checkpoint / ROWS).write_text(json.dumps(rows))
+    (checkpoint / ROWS).write_text(json.dumps(asdict(origin.rows)))
     files = [
         path
         for path in sorted(checkpoint.rglob("*"))
@@ -299,7 +303,8 @@ def changes_of_data(checkpoint: Path, rows: Rows, accept: bool) -> list[str]:
         ValueError: something is, and it is not to be accepted.
     """
     written = json.loads((checkpoint / ROWS).read_text())
-    changes = Rows(tuple(written["digests"]), tuple(written["lines"])).changes_to(rows)
+    there = Rows(tuple(written["digests"]), tuple(written["lines"]), written.get("evaluated"))
+    changes = there.changes_to(rows)
     if changes and not accept:
         raise ValueError(
             f"{checkpoint} is of a run on other data:{_listed(changes)}\n"

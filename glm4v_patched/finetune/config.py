@@ -61,8 +61,8 @@ Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "
 class Lora(Section):
     """Adapters, where ``trained`` asks for them."""
 
-    rank: AtLeastOne = 8
-    """Rank of the adapters."""
+    rank: Annotated[int, Field(ge=1, le=4096), Expected("a whole number from 1 to 4096")] = 8
+    """Rank of the adapters; the model's layers have at most 4096."""
     alpha: AtLeastOne | None = None
     """What they add is multiplied by alpha / rank; null: twice the rank. Here and below, adapters
     that go on being trained keep what they have where null is said."""

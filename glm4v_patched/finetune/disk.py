@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from ..engine.options import (
@@ -19,6 +19,7 @@ from .trainer_fields import save_strategy
 
 GB = 10**9
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
+INDEX = "model.safetensors.index.json"
 SAVING = ("save_strategy", "save_steps")
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 # Whose sizes are known before it is downloaded.
@@ -162,7 +163,11 @@ def adapter_weights(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]
 def shapes_of(folder: Path) -> dict[str, list[int]]:
     """Of the weights in safetensors, by name; what cannot be read is reported when it is loaded."""
     shapes: dict[str, list[int]] = {}
-    for name in shards_of(folder):
+    try:
+        names = shards_of(folder)
+    except ValueError:
+        return {}
+    for name in names:
         try:
             header, _ = read_header(folder / name)
             shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
@@ -181,11 +186,28 @@ def read_header(weights: Path) -> tuple[dict[str, Any], int]:
 
 
 def shards_of(folder: Path) -> list[str]:
-    """Names of the model's files of weights."""
+    """Names of the model's files of weights.
+
+    Raises:
+        ValueError: its index names what is no file of the folder itself: whoever reads or writes
+            under these names must not leave the folder.
+    """
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return sorted({*index["weight_map"].values()})
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        names = {*index["weight_map"].values()}
     except FileNotFoundError:
         return ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # what is wrong with it is reported when it is loaded
+    if odd := [name for name in names if not _is_bare(name)]:
+        raise ValueError(
+            f"its {INDEX} names {min(map(repr, odd))}; expected names of files in that folder "
+            "alone, without another folder's"
+        )
+    return sorted(names)
+
+
+def _is_bare(name: Any) -> bool:
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+        return False
+    return PurePosixPath(name).name == PureWindowsPath(name).name == name

@@ -33,13 +33,22 @@ class Rows:
     Args:
         digests: Of each row with the bytes of its pictures.
         lines: Where it stands in the file; of several files, with the file's name.
+        evaluated: Digest of the rows for evaluation, where they decide what is saved or when the
+            run ends.
     """
 
     digests: tuple[str, ...]
     lines: tuple[int | str, ...]
+    evaluated: str | None = None
 
     def changes_to(self, new: "Rows") -> list[str]:
         """What is different in ``new``, a line for each kind; nothing if they are the same."""
+        changes = self._changes_to_learned(new)
+        if self.evaluated and new.evaluated and self.evaluated != new.evaluated:
+            changes.append("rows for evaluation: others; the best so far is of those there")
+        return changes
+
+    def _changes_to_learned(self, new: "Rows") -> list[str]:
         if self.digests == new.digests:
             return []
         there, now = len(self.digests), len(new.digests)

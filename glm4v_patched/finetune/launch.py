@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,12 +14,12 @@ import psutil
 
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
-from ..engine.environment import training_environment
+from ..engine.environment import python_module, training_environment
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
 from .disk import fault_of_space
-from .identity import Base, Rows, base_of, is_longer, length_of, pin, require_recorded_base
+from .identity import Base, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
 from .trainer_fields import save_strategy, total_steps
@@ -157,7 +156,7 @@ def _checked(
             recipe = recipe.override({"revision": base.revision})
         # Late, for they import torch: what comes before is answered at once.
         from .checkpoints import changes_of_data
-        from .trainer import check_data, starting_point
+        from .trainer import check_data, rows_of, starting_point
 
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
@@ -168,7 +167,7 @@ def _checked(
             )
         checked = check_data(recipe, base)
         if checkpoint is not None:
-            rows = Rows(checked.row_digests, checked.row_lines)
+            rows = rows_of(recipe, checked)
             if changes := changes_of_data(checkpoint, rows, accept_changed_data):
                 print(_describe_changes(recipe, checkpoint, changes), flush=True)
         _announce(recipe, base, checked, placement)
@@ -230,12 +229,13 @@ def _train(start: Start, placement: Placement, accept_changed_data: bool) -> Non
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment |= {"CUDA_VISIBLE_DEVICES": first}
-    command = [sys.executable]
+    trainer = ["glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
+    command = python_module(*trainer)
     if recipe.engine.zero_stage:
-        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        command = python_module("torch.distributed.run", "--nproc_per_node", str(processes))
         # Port 0: the launcher picks a free one, so that two trainings can run side by side.
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += ["-m", "glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
+        command += ["-m", *trainer]
     if not on_cpu:
         command += ["--require-gpu"]
     if checkpoint is not None:

@@ -195,7 +195,10 @@ def fault_of_model_folder(folder: Path) -> str | None:
             f"its config.json has model_type {shown(kind)} and is not a glm-4v's; expected "
             "chatglm, with a vision_config"
         )
-    shards = shards_of(folder)
+    try:
+        shards = shards_of(folder)
+    except ValueError as error:
+        return str(error)
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."

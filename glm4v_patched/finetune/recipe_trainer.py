@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.feature_cache import TowerFeatures
 from ..engine.options import part_of
@@ -94,7 +95,9 @@ class RecipeTrainer(Trainer):
     def training_step(self, model, inputs, *rest):
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
-        norm = model.get_global_grad_norm() if self.is_deepspeed_enabled else None
+        # Until all batches of a step are there, DeepSpeed has the norm of the step before.
+        knows = self.is_deepspeed_enabled and self.accelerator.sync_gradients
+        norm = model.get_global_grad_norm() if knows else None
         return self.watch.see(loss, norm)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
@@ -116,7 +119,11 @@ class RecipeTrainer(Trainer):
         if self.sample is not None:
             with self.compute_loss_context_manager():
                 matches = self.sample.answer(self.model, self.is_world_process_zero())
-            metrics[f"{metric_key_prefix}_exact_match"] = matches
+            # A token may fall otherwise on another GPU, and all have to save and to end together.
+            same = torch.tensor(matches, dtype=torch.float64, device=self.args.device)
+            if torch.distributed.is_initialized():
+                torch.distributed.broadcast(same, 0)
+            metrics[f"{metric_key_prefix}_exact_match"] = same.item()
         metrics[f"{metric_key_prefix}_runtime"] = round(time.monotonic() - started, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -190,6 +197,26 @@ class RecipeTrainer(Trainer):
         if self.has_adapters:
             custom_object_save(self.inner, folder)
         give_usual_modes(folder)
+
+
+class Schedule(TrainerCallback):
+    """Holds a continued run to what is asked now, and evaluates after the last step.
+
+    The Trainer goes by what the checkpoint's run was asked for: how often it saved and logged, and
+    where its folder was.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)
+        best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step and best.is_dir():
+            state.best_model_checkpoint = str(best)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Before the best weights are loaded; older transformers do not do it by themselves.
+        if args.eval_strategy == "steps" and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        return control
 
 
 def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, float]) -> list[dict]:

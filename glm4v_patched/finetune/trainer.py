@@ -6,6 +6,7 @@ run. :mod:`launch` does that.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -56,7 +57,7 @@ from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
 from .progress import LossPlot, ProgressBar
-from .recipe_trainer import RecipeTrainer
+from .recipe_trainer import RecipeTrainer, Schedule
 from .run_folder import REPORT, SHEET, remove_weights
 from .trainer_fields import (
     FREE_FIELDS,
@@ -273,7 +274,7 @@ def train(
     arguments = arguments_of(recipe, options, len(conversations), _processes(), evaluates, loading)
     assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
-    rows = Rows(checked.row_digests, checked.row_lines)
+    rows = rows_of(recipe, checked)
     origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
     if checkpoint is not None:
         changes_of_data(checkpoint, rows, accept_changed_data)
@@ -303,7 +304,6 @@ def train(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
-        _evaluate_at_end(trainer)
         if recipe.engine.zero_stage == 0:
             _round_trained(model, DTYPES[recipe.engine.precision])
         trainer.save_model()
@@ -391,10 +391,22 @@ def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
     return options
 
 
+def rows_of(recipe: Recipe, checked: CheckedData) -> Rows:
+    """What a run that continues has to have the same; rows for evaluation where they decide what
+    is saved, or when the run ends."""
+    asked = recipe.trainer
+    decide = asked.load_best_model_at_end or asked.early_stopping_patience is not None
+    evaluated = None
+    if checked.eval is not None and (decide or asked.save_strategy == "best"):
+        digests = "\n".join(checked.eval.row_digests)
+        evaluated = hashlib.sha256(digests.encode()).hexdigest()
+    return Rows(checked.row_digests, checked.row_lines, evaluated)
+
+
 def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
     asked = recipe.trainer
-    callbacks: list[TrainerCallback] = [CompletionMarker(origin, asked.save_total_limit)]
-    callbacks.append(LossPlot())
+    marker = CompletionMarker(origin, asked.save_total_limit)
+    callbacks: list[TrainerCallback] = [Schedule(), marker, LossPlot()]
     if asked.early_stopping_patience is not None:
         patience = asked.early_stopping_patience, asked.early_stopping_threshold
         callbacks.append(EarlyStoppingCallback(*patience))
@@ -419,13 +431,6 @@ def sample_of(
     )
 
 
-def _evaluate_at_end(trainer: Trainer) -> None:
-    """Where evaluations are not at the end of each epoch, after the last step, too."""
-    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    if trainer.args.eval_strategy != "no" and trainer.state.global_step not in evaluated[-1:]:
-        trainer.evaluate()
-
-
 def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None) -> nn.Module:
     """The recipe's model, loaded and prepared (:func:`prepare_model`).
 
@@ -438,6 +443,8 @@ def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None
     adapters: Any = getattr(model, "peft_config", None)
     if base.revision is not None and adapters is not None:
         adapters["default"].revision = base.revision
+    if adapters is not None and os.path.isdir(base.model):  # else they load from here alone
+        adapters["default"].base_model_name_or_path = os.path.abspath(base.model)
     return model
 
 

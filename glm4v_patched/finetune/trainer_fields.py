@@ -94,8 +94,7 @@ FREE_FIELDS |= {"trackio_space_id", "trackio_bucket_id", "trackio_static_space_i
 FREE_FIELDS |= {"include_num_input_tokens_seen", "include_tokens_per_second"}
 FREE_FIELDS |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"}
 FREE_FIELDS |= {"dataloader_persistent_workers", "dataloader_multiprocessing_context"}
-FREE_FIELDS |= {"per_device_eval_batch_size", "early_stopping_patience", "torch_empty_cache_steps"}
-FREE_FIELDS |= {"early_stopping_threshold"}
+FREE_FIELDS |= {"per_device_eval_batch_size", "torch_empty_cache_steps"}
 
 HANDED_ON = "As transformers' TrainingArguments documents it."
 OUR_DEFAULTS: dict[str, Any] = {"lr_scheduler_type": "cosine"}
@@ -138,8 +137,9 @@ def total_steps(trainer: DeclaredFields, rows: int, processes: int) -> int:
 def warmup(trainer: DeclaredFields, steps: int) -> int:
     """Of so many steps, those of warm-up."""
     asked = trainer.warmup_steps
-    # A share may be a hair below a whole number.
-    return int(asked) if asked >= 1 or asked == 0 else max(int(steps * asked + 1e-9), 1)
+    # A share may be a hair below a whole number. A single step with warm-up would learn nothing.
+    share = min(max(int(steps * asked + 1e-9), 1), steps - 1)
+    return int(asked) if asked >= 1 or asked == 0 else share
 
 
 def save_strategy(values: dict[str, Any]) -> str:
@@ -235,10 +235,10 @@ def _best_model_was_saved(best, saved, save_steps, evaluated, eval_steps) -> str
             f"{told} and evaluated at {measured!r}; expected trainer.save_strategy to be "
             f"{'best or ' if measured != 'no' else ''}the same as trainer.eval_strategy"
         )
-    if when == "steps" and save_steps % eval_steps:
+    if when == "steps" and save_steps != eval_steps:
         return (
-            f"{told}, every {save_steps} steps, and evaluated every {eval_steps}; expected "
-            "trainer.save_steps to be a multiple of trainer.eval_steps"
+            f"{told}, every {save_steps} steps, and evaluated every {eval_steps}, and the best may "
+            "not be saved; expected the same number, or trainer.save_strategy to be best"
         )
     return None
 

@@ -1,7 +1,6 @@
 """Answers the rows of a data file: on one process or several, each on a GPU of its own."""
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.sources import Source
 from ..data.workers import Ended, ask_all
-from ..engine.environment import training_environment
+from ..engine.environment import python_module, training_environment
 from ..finetune.identity import Base, identify
 from ..finetune.preflight import Placement, place
 from .answers_file import AnswersFile, Line
@@ -127,7 +126,7 @@ def answers(
             yield from zip(part, replies, strict=True)
         return
     job = Job(base, device, request.in_4_bit, request.generation)
-    command = (sys.executable, "-m", "glm4v_patched.inference.answering", job.to_json())
+    command = python_module("glm4v_patched.inference.answering", job.to_json())
     asked = [
         {"prompts": [q.prompt for q in part], "number": part[0].row, "rows": [q.row for q in part]}
         for part in parts

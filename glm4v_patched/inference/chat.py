@@ -142,9 +142,12 @@ class Chat:
         new = self.answerer.generation.max_new_tokens
         [taken] = positions_of(self.answerer.processor, [asked])
         if taken + new > self.limit:
+            cure = "begin again with a lower --max-new-tokens"
+            if self.messages:
+                cure = f"/reset begins a new one, or {cure}"
             raise ValueError(
                 f"the conversation takes {taken:,} of the model's {self.limit:,} positions, which "
-                f"leaves too little room for {new:,} new tokens: /reset begins a new one"
+                f"leaves too little room for {new:,} new tokens: {cure}"
             )
         [answer] = self.answerer.answer([asked], self.turn, self._streamer())
         self.turn += 1

@@ -44,7 +44,7 @@ def add_commands(commands) -> None:
     shown = "a picture that the first question shows; several are allowed"
     chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
-    _add_generation(chat, 1024, beams=False)
+    _add_generation(chat, 512, beams=False)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.places import nearest
-from ..finetune.disk import GB, shards_of
+from ..finetune.disk import GB, INDEX, shards_of
 from ..finetune.identity import ADAPTER_CONFIG, Base
 from ..finetune.run_folder import give_usual_modes, require_apart
 from .source import find_source
@@ -23,7 +23,6 @@ from .source import find_source
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
 WEIGHTS = ["*.safetensors", INDEX]
 # Beside weights and what our classes write.
 TAKEN_OVER = ["generation_config.json", "LICENSE*", "MODEL_LICENSE*"]
@@ -89,6 +88,8 @@ def merge(
 def _find(adapters: str, out: Path, revision: str | None) -> Base:
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
+    if not os.path.isdir(adapters):
+        raise ValueError(f"{adapters}: there is no such folder; expected one with adapters")
     if not (Path(adapters) / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a model of its own needs "
@@ -127,7 +128,11 @@ def _weights_of(base: Base) -> Path:
 
         wanted = [*WEIGHTS, *TAKEN_OVER, "config.json"]
         folder = Path(snapshot_download(base.model, revision=base.revision, allow_patterns=wanted))
-    if not shards_of(folder):
+    try:
+        shards = shards_of(folder)
+    except ValueError as error:  # of a folder of the Hub's cache; others were looked at before
+        raise ValueError(f"{base.model}: {error}") from None
+    if not shards:
         raise ValueError(
             f"{base.model} has no weights as safetensors; load it and save it once "
             "(save_pretrained), and merge into that"

@@ -309,7 +309,7 @@ def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(tmp
     script = "import os; from glm4v_patched.data import decoding as d; look = d.read_facts; "
     script += "d.read_facts = lambda path: os._exit(7) if 'fatal' in path else look(path); "
     script += "d.answer_until_input_ends(d.read_facts)"
-    monkeypatch.setattr(decoding, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(decoding, "python_module", lambda _: [sys.executable, "-c", script])
     good = str(draw(tmp_path / "a.png"))
     facts = list(read_facts_of_all([good, "fatal", good, "fatal", good], 2))
     assert [fact.fault is None for fact in facts] == [True, False, True, False, True]
@@ -317,7 +317,8 @@ def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(tmp
 
 
 def test_processes_that_cannot_start_are_not_blamed_on_pictures(monkeypatch):
-    monkeypatch.setattr(decoding, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(decoding, "python_module", lambda _: command)
     with pytest.raises(RuntimeError, match="ended as it started, with exit status 3"):
         list(read_facts_of_all(["a.png"], 1))
 

@@ -117,7 +117,7 @@ def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_pa
         assert (tmp_path / "out" / "run.lock").read_bytes() == before
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "model.safetensors").touch()
-    assert checks(asked)["folder (out)"].verdict == "warning"
+    assert checks(asked)["folder (out)"].verdict == "fails"
 
 
 @pytest.mark.parametrize(("room", "verdict"), [(0.5, "fails"), (0.95, "warning"), (1.1, "ok")])

@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
             {"trained": "lora"},
             'trained is "lora"; expected full, lm, .*, qlora, or a list of tower, adap',
         ),
-        ({"lora.rank": 0}, "lora.rank is 0; expected a whole number of at least 1"),
+        ({"lora.rank": 0}, "lora.rank is 0; expected a whole number from 1 to 4096"),
         ({"trained": ["tower", "towr"]}, r"trained is \[.tower., .towr.\]; expected full, .*"),
         ({"trained": ["tower", "tower"]}, "trained is .*; expected full, .* or a list of tower"),
         ({"trained": []}, r"trained is \[\]; expected full, .*, or a list of tower, adapter"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainerState, TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.sources import read_conversations
@@ -15,6 +16,7 @@ from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.identity import Rows
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.preflight import Placement
+from glm4v_patched.finetune.recipe_trainer import Schedule
 from glm4v_patched.finetune.trainer import check_data, starting_point
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import built, drawn_recipe, train_here
@@ -48,6 +50,22 @@ def stopped(trained, tmp_path) -> Recipe:
     return trained.override({name: str(tmp_path / "run" / p) for name, p in places.items()})
 
 
+def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped):
+    changed = stopped.override({"trainer.save_steps": 1, "trainer.logging_steps": 2})
+    report = train_here(changed, starting_point(changed, 1, True))
+    found = {path.name for path in Path(stopped.out).glob("checkpoint-*")}
+    assert found == {"checkpoint-2", "checkpoint-3"}
+    assert [entry["step"] for entry in report["history"]] == [1, 2, 4]
+
+
+def test_a_run_that_was_moved_knows_its_best_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    state = TrainerState(best_global_step=2, best_model_checkpoint="/moved/checkpoint-2")
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    Schedule().on_train_begin(arguments, state, None)
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
 def loss_of_all_rows(recipe: Recipe) -> float:
     """Of the recipe's model or adapters as they are, on all rows at once."""
     model = built(recipe.override({"engine.tower": "none", "engine.language": "none"})).eval()
@@ -57,6 +75,12 @@ def loss_of_all_rows(recipe: Recipe) -> float:
         return model(**batch).loss.item()
 
 
+def test_adapters_know_their_model_from_any_folder(trained, monkeypatch):
+    monkeypatch.chdir(Path(trained.model).parent)
+    model = built(trained.override({"model": Path(trained.model).name}))
+    assert model.peft_config["default"].base_model_name_or_path == trained.model
+
+
 def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
     changes = {
         "model": trained.out,
@@ -64,6 +88,7 @@ def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
         "trainer.max_steps": 1,
         "trainer.save_steps": None,
         "trainer.per_device_train_batch_size": 20,
+        "trainer.warmup_steps": 1,  # so that this one step has the rate 0
     }
     recipe = trained.override(changes)
     want, fresh = loss_of_all_rows(recipe), loss_of_all_rows(trained)

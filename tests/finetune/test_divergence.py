@@ -3,12 +3,13 @@
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState
 
 from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
 from glm4v_patched.finetune.checkpoints import find_faults
@@ -22,6 +23,7 @@ from glm4v_patched.finetune.divergence import (
     describe,
 )
 from glm4v_patched.finetune.plots import plot_loss
+from glm4v_patched.finetune.recipe_trainer import RecipeTrainer
 from tests.helpers.recipes import drawn_recipe, train_here
 from tests.helpers.sharded import as_sharded
 
@@ -275,3 +277,17 @@ def test_a_bad_step_within_the_limit_is_in_the_history_and_the_run_goes_on(
     losses = [entry["loss"] for entry in report["history"]]
     assert losses[2] == "inf" and all(0 < x < 10 for x in losses[:2] + losses[3:])
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_mode & 0o044 == 0o044
+
+
+def test_deepspeeds_norm_is_looked_at_once_a_step(monkeypatch):
+    """Before the last batch of a step it is the norm of the step before."""
+    seen = []
+    trainer: Any = object.__new__(RecipeTrainer)
+    trainer.watch = SimpleNamespace(see=lambda loss, norm: seen.append(norm))
+    trainer.is_deepspeed_enabled = True
+    monkeypatch.setattr(Trainer, "training_step", lambda *arguments: torch.tensor(1.0))
+    engine = SimpleNamespace(get_global_grad_norm=lambda: 0.5)
+    for is_last in (False, False, True):
+        trainer.accelerator = SimpleNamespace(sync_gradients=is_last)
+        trainer.training_step(engine, {})
+    assert seen == [None, None, 0.5]

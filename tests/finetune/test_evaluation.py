@@ -1,5 +1,6 @@
 """Rows for evaluation: their loss in training.json, the best weights, an early end."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation
 from glm4v_patched.finetune.config import Recipe, RecipeError
 from glm4v_patched.finetune.identity import base_of
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
+from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, rows_of
 from glm4v_patched.inference.answering import Answerer
 from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.questions import Generation
@@ -154,6 +155,28 @@ def test_where_the_last_step_is_best_its_weights_stay(drawn, tmp_path):
     assert any(not torch.equal(weight, there[name]) for name, weight in saved.items())
 
 
+def test_the_best_step_of_all_leaves_no_checkpoint_to_train_a_step_too_many_from(drawn, tmp_path):
+    asked = {
+        "out": str(tmp_path / "out"),
+        "trainer.num_train_epochs": 2.0,
+        "trainer.save_strategy": "best",
+        "trainer.load_best_model_at_end": True,
+    }
+    found = train_here(drawn.override(asked))
+    first, last = [entry["step"] for entry in found["evaluations"]]
+    assert found["best_step"] == last == found["history"][-1]["step"]
+    assert [path.name for path in tmp_path.glob("out/checkpoint-*")] == [f"checkpoint-{first}"]
+
+
+def test_rows_that_decide_what_is_best_belong_to_a_run(drawn):
+    checked = check_data(drawn)
+    others = check_data(drawn.override({"data.eval": drawn.data.train}))
+    others = replace(checked, eval=others.eval)
+    best = drawn.override({"trainer.save_strategy": "best"})
+    for asked, changes in ((drawn, 0), (best, 1)):
+        assert len(rows_of(asked, checked).changes_to(rows_of(asked, others))) == changes
+
+
 @pytest.mark.parametrize(
     ("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2), (5, 1, 4)]
 )
@@ -184,6 +207,23 @@ def test_all_processes_have_as_many_batches_and_each_row_counts_once(
         (
             {"data.eval": 0.1, "trainer.eval_strategy": "no", "trainer.early_stopping_patience": 1},
             "early_stopping_patience with trainer.eval_strategy no; expected steps or epoch",
+        ),
+        (
+            {
+                "data.eval": 0.1,
+                "trainer.load_best_model_at_end": True,
+                "trainer.save_steps": 4,
+                "trainer.eval_steps": 2,
+            },
+            "every 4 steps, and evaluated every 2, and the best may not be saved",
+        ),
+        (
+            {
+                "data.eval": 0.1,
+                "data.eval_answers": 0,
+                "trainer.metric_for_best_model": "eval_exact_match",
+            },
+            "eval_exact_match and data.eval_answers is 0",
         ),
     ],
 )

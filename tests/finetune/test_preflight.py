@@ -340,6 +340,20 @@ def test_a_folder_that_is_no_model_is_refused(asked, tmp_path, model_folder, fil
     assert line.startswith(f'model is "{tmp_path / "changed"}": ') and message in line
 
 
+OUTSIDE = ["../other/model.safetensors", "/etc/model.safetensors", "..", "", 5, "..\\a", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_that_names_files_outside_its_folder_is_refused(
+    asked, tmp_path, model_folder, name
+):
+    index = json.dumps({"weight_map": {"a": "model.safetensors", "b": name}})
+    [line] = told(
+        asked, changed_folder(tmp_path, model_folder, model__safetensors__index__json=index)
+    )
+    assert f"its model.safetensors.index.json names {name!r}; expected names of files" in line
+
+
 @pytest.mark.parametrize(
     "files",
     [

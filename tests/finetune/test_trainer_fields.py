@@ -91,7 +91,7 @@ def test_what_is_the_recipe_s_own_is_refused_with_what_to_write(name, message):
         ),
         (
             {"load_best_model_at_end": True, "save_steps": 5, "eval_steps": 2},
-            "every 5 steps, and evaluated every 2; expected .* a multiple",
+            "every 5 steps, and evaluated every 2, .* expected the same",
         ),
     ],
 )
@@ -127,9 +127,10 @@ def test_steps_are_counted_as_the_trainer_counts_them(rows, processes, batch, ac
 
 
 def test_warm_up_is_in_steps_or_a_share_of_them():
-    assert [warmup(trainer(), steps) for steps in range(1, 2000)] == [
-        max(steps // 20, 1) for steps in range(1, 2000)
+    assert [warmup(trainer(), steps) for steps in range(2, 2000)] == [
+        max(steps // 20, 1) for steps in range(2, 2000)
     ]
+    assert warmup(trainer(), 1) == 0  # the first step of a warm-up has the rate 0
     assert warmup(trainer(warmup_steps=7), 100) == 7 and warmup(trainer(warmup_steps=0), 100) == 0
     assert warmup(trainer(warmup_steps=0.5), 100) == 50
 

@@ -112,7 +112,7 @@ def test_two_pictures_in_a_turn_are_both_seen(answerer, cat, tmp_path):
         ),
         ("/image\n", "line 1 of the input: /image: expected the path"),
         ("/picture a.png\n", "there is no command /picture; expected one of\n/image PATH"),
-        ("word " * 1100, "of the model's 1,024 positions, .*: /reset begins a new one"),
+        ("word " * 1100, "of the model's 1,024 positions, .*: begin again with a lower --max-new"),
     ],
 )
 def test_piped_mistakes_end_it_with_their_line(answerer, asked, lines, message):

@@ -91,6 +91,31 @@ def test_files_and_dtypes_of_the_base_are_kept(sharded, tmp_path):
     assert json.loads(merged_index.read_text()) == index
 
 
+def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeypatch):
+    """Of a folder, before anything is loaded; and of one that came from the Hub."""
+    folder = tmp_path / "model"
+    shutil.copytree(files.model, folder)
+    (tmp_path / "victim").mkdir()
+    victim = tmp_path / "victim" / "mine.safetensors"
+    (folder / "model.safetensors").rename(victim)
+    names = dict.fromkeys(load_file(victim), "../victim/mine.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    config = json.loads((files.adapters / "adapter_config.json").read_text())
+    shutil.copytree(files.adapters, tmp_path / "adapters")
+    config |= {"base_model_name_or_path": str(folder)}
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(config))
+    before = victim.read_bytes()
+    named = "names '../victim/mine.safetensors'; expected names of files"
+    with pytest.raises(ValueError, match=named):
+        merge(str(tmp_path / "adapters"), tmp_path / "out")
+    base = module.Base(str(folder), adapters=str(tmp_path / "adapters"))
+    monkeypatch.setattr(module, "_find", lambda *_: base)
+    with pytest.raises(ValueError, match=named):
+        merge(str(tmp_path / "adapters"), tmp_path / "out")
+    assert victim.read_bytes() == before and not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def merged(files, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("merged") / "new" / "merged"

@@ -1,0 +1,59 @@
+"""Processes of Python import nothing from the folder that they are started in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.data.decoding import read_facts_of_all
+from glm4v_patched.engine.environment import ROOT, python_module, training_environment
+
+PACKAGE = ROOT / "glm4v_patched"
+TO_BE_PRINTED = {"printed.py"}
+
+
+@pytest.fixture
+def strange_folder(tmp_path, monkeypatch) -> Path:
+    """The current one, with modules of names that others import."""
+    for name in ("json", "numpy", "PIL", "runpy"):
+        (tmp_path / f"{name}.py").write_text(f"print('RAN {name}')\n")
+    monkeypatch.chdir(tmp_path)
+    # By which the package may be found; an empty place there would be the current folder.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return tmp_path
+
+
+def test_code_in_the_current_folder_is_not_run(strange_folder):
+    (strange_folder / "a.png").write_bytes(b"no picture")
+    [facts] = read_facts_of_all(["a.png"], 1)
+    assert "no picture of a kind that Pillow knows" in facts.fault
+    assert python_module("a", "b") == [sys.executable, "-P", "-m", "a", "b"]
+
+
+def test_nor_by_processes_that_torchs_launcher_starts(strange_folder):
+    command = [sys.executable, "-u", "-m", "glm4v_patched.cli", "--version"]  # as it does
+    ended = subprocess.run(
+        command, env=training_environment(1), capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0 and "RAN" not in ended.stdout, ended
+
+
+def test_what_lies_beside_the_package_is_found_where_it_is_not_installed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    assert python_module("a") == [sys.executable, "-m", "a"]
+    assert "PYTHONSAFEPATH" not in training_environment(1)
+
+
+def test_all_commands_are_made_by_one_function():
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.List | ast.Tuple)
+        and [ast.unparse(each) for each in node.elts[:2]] == ["sys.executable", "'-m'"]
+    }
+    assert found == TO_BE_PRINTED
