@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +33,7 @@ from .rendering import measure_all
 from .sets import Source
 from .sources import Fault, Row, as_source, describe_faults, read_rows
 from .stored_rows import RowsWriter, StoredRows
+from .workplace import make_workplace
 
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
@@ -101,7 +101,7 @@ def check_sets(
         ValueError: a set cannot be read, or rows of it cannot be used: lists up to 20. Or no row is
             left for training or for evaluation.
     """
-    workplace = _make_workplace()
+    workplace = make_workplace()
     folder = Path(workplace.name)
     share = evaluate if isinstance(evaluate, float) else None
     others = () if evaluate is None or isinstance(evaluate, float) else evaluate
@@ -187,18 +187,6 @@ def _is_held_out(digest: bytes, share: float) -> bool:
 
 
 # Sets
-
-
-def _make_workplace() -> TemporaryDirectory:
-    """A folder that is removed when nothing holds it; not in /tmp, which may be memory."""
-    cache = default_path()
-    try:
-        if cache is not None:
-            cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return TemporaryDirectory(prefix="checking-", dir=cache.parent)
-    except OSError:
-        pass
-    return TemporaryDirectory(prefix="glm4v-checking-")
 
 
 def _read(sources: Sources, path: Path) -> _Read:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..atomic import write_atomically
 from ..printed import own_command
 from .collate import Size
 from .packing import share_out
@@ -186,10 +187,7 @@ class CheckedData:
     def write(self, path: Path) -> "CheckedData":
         """Write what was found to a JSON file, and the rows beside it."""
         moved = self._move(path, "")
-        partial = path.with_name(path.name + ".partial")
-        text = json.dumps(moved._values() | {"rules": RULES})
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, json.dumps(moved._values() | {"rules": RULES}))
         return moved
 
     def _move(self, path: Path, suffix: str) -> "CheckedData":

@@ -19,8 +19,8 @@ def loader_options(
 ) -> dict[str, Any]:
     """Fields of ``TrainingArguments`` that a recipe leaves open, for one of its processes.
 
-    Each gets its share of the cores but one, at most 8 workers, and not more than fit into shared
-    memory with the batches that they make ahead; without a core to spare it decodes itself.
+    Each gets its share of the cores but one, at most 8 workers, and not more than
+    :func:`workers_with_room`; without a core to spare it decodes itself.
 
     Workers end with an epoch: those that persist would leave the random numbers of later epochs
     others than without workers, or than after a resumption.
@@ -41,15 +41,24 @@ def loader_options(
 def default_workers(processes: int, pictures: int, side: int) -> int:
     """How many workers suit this machine; 0 for none."""
     workers = min(cores() // processes - 1, MOST_WORKERS)
+    return workers_with_room(max(workers, 0), processes, pictures, side)
+
+
+def workers_with_room(workers: int, processes: int, pictures: int, side: int = 1120) -> int:
+    """How many of so many workers fit, with their batches, into half of the shared memory that is
+    free now.
+
+    The other half is left to whoever comes next: evaluation, whose workers come while training's
+    still hold their batches, and NCCL.
+    """
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:  # not Linux
-        return max(workers, 0)
-    if pictures:
-        batch = pictures * side * side * BYTES_A_PIXEL
-        # One more of each is made while those ahead wait.
-        workers = min(workers, free // processes // (batch * (BATCHES_AHEAD + 1)))
-    return max(workers, 0)
+        return workers
+    batch = pictures * side * side * BYTES_A_PIXEL
+    # One more of each is made while those ahead wait.
+    needed = batch * (BATCHES_AHEAD + 1) * processes
+    return min(workers, free // 2 // needed) if needed else workers
 
 
 def cores() -> int:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..atomic import open_atomically
 from ..printed import pip_install
 
 try:
@@ -120,12 +122,9 @@ class StoredRows:
         """The same rows in another place, where they stay."""
         if os.path.abspath(path) == os.path.abspath(self.path):
             return self
-        partial = path.with_name(path.name + ".partial")
         # Copied, for they may lie on another disk; who made the first file removes it.
-        with open(self.path, "rb") as source, partial.open("wb") as target:
-            while block := source.read(2**24):
-                target.write(block)
-        os.replace(partial, path)
+        with open(self.path, "rb") as source, open_atomically(path) as target:
+            shutil.copyfileobj(source, target, 2**24)
         return StoredRows(path)
 
 
@@ -141,6 +140,11 @@ class Conversations(Sequence):
 
     def __len__(self) -> int:
         return len(self.order)
+
+    @property
+    def most_images(self) -> int:
+        """Of one conversation."""
+        return int(self.rows.column("images")[self.order].max(initial=0))
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -1,5 +1,6 @@
 """The loss of rows that are not learned, and answers to some of them, while training goes on."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..data.checked import CheckedData
+from ..data.loading import BATCHES_AHEAD, workers_with_room
+from ..data.stored_rows import Conversations
 from ..inference.answering import Answerer, batches
 from ..inference.loading import Loaded
 from ..inference.questions import Generation, question_of
@@ -38,14 +41,19 @@ def mean_loss(
     Args:
         model: As it is trained: DeepSpeed's engine, where there is one.
         loss_of: The sum of the losses of all supervised tokens of a batch.
-        workers: Processes that read pictures.
+        workers: The most processes that read pictures: those of training still hold batches in
+            shared memory, and what is free there may be less than they took.
     """
     share, weights = _share(len(rows), batch_size)
+    if workers and isinstance(rows, Conversations):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = workers_with_room(workers, here, rows.most_images * batch_size)
     loader: DataLoader = DataLoader(
         rows,  # type: ignore[arg-type]  # a sequence, which has what is asked of a Dataset
         batch_sampler=share,
         collate_fn=collator,
         num_workers=workers,
+        prefetch_factor=BATCHES_AHEAD if workers else None,
         generator=torch.Generator(),  # else it draws a seed from everybody's
     )
     totals = torch.zeros(2, dtype=torch.float64, device=device)

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ..atomic import remove_partial, write_atomically
+
 LOCK = "run.lock"
 RECORD = "run.json"
 REPORT = "training.json"
@@ -221,6 +223,7 @@ def require_usable(
 
 def begin(folder: Path, remove: list[str]) -> None:
     """Remove what :func:`require_usable` said, and say that what comes now is a run's."""
+    remove_partial(folder, [*STATE, RECORD])
     # Written anew already, or about to be.
     if remove := [name for name in remove if name not in STATE]:
         for name in remove:
@@ -250,7 +253,7 @@ def close_record(folder: Path, adapters: bool) -> None:
 
 
 def _write_record(folder: Path, names: list[str] | None) -> None:
-    (folder / RECORD).write_text(json.dumps({"written": names}, indent=2))
+    write_atomically(folder / RECORD, json.dumps({"written": names}, indent=2))
 
 
 def read_report(folder: Path) -> dict:

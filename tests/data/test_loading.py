@@ -4,11 +4,15 @@ import json
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from glm4v_patched.data import loading
 from glm4v_patched.data.loading import default_workers, loader_options
+from glm4v_patched.data.stored_rows import Conversations, RowsWriter
+from glm4v_patched.finetune import evaluation
 from tests.helpers.recipes import drawn_recipe, train_here
 
 Usage = namedtuple("Usage", "total used free")
@@ -36,11 +40,38 @@ def test_each_process_gets_its_share_of_the_cores_but_one(machine, cores, proces
 
 def test_batches_fit_into_shared_memory(machine):
     batch = 4 * 3 * 4 * 1120**2  # fp32
-    machine(32, shared_memory=2 * 3 * 5 * batch)
+    machine(32, shared_memory=2 * 2 * 3 * 5 * batch)
     assert default_workers(2, pictures=4, side=1120) == 5
     machine(32, shared_memory=64 * 2**20)  # Docker's
     assert default_workers(1, pictures=4, side=1120) == 0
     assert default_workers(1, pictures=0, side=1120) == 8
+
+
+def test_evaluation_s_workers_fit_beside_those_of_training(tmp_path, machine, monkeypatch):
+    """With more pictures in a batch, and all that training's workers may hold."""
+    picture, total = 12 * 1120**2, 2**30
+    machine(8, shared_memory=total)
+    training = default_workers(1, pictures=2, side=1120) * 3 * 2 * picture
+    writer = RowsWriter(tmp_path / "rows.arrow")
+    for images in (1, 0, 2, 1):
+        writer.add(messages="[]", digest=bytes(32), images=images)
+    rows = Conversations(writer.close(), np.arange(4))
+    started = []
+
+    def watched(*arguments, **options):
+        started.append((options.pop("num_workers"), options.pop("prefetch_factor", 2)))
+        return DataLoader(*arguments, **options)
+
+    monkeypatch.setattr(evaluation, "DataLoader", watched)
+    collate = lambda batch: {"labels": torch.zeros(len(batch), 2, dtype=torch.long)}  # noqa: E731
+    cpu = torch.device("cpu")
+    for free in (total - training, 2**20):
+        machine(8, shared_memory=free)
+        loss_of = lambda _: torch.ones(())  # noqa: E731
+        evaluation.mean_loss(torch.nn.Identity(), rows, collate, 2, cpu, loss_of, 7)
+    (workers, ahead), none = started
+    assert 1 <= workers < 7 and training + workers * (ahead + 1) * 2 * 2 * picture <= total
+    assert none == (0, None)
 
 
 def test_a_recipe_may_say_how_many(machine):

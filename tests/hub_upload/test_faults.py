@@ -5,11 +5,9 @@ import json
 import os
 import queue
 import re
-import resource
 import signal
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from hub_upload.checks import CHECKS
 from hub_upload.errors import Failure, during
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.hub_repositories import File
 from tests.helpers.local_hub import redirect_client
 from tests.helpers.publishable import (
@@ -166,17 +165,6 @@ def test_a_server_that_never_answers_is_named(command, hub, silent, run, tmp_pat
 
 
 # Disks
-
-
-@contextmanager
-def files_of_at_most(size: int):
-    """What this process writes fails beyond that, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "modeling_chatglm.py"])

@@ -1,0 +1,70 @@
+"""Files that hold either what they held or all that is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.atomic import write_atomically
+from glm4v_patched.data.checked import CheckedData
+from glm4v_patched.data.pictures import PictureFiles
+from glm4v_patched.data.stored_rows import RowsWriter
+from glm4v_patched.finetune.run_folder import RECORD, begin, close_record
+from tests.helpers.full_disk import files_of_at_most
+
+
+def rows_of(folder: Path):
+    writer = RowsWriter(folder / "rows.arrow")
+    writer.add(messages="[]" * 5000, digest=bytes(32))
+    return writer.close()
+
+
+def checked_of(folder: Path) -> CheckedData:
+    return CheckedData((), (), None, rows_of(folder), (("x" * 5000, 0, 0),), 0)  # type: ignore
+
+
+WRITERS = {
+    "content": lambda out, apart: write_atomically(out / "a", b"x" * 9000),
+    "rows": lambda out, apart: rows_of(apart).move(out / "data.arrow"),
+    "checked": lambda out, apart: checked_of(apart).write(out / "data.json"),
+    "picture": lambda out, apart: PictureFiles("", store=out).path_of(b"x" * 9000),
+    "record": lambda out, apart: close_record(out, adapters=True),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path, monkeypatch):
+    out, apart = tmp_path / "out", tmp_path / "apart"
+    out.mkdir()
+    apart.mkdir()
+    if kind == "record":
+        begin(out, [])
+        for number in range(200):
+            (out / f"model-{number:05d}.safetensors").touch()
+    elif kind == "checked":
+        checked_of(apart).write(out / "data.json")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    prepared = rows_of(apart) if kind in ("rows", "checked") else None
+    if prepared is not None:  # the limit is of what comes after
+        monkeypatch.setitem(globals(), "rows_of", lambda folder: prepared)
+    if kind == "checked":
+        # The rows are there already, so that it is the text which finds no room.
+        monkeypatch.setattr(type(prepared), "move", lambda rows, path: rows)
+    with pytest.raises((OSError, ValueError)), files_of_at_most(4000):
+        WRITERS[kind](out, apart)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    WRITERS[kind](out, apart)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} != before or kind == "checked"
+
+
+def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
+    left = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", "data_eval.arrow", RECORD)]
+    for name in (*left, "mine.partial", "data.json.partial"):
+        (tmp_path / name).touch()
+    begin(tmp_path, [])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "mine.partial",
+        "data.json.partial",
+        RECORD,
+    }
+    assert json.loads((tmp_path / RECORD).read_text()) == {"written": None}
