@@ -51,7 +51,8 @@ class Request:
 def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:
     """Answer every row of the data, and write ``out``, a line a row, as the answers come.
 
-    Lines that are there, of the same model, data and options, are kept.
+    Lines that are there, of the same model, data and options, are kept. With ``overwrite``, they
+    are replaced when the first answer is there.
 
     Raises:
         ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
@@ -90,9 +91,11 @@ def answer_questions(
                     file.add(Line(question.row, *answer, question.reference, question.swapped))
                     progress.update()
         except (KeyboardInterrupt, RuntimeError) as error:
-            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}"
-            told = f"{str(error) or 'stopped'}\n{kept}, and the same command continues"
-            raise type(error)(told) from error
+            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}, and the same "
+            kept += f"command continues{', without --overwrite' * overwrite}"
+            if overwrite and not file.has_begun:
+                kept = f"nothing was answered, and {out} is as it was"
+            raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
         return file.all_lines()
 
 
