@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.sources import Source
@@ -16,7 +17,13 @@ from glm4v_patched.inference import answers_file
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answering import Answer, Answerer
 from glm4v_patched.inference.loading import load
-from glm4v_patched.inference.questions import Generation, read_questions
+from glm4v_patched.inference.questions import (
+    Generation,
+    Question,
+    digest_pictures,
+    digest_questions,
+    read_questions,
+)
 from glm4v_patched.inference.source import find_source
 from tests.helpers.processes import cpu_environment
 
@@ -136,6 +143,21 @@ def test_answers_of_something_else_are_not_continued(
     with pytest.raises(ValueError, match=rf"(?s)belong to something else.*{message}"):
         answer_file(request(files, **changes), answered)
     assert answered.read_bytes() == before
+
+
+def test_pictures_count_by_what_is_in_them(tmp_path):
+    """Not by their paths; in bitmaps of one side, not by their sizes."""
+
+    def digest(name: str, colour: str) -> str:
+        path = tmp_path / name
+        Image.new("RGB", (8, 8), colour).save(path)
+        rows = [Question(1, [{"role": "user", "image": str(path), "content": "a"}], "b")]
+        return digest_questions(rows, digest_pictures(rows))
+
+    red, blue = digest("a.bmp", "red"), digest("a.bmp", "blue")
+    assert red != blue == digest("b.bmp", "blue")
+    with pytest.raises(ValueError, match="row 2: the image .* cannot be read: Is a directory"):
+        digest_pictures([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
 
 
 @pytest.mark.parametrize(
