@@ -27,7 +27,7 @@ from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
 from ..finetune.preflight import Device, Placement, place
 from ..finetune.run_folder import locked
-from ..inference.questions import Question, question_of
+from ..inference.questions import Question, digest_pictures, question_of
 from ..inference.scoring import exact_match, mean_score, swap_pictures
 from ..inference.sheet import draw_sheet
 from .pictures import draw_data_set
@@ -143,7 +143,7 @@ def _run(
     report = json.loads((out / "trained" / "training.json").read_text())
 
     questions = [question_of(row, messages) for row, messages in enumerate(held_out)]
-    swapped = swap_pictures(questions)
+    swapped = swap_pictures(questions, digest_pictures(questions))
     answers = _ask_fresh_process(
         out,
         [

@@ -1,7 +1,7 @@
 """Answers the rows of a data file: on one process or several, each on a GPU of its own."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,13 @@ from ..engine.environment import python_module, training_environment
 from ..finetune.identity import Base, identify
 from ..finetune.preflight import Placement, place
 from .answers_file import AnswersFile, Line
-from .questions import Generation, Question, digest_questions, read_questions
+from .questions import (
+    Generation,
+    Question,
+    digest_pictures,
+    digest_questions,
+    read_questions,
+)
 from .source import find_source
 
 if TYPE_CHECKING:
@@ -51,7 +57,8 @@ class Request:
 def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:
     """Answer every row of the data, and write ``out``, a line a row, as the answers come.
 
-    Lines that are there, of the same model, data and options, are kept.
+    Lines that are there, of the same model, data and options, are kept. With ``overwrite``, they
+    are replaced when the first answer is there.
 
     Raises:
         ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
@@ -60,7 +67,8 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
     placement = request.place()
     base = find_source(request.model, request.revision, request.in_4_bit)
     questions = read_questions(request.data)
-    return answer_questions(request, placement, base, questions, out, overwrite)
+    settings = settings_of(request, base, questions, digest_pictures(questions))
+    return answer_questions(request, placement, base, questions, settings, out, overwrite)
 
 
 def answer_questions(
@@ -68,11 +76,11 @@ def answer_questions(
     placement: Placement,
     base: Base,
     questions: Sequence[Question],
+    settings: Mapping[str, Any],
     out: Path,
     overwrite: bool,
 ) -> list[Line]:
-    """:func:`answer_file` of questions that were read."""
-    settings = settings_of(request, base, questions)
+    """:func:`answer_file` of questions that were read, and their :func:`settings_of`."""
     with closing(AnswersFile(out, questions, settings, request.data, overwrite)) as file:
         if file.dropped:
             print(file.dropped, flush=True)
@@ -90,16 +98,25 @@ def answer_questions(
                     file.add(Line(question.row, *answer, question.reference, question.swapped))
                     progress.update()
         except (KeyboardInterrupt, RuntimeError) as error:
-            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}"
-            told = f"{str(error) or 'stopped'}\n{kept}, and the same command continues"
-            raise type(error)(told) from error
+            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}, and the same "
+            kept += f"command continues{', without --overwrite' * overwrite}"
+            if overwrite and not file.has_begun:
+                kept = f"nothing was answered, and {out} is as it was"
+            raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
         return file.all_lines()
 
 
-def settings_of(request: Request, base: Base, questions: Sequence[Question]) -> dict[str, Any]:
-    """What decides the answers. Batches and processes do not, but for rounding."""
+def settings_of(
+    request: Request, base: Base, questions: Sequence[Question], pictures: Mapping[str, str]
+) -> dict[str, Any]:
+    """What decides the answers. Batches and processes do not, but for rounding.
+
+    Args:
+        pictures: Of :func:`questions.digest_pictures`.
+    """
     options = asdict(request.generation) | {"load_in_4bit": request.in_4_bit}
-    return {"model": identify(base), "data": digest_questions(questions), "options": options}
+    data = digest_questions(questions, pictures)
+    return {"model": identify(base), "data": data, "options": options}
 
 
 def answers(

@@ -1,7 +1,8 @@
-"""The file of answers: written line by line, continued where it was stopped, never replaced.
+"""The file of answers: written line by line, and continued where it was stopped.
 
-Beside it lies ``NAME.settings.json``: the model, the data and the options that its answers belong
-to. Needs no torch.
+It is replaced only when told so, and not before there is an answer. Beside it lies
+``NAME.settings.json``: the model, the data and the options that its answers belong to. Needs no
+torch.
 """
 
 import fcntl
@@ -42,11 +43,11 @@ class AnswersFile:
         questions: That it will have an answer to.
         settings: What its answers belong to, by names that are told where they differ.
         data: What the questions are of; it and its pictures are not written to.
-        overwrite: Whether a file that is there may be replaced.
+        overwrite: Whether a file that is there may be replaced, at the first answer.
 
     Raises:
         ValueError: it is there and its answers belong to something else, it is no file of answers,
-            or another process writes to it.
+            the file of settings is of something else, or another process writes to it.
     """
 
     def __init__(
@@ -59,28 +60,46 @@ class AnswersFile:
     ):
         self.path = path
         self.settings_path = path.with_name(f"{path.name}.settings.json")
-        self.questions = questions
+        self.questions, self.settings = questions, settings
+        self.has_begun = False
         self.lines: dict[tuple[int, bool], Line] = {}
         self.dropped = ""
         _require_apart(path, data, questions)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = _locked(path)
         try:
-            self._continue(settings, overwrite)
+            if not overwrite:
+                self._continue()
         except BaseException:
             self.close()
             raise
 
-    def _continue(self, settings: Mapping[str, Any], overwrite: bool) -> None:
-        if overwrite:
-            self.file.truncate(0)
-        elif self.file.seek(0, os.SEEK_END):
-            self._require_same(settings)
+    def _continue(self) -> None:
+        if self.file.seek(0, os.SEEK_END):
+            self._require_same()
             self._read()
-        self.settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        self.file.seek(0, os.SEEK_END)
+            self.has_begun = True
+        elif os.path.lexists(self.settings_path) and not self._is_ours():
+            raise ValueError(
+                f"{self.settings_path} is there, without answers beside it, and would be replaced; "
+                "give --out another file, or replace it (--overwrite)"
+            )
 
-    def _require_same(self, settings: Mapping[str, Any]) -> None:
+    def _is_ours(self) -> bool:
+        try:
+            there = json.loads(self.settings_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(there, dict) and there.keys() == self.settings.keys()
+
+    def _begin(self) -> None:
+        """Replace what is there: now there is an answer to put in its place."""
+        self.has_begun = True
+        self.file.truncate(0)
+        text = json.dumps(self.settings, indent=2) + "\n"
+        self.settings_path.write_text(text, encoding="utf-8")
+
+    def _require_same(self) -> None:
         cure = "give --out another file, or replace it (--overwrite)"
         try:
             there = json.loads(self.settings_path.read_text(encoding="utf-8"))
@@ -90,7 +109,7 @@ class AnswersFile:
                 f"{self.path} is there, and {self.settings_path.name} beside it does not say what "
                 f"its answers belong to; {cure}"
             ) from None
-        now = dict(_flat(settings))
+        now = dict(_flat(self.settings))
         names = [n for n in {**flat, **now} if flat.get(n) != now.get(n)]
         if names:
             told = [f"{n}: {_told(flat.get(n))} there, {_told(now.get(n))} now" for n in names]
@@ -133,6 +152,8 @@ class AnswersFile:
 
     def add(self, line: Line) -> None:
         """Write an answer; a process that is killed loses none that was added before."""
+        if not self.has_begun:
+            self._begin()
         self.file.write(line.to_json().encode() + b"\n")
         self.file.flush()
         self.lines[line.row, line.swapped] = line
@@ -144,8 +165,9 @@ class AnswersFile:
     def close(self) -> None:
         """Also removes a file without a line, which says nothing."""
         if os.fstat(self.file.fileno()).st_size == 0:
-            self.path.unlink(missing_ok=True)
-            self.settings_path.unlink(missing_ok=True)
+            if self.has_begun:
+                self.settings_path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)  # while it is locked: see _locked
         self.file.close()
 
 
@@ -161,18 +183,24 @@ def _require_apart(path: Path, data: Source, questions: Sequence[Question]) -> N
 
 
 def _locked(path: Path):
-    try:
-        file = path.open("a+b")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    while True:
+        try:
+            file = path.open("a+b")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Else another process has removed it, empty, since it was opened.
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            file.close()
+            raise ValueError(
+                f"another process writes to {path}; wait for it, or give --out another file"
+            ) from None
         file.close()
-        raise ValueError(
-            f"another process writes to {path}; wait for it, or give --out another file"
-        ) from None
-    return file
 
 
 def _flat(values: Mapping[str, Any], before: str = ""):

@@ -12,7 +12,7 @@ from typing import Any
 from .. import __version__
 from .answer import Request, answer_questions, settings_of
 from .answers_file import Line
-from .questions import read_questions
+from .questions import digest_pictures, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_pictures
 from .sheet import draw_sheet
 from .source import find_source
@@ -48,14 +48,17 @@ def evaluate(
     questions = read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
-    asked = [*questions, *swap_pictures(questions)]
+    pictures = digest_pictures(questions)
+    asked = [*questions, *swap_pictures(questions, pictures)]
+    settings = settings_of(request, base, asked, pictures)
     with _folder(out, overwrite) as folder:
-        lines = answer_questions(request, placement, base, asked, folder / ANSWERS, overwrite)
+        path = folder / ANSWERS
+        lines = answer_questions(request, placement, base, asked, settings, path, overwrite)
         report = {
             "model": request.model,
             "data": request.data.path,
             **scores_of(lines, metrics),
-            "settings": settings_of(request, base, asked),
+            "settings": settings,
             "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
         }
         (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")

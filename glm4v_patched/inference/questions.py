@@ -4,12 +4,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.messages import replace_pictures, shorten, text_of, without_marks
+from ..data.messages import pictures_of, replace_pictures, shorten, text_of, without_marks
 from ..data.sources import Fault, Row, Source, describe_faults, read_rows
 
 
@@ -120,11 +120,38 @@ def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
     return None if lost is None else f"the image {shorten(lost)} does not exist"
 
 
-def digest_questions(questions: Sequence[Question]) -> str:
-    """sha256 of rows and references; of pictures, their sizes in bytes, so that they may move."""
+def digest_pictures(questions: Sequence[Question]) -> dict[str, str]:
+    """sha256 of each picture's bytes, by its path.
+
+    Raises:
+        ValueError: one cannot be read.
+    """
+    from tqdm import tqdm
+
+    rows = {path: question.row for question in questions for path in pictures_of(question.prompt)}
+    digests = {}
+    for path, row in tqdm(
+        rows.items(), unit="file", desc="reading pictures", disable=None, delay=1
+    ):
+        try:
+            with open(path, "rb") as file:
+                digests[path] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ValueError(
+                f"row {row}: the image {shorten(path)} cannot be read: {error.strerror or error}"
+            ) from None
+    return digests
+
+
+def digest_questions(questions: Sequence[Question], pictures: Mapping[str, str]) -> str:
+    """sha256 of rows and references.
+
+    Args:
+        pictures: Of :func:`digest_pictures`: they count by their bytes, and may move.
+    """
     digest = hashlib.sha256()
     for question in questions:
-        sizes = replace_pictures(question.prompt, os.path.getsize)
-        row = [question.row, sizes, question.reference, question.swapped]
+        prompt = replace_pictures(question.prompt, pictures.__getitem__)
+        row = [question.row, prompt, question.reference, question.swapped]
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()

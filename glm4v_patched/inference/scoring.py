@@ -8,8 +8,9 @@ import math
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..data.messages import pictures_of, replace_pictures, text_of
 from .questions import Question
@@ -94,11 +95,15 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
     return round(math.fsum(scores) / len(scores), 4) if scores else None
 
 
-def swap_pictures(questions: Sequence[Question]) -> list[Question]:
-    """The questions with the pictures of another row that has a different reference.
+def swap_pictures(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
+    """The questions with the pictures of another row that has a different reference, and none of
+    their own pictures.
 
     Of a row with the same question, if there is one; else of any with as many pictures. Rows
     without pictures, or without such another row, are left out.
+
+    Args:
+        digests: Of pictures by their paths; those with one digest are one picture.
     """
     alike: dict[tuple, list[Question]] = defaultdict(list)
     for question in questions:
@@ -107,7 +112,7 @@ def swap_pictures(questions: Sequence[Question]) -> list[Question]:
             alike[number, text_of(question.prompt[-1])].append(question)
     partners: dict[int, Question] = {}
     for key in sorted(alike, key=len):  # those with the same question come last, and count
-        partners |= _partners(alike[key])
+        partners |= _partners(alike[key], digests)
     return [
         question._replace(
             prompt=_with_pictures(question.prompt, pictures_of(partners[question.row].prompt)),
@@ -118,18 +123,42 @@ def swap_pictures(questions: Sequence[Question]) -> list[Question]:
     ]
 
 
-def _partners(questions: Sequence[Question]) -> dict[int, Question]:
-    """For each row the next one, in a circle, with another reference."""
+def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict[int, Question]:
+    """For each row the next one, in a circle, with another reference and other pictures."""
+    size = len(questions)
+    references = [question.reference for question in questions]
+    shown = [frozenset(digests[path] for path in pictures_of(q.prompt)) for q in questions]
+    to_reference, to_pictures = _to_the_next_other(references), _to_the_next_other(shown)
     found: dict[int, Question] = {}
-    following: Question | None = None
-    after = questions[0]
-    for question in reversed([*questions, *questions]):
-        if after.reference != question.reference:
-            following = after
-        if following is not None:
-            found[question.row] = following
-        after = question
+    # By reference and pictures, how far was looked: so that each kind of row looks only once.
+    reached: dict[tuple, int] = {}
+    for at, question in enumerate(questions):
+        kind = references[at], shown[at]
+        place = max(at + 1, reached.get(kind, 0))
+        while place < at + size:
+            here = place % size
+            if references[here] == references[at]:
+                place += to_reference[here]
+            elif shown[here] == shown[at]:
+                place += to_pictures[here]
+            elif shown[here] & shown[at]:
+                place += 1
+            else:
+                found[question.row] = questions[here]
+                break
+        reached[kind] = place
     return found
+
+
+def _to_the_next_other(values: Sequence[Any]) -> list[int]:
+    """How many places after each value, in a circle, the next other one is; as many as there are
+    where all are equal."""
+    size = len(values)
+    steps = [size] * size
+    for at in reversed(range(2 * size - 1)):
+        here, after = at % size, (at + 1) % size
+        steps[here] = 1 if values[here] != values[after] else min(steps[after] + 1, size)
+    return steps
 
 
 def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:

@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.sources import Source
 from glm4v_patched.inference import answer as module
+from glm4v_patched.inference import answers_file
 from glm4v_patched.inference.answer import Request, answer_file
-from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.inference.answering import Answer, Answerer
 from glm4v_patched.inference.loading import load
-from glm4v_patched.inference.questions import Generation, read_questions
+from glm4v_patched.inference.questions import (
+    Generation,
+    Question,
+    digest_pictures,
+    digest_questions,
+    read_questions,
+)
 from glm4v_patched.inference.source import find_source
 from tests.helpers.processes import cpu_environment
 
@@ -137,6 +145,21 @@ def test_answers_of_something_else_are_not_continued(
     assert answered.read_bytes() == before
 
 
+def test_pictures_count_by_what_is_in_them(tmp_path):
+    """Not by their paths; in bitmaps of one side, not by their sizes."""
+
+    def digest(name: str, colour: str) -> str:
+        path = tmp_path / name
+        Image.new("RGB", (8, 8), colour).save(path)
+        rows = [Question(1, [{"role": "user", "image": str(path), "content": "a"}], "b")]
+        return digest_questions(rows, digest_pictures(rows))
+
+    red, blue = digest("a.bmp", "red"), digest("a.bmp", "blue")
+    assert red != blue == digest("b.bmp", "blue")
+    with pytest.raises(ValueError, match="row 2: the image .* cannot be read: Is a directory"):
+        digest_pictures([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -174,6 +197,64 @@ def test_overwrite_replaces(files, answered, tmp_path):
     out.write_text("mine")
     answer_file(request(files), out, overwrite=True)
     assert out.read_text() == answered.read_text()
+
+
+@pytest.mark.parametrize("reason", ["no room", "stopped"])
+def test_what_is_to_be_replaced_stays_until_there_is_an_answer(
+    files, answered, tmp_path, monkeypatch, reason
+):
+    out = tmp_path / "answers.jsonl"
+    for path in answered.parent.iterdir():
+        shutil.copy(path, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def stopped(*_):
+        yield from ()
+        raise KeyboardInterrupt
+
+    if reason == "no room":
+        with pytest.raises(ValueError, match="leave too little room"):
+            answer_file(request(files, generation=Generation(max_new_tokens=1010)), out, True)
+    else:
+        monkeypatch.setattr(module, "answers", stopped)
+        with pytest.raises(KeyboardInterrupt, match=f"nothing was answered, and {out} is as it"):
+            answer_file(request(files), out, overwrite=True)
+    assert len(before) == 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_of_settings_that_is_not_of_answers_is_not_replaced(
+    files, answered, tmp_path, monkeypatch
+):
+    out, settings = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.settings.json"
+    settings.write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=f"{settings} is there, without answers beside it"):
+        answer_file(request(files), out)
+    assert settings.read_text() == '{"mine": 1}' and not out.exists()
+    # Ours, of other options, that a killed process has left, is.
+    left = json.loads((answered.parent / settings.name).read_text()) | {"options": {}}
+    settings.write_text(json.dumps(left))
+    known = [Answer("a", "stop")] * 6
+    monkeypatch.setattr(module, "answers", lambda *a: zip(a[-1], known, strict=True))
+    answer_file(request(files), out)
+    assert settings.read_text() == (answered.parent / settings.name).read_text()
+
+
+def test_a_file_that_another_process_has_just_removed_is_made_anew(files, tmp_path, monkeypatch):
+    """That process had no answer, and ended after this one opened the file."""
+    out = tmp_path / "answers.jsonl"
+    lock = answers_file.fcntl.flock
+
+    def removed(file, how):
+        monkeypatch.setattr(answers_file.fcntl, "flock", lock)
+        out.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(answers_file.fcntl, "flock", removed)
+    known = [Answer("a", "stop")] * 6
+    monkeypatch.setattr(module, "answers", lambda *a: zip(a[-1], known, strict=True))
+    answer_file(request(files), out)
+    assert len(rows_of(out)) == 6
 
 
 def test_two_processes_do_not_write_to_one_file(files, tmp_path, monkeypatch):

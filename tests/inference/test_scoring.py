@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from glm4v_patched.data.messages import pictures_of
-from glm4v_patched.inference.questions import Question
+from glm4v_patched.inference.questions import Question, digest_pictures
 from glm4v_patched.inference.scoring import (
     exact_match,
     load_metric,
@@ -20,6 +20,11 @@ from glm4v_patched.inference.sheet import draw_sheet
 def question(row: int, reference: str, text: str = "q", pictures: int = 1) -> Question:
     prompt = [{"role": "user", "content": text, "image": f"{row}-{i}.png"} for i in range(pictures)]
     return Question(row, prompt or [{"role": "user", "content": text}], reference)
+
+
+def names(rows: list[Question]) -> dict[str, str]:
+    """Each picture is one of its own."""
+    return {path: path for each in rows for path in pictures_of(each.prompt)}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_answers_are_compared(answer, reference, exact, f1):
 def test_pictures_come_from_a_row_with_the_same_question_and_another_answer():
     rows = [question(1, "red"), question(2, "cross", "which"), question(3, "red")]
     rows += [question(4, "blue"), question(5, "circle", "which"), question(6, "x", "what")]
-    swapped = {each.row: each for each in swap_pictures(rows)}
+    swapped = {each.row: each for each in swap_pictures(rows, names(rows))}
     assert {row: pictures_of(each.prompt) for row, each in swapped.items()} == {
         1: ["4-0.png"],
         2: ["5-0.png"],
@@ -61,20 +66,53 @@ def test_pictures_come_from_a_row_with_the_same_question_and_another_answer():
 
 def test_rows_that_cannot_be_swapped_are_left_out():
     rows = [question(1, "red"), question(2, "red"), question(3, "blue", pictures=0)]
-    assert swap_pictures([*rows, question(4, "blue", pictures=2)]) == []
+    rows.append(question(4, "blue", pictures=2))
+    assert swap_pictures(rows, names(rows)) == []
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("qr"), st.integers(0, 2))))
-@settings(max_examples=50, deadline=None)
-def test_swapped_pictures_never_have_the_same_answer(rows):
-    asked = [question(n, answer, text, number) for n, (answer, text, number) in enumerate(rows)]
-    swapped = {each.row: each for each in swap_pictures(asked)}
+def test_pictures_are_other_pictures_where_several_questions_are_about_one(tmp_path):
+    """By their bytes: one is there under two names."""
+    for name, colour in {"a": "red", "b": "blue", "copy of a": "red"}.items():
+        Image.new("RGB", (2, 2), colour).save(tmp_path / f"{name}.png")
+    shown = ["a", "a", "copy of a", "b", "b", "b"]
+    rows = []
+    for row, (name, answer) in enumerate(zip(shown, "redblu", strict=True)):
+        path = str(tmp_path / f"{name}.png")
+        rows.append(Question(row, [{"role": "user", "content": "q", "image": path}], answer))
+    digests = digest_pictures(rows)
+    swapped = swap_pictures(rows, digests)
+    assert [each.row for each in swapped] == [*range(6)]
+    for row, each in zip(rows, swapped, strict=True):
+        [before], [after] = (pictures_of(of.prompt) for of in (row, each))
+        assert digests[before] != digests[after]
+    assert swap_pictures(rows[:3], digests) == []
+
+
+ANSWERS = st.tuples(
+    st.sampled_from("abc"),
+    st.sampled_from("qr"),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+
+
+@given(st.lists(ANSWERS))
+@settings(max_examples=100, deadline=None)
+def test_swapped_pictures_are_never_of_the_same_answer_nor_the_same(rows):
+    asked = [question(n, answer, text, len(of)) for n, (answer, text, of) in enumerate(rows)]
+    digests = {f"{n}-{i}.png": str(d) for n, (*_, of) in enumerate(rows) for i, d in enumerate(of)}
+
+    def shown(of: Question) -> set[str]:
+        return {digests[path] for path in pictures_of(of.prompt)}
+
+    swapped = {each.row: each for each in swap_pictures(asked, digests)}
     for each in asked:
         number = len(pictures_of(each.prompt))
         others = [
             other
             for other in asked
-            if other.reference != each.reference and len(pictures_of(other.prompt)) == number
+            if other.reference != each.reference
+            and len(pictures_of(other.prompt)) == number
+            and not shown(other) & shown(each)
         ]
         assert (each.row in swapped) == bool(number and others)
         if each.row in swapped:
