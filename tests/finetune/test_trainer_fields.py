@@ -5,10 +5,12 @@ import json
 import math
 import shutil
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
@@ -191,6 +193,17 @@ def test_accumulated_batches_learn_what_one_of_their_size_learns(drawn, tmp_path
     expected = load_file(tmp_path / "out" / "adapter_model.safetensors")
     for name, weight in load_file(Path(drawn.out, "adapter_model.safetensors")).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_deepspeed_is_told_where_accumulation_ends():
+    """It counts batches itself otherwise, over the end of an epoch: accelerate below 1.8."""
+    engine = Mock()
+    wrapper = DeepSpeedEngineWrapper(engine)
+    for ends in (False, True):
+        wrapper.backward(1.0, sync_gradients=ends)
+    told = engine.set_gradient_accumulation_boundary.call_args_list
+    assert told == [call(is_boundary=False), call(is_boundary=True)]
+    assert engine.step.call_count == 1
 
 
 def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, tmp_path, monkeypatch):
