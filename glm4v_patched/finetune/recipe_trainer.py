@@ -20,6 +20,9 @@ from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highe
 from .evaluation import Sample, mean_loss
 from .run_folder import give_usual_modes
 
+# Private names of the Trainer.
+OVERRIDDEN = ("_determine_best_metric", "_load_best_model")
+
 
 class RecipeTrainer(Trainer):
     """Saves the model with the config it came with, in checkpoints too: they can be loaded.
@@ -46,10 +49,11 @@ class RecipeTrainer(Trainer):
         sample: Sample | None = None,
         **options,
     ):
-        assert hasattr(Trainer, "_load_best_model"), (
-            f"transformers {transformers.__version__} has no Trainer._load_best_model; install a "
-            "tested release: 4.57.6 to 5.23"
-        )
+        for name in OVERRIDDEN:
+            assert hasattr(Trainer, name), (
+                f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
+                "release: 4.57.6 to 5.23"
+            )
         self.rates, self.sample = rates, sample
         self.eval_collator = eval_collator or options["data_collator"]
         self.watch = DivergenceWatch(max_nonfinite_steps)
@@ -142,6 +146,16 @@ class RecipeTrainer(Trainer):
         if self.features is not None:
             self.features.keep(outputs)
         return outputs.loss
+
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.save_strategy == "best":
+            # transformers 4.57 does not note it, and would load nothing at the end.
+            step, folder = self.state.global_step, cast(str, self.args.output_dir)
+            self.state.best_global_step = step
+            checkpoint = Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+            self.state.best_model_checkpoint = str(checkpoint)
+        return is_best
 
     def _load_best_model(self) -> None:
         # Of the last step there is no checkpoint, and the best weights are those that are here.

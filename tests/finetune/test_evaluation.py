@@ -1,5 +1,6 @@
 """Rows for evaluation: their loss in training.json, the best weights, an early end."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -165,7 +166,10 @@ def test_the_best_step_of_all_leaves_no_checkpoint_to_train_a_step_too_many_from
     found = train_here(drawn.override(asked))
     first, last = [entry["step"] for entry in found["evaluations"]]
     assert found["best_step"] == last == found["history"][-1]["step"]
-    assert [path.name for path in tmp_path.glob("out/checkpoint-*")] == [f"checkpoint-{first}"]
+    [checkpoint] = tmp_path.glob("out/checkpoint-*")
+    assert checkpoint.name == f"checkpoint-{first}"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert (state["best_global_step"], state["best_model_checkpoint"]) == (first, str(checkpoint))
 
 
 def test_rows_that_decide_what_is_best_belong_to_a_run(drawn):
