@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import tempfile
 from dataclasses import Field, asdict, fields
@@ -142,13 +143,42 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
     }
     with tempfile.TemporaryDirectory() as folder:
         out, printed = Path(folder, "row.json"), Path(folder, "output.txt")
-        command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
-        error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
+        if settings.from_files is not None:
+            error = _train_from_files(settings, gpus, timeout, on_cpu, printed, out)
+        else:
+            command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
+            command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+            command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
+            error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
         if out.exists():
             return row | json.loads(out.read_text())
     return row | {"error": error, "device": "cpu" if on_cpu else find_gpus().found[0].name}
+
+
+def _train_from_files(
+    settings: Settings, gpus: int, timeout: float, on_cpu: bool, printed: Path, out: Path
+) -> str:
+    """Write files beside ``out``, train on them as ``glm4v-patched train`` does, and write to
+    ``out`` what was measured; returns what went wrong, as :func:`_run` does."""
+    from .from_files import figures, recipe_of  # imports torch
+
+    files = out.parent / "files"
+    files.mkdir()
+    rows = settings.micro_batch * gpus * (settings.warm_up + settings.steps)
+    given = [str(files), json.dumps(asdict(settings)), str(rows)]
+    command = python_module("glm4v_patched.bench.from_files", *given)
+    error = _run(command, printed, training_environment(1, on_cpu), timeout)
+    if not (files / "train.jsonl").exists():
+        return error
+    recipe = files / "recipe.json"
+    recipe.write_text(json.dumps(recipe_of(settings, files)))
+    command = python_module("glm4v_patched", "train", str(recipe), "--processes", str(gpus))
+    command += ["--device", "cpu"] * on_cpu
+    error = _run(command, printed, dict(os.environ), timeout)
+    report = files / "out" / "training.json"
+    if report.exists():
+        out.write_text(json.dumps(figures(settings, json.loads(report.read_text()))))
+    return error
 
 
 def _run(command: list[str], printed: Path, environment: dict, timeout: float) -> str:

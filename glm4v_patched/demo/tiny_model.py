@@ -1,6 +1,7 @@
 """A glm-4v small enough for a laptop: random weights, and a vocabulary learned from the data."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -57,13 +58,21 @@ def build_processor(
     )
 
 
-def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
-    def ids(*tokens: str) -> list[int]:
-        vocabulary = tokenizer.get_vocab()
-        return [vocabulary[token] for token in tokens]
+def special_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
+    """What a config says of a tokenizer's special tokens."""
+    vocabulary = tokenizer.get_vocab()
+    ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    return {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": [vocabulary[token] for token in ends],
+        "boi_token_id": vocabulary["<|begin_of_image|>"],
+        "eoi_token_id": vocabulary["<|end_of_image|>"],
+    }
 
-    begin, end = ids("<|begin_of_image|>", "<|end_of_image|>")
+
+def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
     return ChatGLMConfig(
+        **special_ids(tokenizer),
         num_layers=2,
         padded_vocab_size=len(tokenizer) + -len(tokenizer) % 64,
         hidden_size=128,
@@ -72,10 +81,6 @@ def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
         num_attention_heads=4,
         multi_query_group_num=2,
         seq_length=1024,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=ids("<|endoftext|>", "<|user|>", "<|observation|>"),
-        boi_token_id=begin,
-        eoi_token_id=end,
         vision_config={
             "hidden_size": 96,
             "num_hidden_layers": 2,

@@ -61,7 +61,7 @@ def free_memory(limit: float | None = None) -> float:
     """Bytes free on this process's GPU, the least of all processes, as they have to choose alike.
 
     Args:
-        limit: Of what torch may allocate, in bytes.
+        limit: Of what torch may allocate, in GiB.
 
     Returns:
         0 without a GPU: of a machine's own memory nobody knows how much is for this.
@@ -69,13 +69,17 @@ def free_memory(limit: float | None = None) -> float:
     if not torch.cuda.is_available():
         return 0.0
     free: float = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    if limit is not None:
-        free = min(free, limit + OUTSIDE_TORCH)
+    free = within_limit(free, limit)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
         free = least.item()
     return float(free)
+
+
+def within_limit(free: float, limit: float | None) -> float:
+    """Of so many free bytes of a GPU, those that are to be used; ``limit`` in GiB, of torch's."""
+    return free if limit is None else min(free, limit * GIB + OUTSIDE_TORCH)
 
 
 def decide(

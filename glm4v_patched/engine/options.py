@@ -88,6 +88,8 @@ class EngineOptions:
     stage3_max_live_parameters: float | None = None
     """DeepSpeed's: weights that may stay gathered between a layer's forward and its backward,
     2 bytes each."""
+    memory_limit: float | None = None
+    """GiB that torch may allocate on a GPU; None for no limit."""
     zero_hpz_partition_size: int = 1
     """DeepSpeed's, of ZeRO++: processes that share a second copy of the weights (hpZ)."""
     zero_quantized_weights: bool = False

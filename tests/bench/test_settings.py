@@ -107,24 +107,6 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
         assert asked == expected
 
 
-def test_the_limit_holds_while_the_model_is_built_unless_it_is_quantised(monkeypatch):
-    done = []
-    settings, config = Settings(trained="lm", compile=False), tiny_model().config
-    build = worker.GLM4VForCausalLM._from_config
-    monkeypatch.setattr(worker, "_cap_memory", lambda settings: done.append("limit"))
-    monkeypatch.setattr(worker, "quantise", lambda *given: done.append("quantise"))
-    monkeypatch.setattr(
-        worker.GLM4VForCausalLM,
-        "_from_config",
-        lambda *given, **options: done.append("build") or build(*given, **options),
-    )
-    worker._build(settings, config, dtype=torch.bfloat16)
-    assert done == ["limit", "build"]
-    done.clear()
-    worker._build(settings, config, dtype=torch.bfloat16, quantization_config={}, device_map={})
-    assert done == ["build", "quantise", "limit"]
-
-
 @pytest.mark.parametrize(
     ("number", "arguments", "message"),
     [
