@@ -1,6 +1,8 @@
 """A glm-4v small enough for a laptop: random weights, and a vocabulary learned from the data."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +21,18 @@ IMAGE_SIDE = 56
 PATCH_SIDE = 14
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int) -> None:
     """Save a tiny model with random weights, and its processor, for ``from_pretrained``."""
     processor = build_processor([m["content"] for messages in conversations for m in messages])
     torch.manual_seed(seed)
-    model = GLM4VForCausalLM(tiny_config(processor.tokenizer)).bfloat16()
+    save(GLM4VForCausalLM(tiny_config(processor.tokenizer)).bfloat16(), processor, folder)
+
+
+def save(model: GLM4VForCausalLM, processor: ChatGLMProcessor, folder: Path) -> None:
+    """Save a model and its processor for ``from_pretrained``; its answers are not drawn."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=model.config.eos_token_id,
@@ -70,27 +79,39 @@ def special_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
     }
 
 
-def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
-    return ChatGLMConfig(
+def tiny_config(
+    tokenizer: ChatGLM4Tokenizer,
+    image_side: int = IMAGE_SIDE,
+    language: Mapping[str, Any] = NOTHING,
+    tower: Mapping[str, Any] = NOTHING,
+) -> ChatGLMConfig:
+    """A config for this tokenizer and images of ``image_side`` pixels.
+
+    Args:
+        language, tower: Fields of the config and of its ``vision_config`` that differ from those
+            of the tiny model.
+    """
+    vision = {
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 192,
+        "patch_size": PATCH_SIDE,
+        "image_size": image_side,
+        "num_positions": (image_side // PATCH_SIDE) ** 2 + 1,
+        # The published 8 scales image vectors of a trained tower; new ones start small.
+        "scaling_factor": 1,
+    }
+    fields = {
+        "num_layers": 2,
+        "padded_vocab_size": len(tokenizer) + -len(tokenizer) % 64,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "kv_channels": 32,
+        "num_attention_heads": 4,
+        "multi_query_group_num": 2,
+        "seq_length": 1024,
+        "initializer_range": 0.05,
         **special_ids(tokenizer),
-        num_layers=2,
-        padded_vocab_size=len(tokenizer) + -len(tokenizer) % 64,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        kv_channels=32,
-        num_attention_heads=4,
-        multi_query_group_num=2,
-        seq_length=1024,
-        vision_config={
-            "hidden_size": 96,
-            "num_hidden_layers": 2,
-            "num_heads": 4,
-            "intermediate_size": 192,
-            "patch_size": PATCH_SIDE,
-            "image_size": IMAGE_SIDE,
-            "num_positions": (IMAGE_SIDE // PATCH_SIDE) ** 2 + 1,
-            # The published 8 scales image vectors of a trained tower; new ones start small.
-            "scaling_factor": 1,
-        },
-        initializer_range=0.05,
-    )
+    }
+    return ChatGLMConfig(**fields | dict(language), vision_config=vision | dict(tower))
