@@ -104,11 +104,11 @@ class Settings:
         if self.offload and self.optimizer == "adamw_8bit":
             yield "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
         if self.model is not None and self.from_files is None:
-            yield f"--model {self.model} is for --from-files: otherwise weights are random"
+            yield f"model is {self.model}, without from_files: weights are then random"
         if self.from_files is not None:
-            own = [name for name in self.__dict__ if name not in OF_THE_RECIPE]
-            if changed := [name for name in own if getattr(self, name) != DEFAULTS[name]]:
-                yield f"--from-files takes the recipe's own {', '.join(changed)}: leave them out"
+            rest = DEFAULTS.keys() - OF_THE_RECIPE
+            if changed := sorted(n for n in rest if getattr(self, n) != DEFAULTS[n]):
+                yield f"from_files takes the recipe's own {', '.join(changed)}: leave them out"
         if self.reuse_features and trains_tower(self.trained):
             yield f"{self.trained} trains the vision tower: no reuse_features, or use lora_lm"
 

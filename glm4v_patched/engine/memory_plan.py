@@ -37,6 +37,8 @@ ALLOCATOR_SHARE = 0.05
 ADAPTERS_THAT_COUNT = 0.001
 # What layers keep that are not compiled, against those that are: copies in fp32 among others.
 NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.3
+# Linear layers of 4 bits, of which all that they return is counted, keep nothing more.
+NOT_COMPILED_QLORA = 1.5
 # Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
 # against 4 TB/s, which is what both reach in training on an H200.
 WORK_OF_A_CHANNEL = 175
@@ -249,7 +251,7 @@ def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> 
     tower_tokens, language_tokens = _tokens(config, batch)
     of_tower, of_language = _sizes(config, options, batch)
     channels = language_tokens * _channels(
-        options, options.language, config.num_layers, of_language, NOT_COMPILED_LANGUAGE
+        options, options.language, config.num_layers, of_language, _not_compiled(options)
     )
     if trains_tower(options.trained):
         layers = config.vision.num_hidden_layers
@@ -268,6 +270,10 @@ def _channels(
     return sum(found.channels(sizes) * factors.get(found.name, 1.0) for found in policies)
 
 
+def _not_compiled(options: EngineOptions) -> float:
+    return NOT_COMPILED_QLORA if options.trained == "qlora" else NOT_COMPILED_LANGUAGE
+
+
 def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What comes and goes within a step: gathered weights, one layer's insides, logits."""
     gathered = 0.0
@@ -279,7 +285,7 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
     of_tower, of_language = _sizes(config, options, batch)
     inside = max(
         tower_tokens * _channels(options, "none", 1, of_tower, NOT_COMPILED_TOWER),
-        language_tokens * _channels(options, "none", 1, of_language, NOT_COMPILED_LANGUAGE),
+        language_tokens * _channels(options, "none", 1, of_language, _not_compiled(options)),
     )
     logits = (
         min(options.loss_chunk_size or config.loss_chunk_size, language_tokens)

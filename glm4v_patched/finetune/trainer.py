@@ -345,13 +345,16 @@ def _predicted(recipe: Recipe, base: Base, options: EngineOptions, rows: BatchRo
 
 
 def _describe_measured(measured: Mapping[str, float | None]) -> str:
-    told, speed = [], measured["samples_per_s"]
+    told: list[str] = []
+    speed = measured["samples_per_s"]
     if speed is not None:
         told.append(f"{speed:.3g} samples/s")
     if "peak_allocated_gib" in measured:
+        names = ("peak_allocated_gib", "predicted_gib", "peak_reserved_gib")
+        allocated, predicted, reserved = (f"{measured[name]:.1f}" for name in names)
         told.append(
-            "{peak_allocated_gib:.1f} GiB allocated at most on the first GPU ({predicted_gib:.1f} "
-            "predicted), {peak_reserved_gib:.1f} reserved".format(**measured)
+            f"{allocated} GiB allocated at most on the first GPU ({predicted} predicted), "
+            f"{reserved} reserved"
         )
     return "trained: " + (", ".join(told) or "too few steps to tell the speed")
 
