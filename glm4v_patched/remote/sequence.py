@@ -35,6 +35,8 @@ class GrownRows(NamedTuple):
         packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
             sample; ``None`` unless positions were given without a mask, as packed rows have them.
         images_end: Columns up to the end of the last image of all rows; 0 without images.
+        last_position: The greatest of all rows, on the host.
+        has_padding: Whether any column of any row is padding.
     """
 
     input_ids: Tensor
@@ -44,6 +46,8 @@ class GrownRows(NamedTuple):
     labels: Tensor | None
     packed_position_ids: Tensor | None
     images_end: int
+    last_position: int
+    has_padding: bool
 
 
 class ImageFormat(NamedTuple):
@@ -142,8 +146,12 @@ def grow_rows(
     if length == input_ids.shape[1]:
         packed_ids = _count_within_samples(positions) if is_packed else None
         labels = _followed_by(labels, label_after)
-        end = rows.facts.images_end
-        return GrownRows(input_ids, positions, image_mask, attention_mask, labels, packed_ids, end)
+        return GrownRows(
+            *(input_ids, positions, image_mask, attention_mask, labels, packed_ids),
+            images_end=rows.facts.images_end,
+            last_position=rows.facts.last_position,
+            has_padding=attention_mask is not None and rows.facts.masked > 0,
+        )
 
     if attention_mask is not None and padding_mask is None:
         raise ValueError(
@@ -160,7 +168,8 @@ def grow_rows(
         return values.gather(1, source).masked_fill(is_fill, fill)
 
     grown_positions = grow(positions, 0)
-    if padding_mask is None and bool((width.sum(1) != length).any()):
+    is_uneven = rows.facts.shortest != length
+    if padding_mask is None and is_uneven:
         if is_packed:
             raise ValueError(
                 f"rows given with position_ids and without attention_mask grow to different "
@@ -180,6 +189,8 @@ def grow_rows(
         labels=labels,
         packed_position_ids=_count_within_samples(grown_positions) if is_packed else None,
         images_end=rows.facts.images_end,
+        last_position=rows.facts.last_position,
+        has_padding=padding_mask is not None and (is_uneven or rows.facts.masked > 0),
     )
 
 
@@ -333,6 +344,7 @@ class _Facts(NamedTuple):
     steps_back: int
     images_end: int
     length: int
+    shortest: int
 
 
 class _ReadRows(NamedTuple):
@@ -406,7 +418,7 @@ def _read_rows(
     misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
     none = input_ids.new_zeros(())
     ends = width.cumsum(dim=1)
-    length = ends[:, -1].amax()
+    length, shortest = ends[:, -1].amax(), ends[:, -1].amin()
     ends = ends + length - ends[:, -1:]  # one column after each id, in the grown rows
     facts = {
         "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
@@ -419,6 +431,7 @@ def _read_rows(
         "last_position": positions.amax(),
         "images_end": ends.masked_fill(~spans.is_end, 0).amax(),
         "length": length,
+        "shortest": shortest,
     }
     if labels is not None:
         every = labels if label_after is None else torch.cat((labels, label_after), dim=1)
@@ -478,6 +491,8 @@ def _facts_in_graph(
     images = num_images or 0
     expected = dict.fromkeys(_Facts._fields, 0)
     expected |= {"begins": images, "ends": images, "found": images, "misfit": 1, "length": length}
+    # How much of a mask is padding is not known, nor how far positions go.
+    expected |= {"shortest": length, "masked": int("masked" in facts)}
     # Where the last image ends is not known: at the end of the rows, to be on the safe side.
     return _Facts(**(expected | {"images_end": length if images else 0}))
 
@@ -548,12 +563,7 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
             f"{facts.unknown_positions} rows of the cache are not rows as this model filled them: "
             "what position comes next in them is not known; give position_ids"
         )
-    if facts.last_position >= image_format.max_positions:
-        raise ValueError(
-            f"a row reaches position {facts.last_position}, but the position table ends at "
-            f"{image_format.max_positions - 1} (seq_length {image_format.max_positions}): shorten "
-            "the row"
-        )
+    check_position(facts.last_position, image_format.max_positions)
     if facts.labels_inside and num_items_in_batch is not None:
         # As a Trainer counts them, which knows nothing of images. The only further transfer.
         counted, divisor = int((labels[:, 1:] != -100).sum()), int(num_items_in_batch)
@@ -564,6 +574,14 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
                 f"{counted} labels, others of one step may have the rest): the loss would be "
                 "divided by too much; set labels inside images to -100"
             )
+
+
+def check_position(last_position: int, max_positions: int) -> None:
+    if last_position >= max_positions:
+        raise ValueError(
+            f"a row reaches position {last_position}, but the position table ends at "
+            f"{max_positions - 1} (seq_length {max_positions}): shorten the row"
+        )
 
 
 def _without_strays(

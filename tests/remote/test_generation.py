@@ -280,17 +280,6 @@ def test_rows_of_one_length_that_grow_differently_generate_as_alone(model, with_
     assert new_tokens(model, batch, use_cache=use_cache).tolist() == alone
 
 
-@FORMS
-def test_a_static_cache_sized_by_generate_is_refused_for_rows_that_grow(model, image):
-    batch = {"input_ids": torch.tensor([rows_with(image)[1]]), "pixel_values": pictures(1)}
-    if len(image) == 3:
-        with pytest.raises(ValueError, match="cache has room for .* positions but the rows take"):
-            new_tokens(model, batch, cache_implementation="static")
-    else:
-        got = new_tokens(model, batch, cache_implementation="static")
-        assert torch.equal(got, new_tokens(model, batch))
-
-
 def test_prompt_tuning_generates(model):
     from peft import PromptTuningConfig, get_peft_model
 
