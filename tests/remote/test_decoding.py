@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, StaticCache
 
+from glm4v_patched.remote import attention
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
 
 FIXED = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
@@ -77,6 +78,19 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of all that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in (made,) if isinstance(x, torch.Tensor)}
+        return made
+
+
 class Counted:
     """What every step of ``generate`` does in the model's own code; the first one is the prompt."""
 
@@ -119,9 +133,9 @@ class Counted:
             yield self
 
 
-# Measured with transformers 4.57.6 and 5.23.0: up to 30, of which 11 are the position's angles and
-# 6 the norm at the end. Rows that are grown again took 203.
-MOST_OPERATORS = 34
+# Measured with transformers 4.57.6 and 5.23.0: up to 38, of which 11 are the position's angles and
+# 6 the norm at the end. Rows that were grown again took 203.
+MOST_OPERATORS = 40
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -197,3 +211,50 @@ def test_a_drawn_token_beyond_the_position_table_is_refused():
     with pytest.raises(ValueError, match="reaches position 16, but the position table ends at 15"):
         model.generate(ids, **GREEDY)
     assert model.generate(ids, **(GREEDY | {"max_new_tokens": 4})).shape[1] == 17
+
+
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("masked", ["none", "all alike", "by row"])
+def test_every_kernel_gives_the_attention_of_repeated_keys(kernel, rows, masked, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, 8, 1, 16, generator=generator)
+    key, value = torch.randn(2, rows, 2, 40, 16, generator=generator)
+    mask = torch.rand(rows if masked == "by row" else 1, 1, 1, 40, generator=generator) < 0.7
+    mask = None if masked == "none" else mask
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, *(x.repeat_interleave(4, dim=1) for x in (key, value)), attn_mask=mask
+    )
+    monkeypatch.setattr(attention, "forced_kernel", kernel)
+    got = attention.attend_to_cache(query, key, value, mask)
+    assert got.shape == (rows, 1, 8, 16)
+    # fp32. Measured 6e-7.
+    assert (got - want.transpose(1, 2)).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 2, 6], ids="{} rows".format)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_drawn_token_repeats_no_keys(model, cache, num_rows):
+    """Whatever the mask and the kernel: nothing is as large as the keys of all query heads."""
+    batch = padded([text(20 + i, seed=i) for i in range(num_rows)], "left")
+    options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
+    seen, step = [], model.transformer._decode
+
+    def seen_step(*args, **kwargs):
+        with Shapes() as shapes:
+            result = step(*args, **kwargs)
+        seen.append(shapes.seen)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.transformer, "_decode", seen_step)
+        model.generate(**batch, **options)
+    heads = model.config.num_attention_heads
+    assert len(seen) == 5 and heads > model.config.num_key_value_heads
+    assert not [
+        shape
+        for of in seen
+        for shape in of
+        if len(shape) == 4 and shape[2] > 20 and shape[1] == heads
+    ]
