@@ -107,8 +107,8 @@ def measure_speed(options: argparse.Namespace) -> None:
         asked.append(Speed(**given | {"against": original}))
     if options.out:
         _rows_of(options.out)
-    for each in asked:
-        rows = _measure(each, options.python, options.timeout * len(each.batch))
+    for speed in asked:
+        rows = _measure(speed, options.python, options.timeout * len(speed.batch))
         if options.out:
             write_atomically(options.out, _format([*_rows_of(options.out), *rows]))
 

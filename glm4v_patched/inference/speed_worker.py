@@ -110,24 +110,18 @@ def build_original(settings: dict) -> Any:
 def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) -> dict:
     """Seconds to the first token, and tokens a second after it."""
     inputs = prompts(model.config, settings, batch, device)
-    new, options = settings["new_tokens"], {}
-    prepare = None
+    new, caches, positions = settings["new_tokens"], None, 0
     if settings["cache"] == "static" and settings["against"] is None:
-        from .static_cache import StaticCaches, compiling
+        from .static_cache import StaticCaches
 
-        caches, config = StaticCaches(model), model.config
-        positions = config.vision.num_image_tokens + 2 + settings["prompt_tokens"] + new
-        changes = json.loads(settings["compile_options"])
-        if device.type == "cuda":
-            options["compile_config"] = compiling(batch, changes)
-
-        def prepare() -> dict:
-            return {"past_key_values": caches.of(batch, positions)}
+        caches = StaticCaches(model, json.loads(settings["compile_options"]))
+        images = model.config.vision.num_image_tokens + 2
+        positions = images + settings["prompt_tokens"] + new
 
     def seconds(tokens: int) -> float:
         synchronize(device)
         began = time.perf_counter()
-        given = options | (prepare() if prepare else {})
+        given = {} if caches is None else caches.options(batch, positions)
         with torch.no_grad():
             ids = model.generate(
                 **inputs, **given, max_new_tokens=tokens, do_sample=False, eos_token_id=None,

@@ -20,39 +20,35 @@ class StaticCaches:
     A cache that is handed out again is emptied: what was answered with it must not be needed.
     """
 
-    def __init__(self, model: Any):
-        self.model = model
-        self._caches: dict[int, StaticCache] = {}
+    def __init__(self, model: Any, changes: dict[str, Any] | None = None):
+        """``changes``: inductor's options that are laid over those of :func:`compiling`."""
+        self.model, self.changes = model, changes
+        self._caches: dict[int, tuple[int, StaticCache]] = {}
 
     def of(self, rows: int, positions: int) -> StaticCache:
         """An empty cache with room for so many positions of each row."""
-        cache = self._caches.get(rows)
-        if cache is not None and cache.layers[0].max_cache_len >= positions:
+        room, cache = self._caches.pop(rows, (0, None))
+        if cache is None or room < positions:
+            room = -(-positions // STEP) * STEP
+            cache = StaticCache(config=self.model.config, max_cache_len=room)
+        else:
             cache.reset()
-            return cache
-        self._caches.pop(rows, None)
-        room = -(-positions // STEP) * STEP
-        cache = self._caches[rows] = StaticCache(config=self.model.config, max_cache_len=room)
+        self._caches[rows] = room, cache
         return cache
 
     def options(self, rows: int, positions: int) -> dict[str, Any]:
-        """What ``generate`` is given, beside the rows."""
-        config = compiling(rows, **({} if self.model.device.type == "cuda" else {"backend": None}))
+        """What ``generate`` is given beside the rows; on a CPU nothing is compiled."""
         given: dict[str, Any] = {"past_key_values": self.of(rows, positions)}
-        return given if config is None else given | {"compile_config": config}
+        if self.model.device.type == "cuda":
+            given["compile_config"] = compiling(rows, self.changes)
+        return given
 
 
-def compiling(
-    rows: int, changes: dict[str, Any] | None = None, backend: str | None = "inductor"
-) -> CompileConfig | None:
+def compiling(rows: int, changes: dict[str, Any] | None = None) -> CompileConfig:
     """How a step is compiled: as one graph for this number of rows, replayed as a CUDA graph.
 
-    Args:
-        changes: Inductor's options that are laid over these.
-        backend: ``None``: not at all.
+    ``changes`` are inductor's options that are laid over these.
     """
-    if backend is None:
-        return None
     options: dict[str, Any] = {"triton.cudagraphs": True}
     if rows == 1:
         # A product with one vector is then a reduction of inductor's own, which reads weights
@@ -61,7 +57,6 @@ def compiling(
     return CompileConfig(
         fullgraph=True,
         dynamic=False,
-        backend=backend,
         mode=None,  # type: ignore[arg-type]  # torch takes either a mode or options
         options=options | (changes or {}),
     )

@@ -183,9 +183,8 @@ def grouped_products_in_fp32(
 ) -> Tensor:
     """The same with scores in fp32, as torch's fused kernels have them."""
     if query_BGHC.dtype == torch.float32 or query_BGHC.device.type != "cuda":
-        return grouped_products(*(x.float() for x in (query_BGHC, key_BGKC, value_BGKC)), mask).to(
-            query_BGHC.dtype
-        )
+        query, key, value = query_BGHC.float(), key_BGKC.float(), value_BGKC.float()
+        return grouped_products(query, key, value, mask).to(query_BGHC.dtype)
     scores = torch.bmm(
         query_BGHC.flatten(0, 1), key_BGKC.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32
     )

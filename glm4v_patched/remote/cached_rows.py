@@ -19,33 +19,32 @@ from .sequence import GrownRows
 
 
 class CachedRows(NamedTuple):
-    """What a cache's entries do not say, as of the last time that rows were grown for it.
+    """What a cache's entries do not say, of one time that rows were put there.
 
     Attributes:
-        length: Positions in the cache.
-        anchor: Positions up to the place that the next two speak of. All that lie behind it are
-            text, each at the position after the one before it.
+        anchor: Positions up to the last that is no plain text. All that lie behind it are text,
+            each at the position after that of the id before it.
+        length: Positions up to which that holds.
         next_position: ``(B, 1)``, the position that follows ``anchor``.
         anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``: by them rows
             are found again that were reordered, selected, repeated or copied since. ``None`` for a
             cache that does not keep keys as they are.
-        num_images: Pictures in all rows; ``None`` if not known.
+        num_images: Pictures in all rows up to ``length``; ``None`` if not known.
         images_end: Positions up to the end of the last of them.
     """
 
-    length: int
     anchor: int
+    length: int
     next_position: Tensor
     anchor_keys: Tensor | None
     num_images: int | None
     images_end: int
 
-    def images_up_to(self, length: int) -> int | None:
-        """Pictures in the rows as far as that; ``None`` if not known."""
-        return self.num_images if self.images_end <= length <= self.length else None
+    def reaches(self, length: int) -> bool:
+        return self.anchor <= length <= self.length
 
 
-CACHED_ROWS = "glm4v_rows"  # of a cache
+CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CachedRows, the latest last
 
 
 def cached_length(cache: Cache | None) -> int:
@@ -73,33 +72,55 @@ def check_room(cache: Cache | None, length: int) -> None:
         )
 
 
-def known_rows(cache: Cache | None) -> CachedRows | None:
-    return getattr(cache, CACHED_ROWS, None)
+def _known(cache: Cache | None) -> list[CachedRows]:
+    return getattr(cache, CACHED_ROWS, [])
+
+
+def images_up_to(cache: Cache | None, length: int) -> int | None:
+    """Pictures in the cache as far as that; ``None`` if not known."""
+    for known in reversed(_known(cache)):
+        if known.images_end <= length <= known.length:
+            return known.num_images
+    return None
 
 
 def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
+    """Rows were put into the cache behind ``past_length`` positions.
+
+    What was remembered of positions that were cropped since is forgotten.
+    """
     length = past_length + rows.input_ids.shape[1]
-    before, images_end = known_rows(cache), 0
-    earlier_images: int | None = 0
-    if past_length:
-        earlier_images = None if before is None else before.images_up_to(past_length)
-        images_end = 0 if before is None else before.images_end
-    known = CachedRows(
-        length=length,
-        anchor=length,
-        next_position=rows.position_ids.amax(dim=1, keepdim=True) + 1,
-        anchor_keys=_keys_before(cache, length, length),
-        num_images=None if earlier_images is None else earlier_images + num_images,
-        images_end=past_length + rows.images_end if num_images else images_end,
-    )
-    setattr(cache, CACHED_ROWS, known)
+    earlier = [
+        known._replace(length=min(known.length, past_length))
+        for known in _known(cache)
+        if known.anchor <= past_length
+    ]
+    earlier_images = images_up_to(cache, past_length) if past_length else 0
+    if earlier and past_length and not rows.plain_from and earlier[-1].length == past_length:
+        earlier[-1] = earlier[-1]._replace(length=length)
+    else:
+        images_end = past_length + rows.images_end if num_images else 0
+        if not num_images and earlier and past_length:
+            images_end = earlier[-1].images_end
+        anchor = past_length + max(rows.plain_from, 1)
+        last_B1 = rows.position_ids.amax(dim=1, keepdim=True)
+        known = CachedRows(
+            anchor=anchor,
+            length=length,
+            next_position=last_B1 + 1 - (length - anchor),
+            anchor_keys=_keys_before(cache, anchor, length),
+            num_images=None if earlier_images is None else earlier_images + num_images,
+            images_end=images_end,
+        )
+        earlier = [*earlier, known] if past_length else [known]
+    setattr(cache, CACHED_ROWS, earlier)
 
 
 def remember_drawn(cache: Cache, length: int) -> None:
     """The cache is about to hold that many positions, the last of them drawn one by one."""
-    known = known_rows(cache)
-    if known is not None:
-        setattr(cache, CACHED_ROWS, known._replace(length=length))
+    known = _known(cache)
+    if known:
+        setattr(cache, CACHED_ROWS, [*known[:-1], known[-1]._replace(length=length)])
 
 
 def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
@@ -116,18 +137,20 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
     if cache is None or not past_length:
         return None
-    known = known_rows(cache)
-    if known is None:
+    every = _known(cache)
+    if not every:
         raise ValueError(
             f"the cache holds {past_length} positions that were not put there by this model, or "
             "it was made anew from its tensors: what position comes next is not known (an image "
             "has more entries than positions); give position_ids"
         )
-    if not known.anchor <= past_length <= known.length:
+    known = next((known for known in reversed(every) if known.reaches(past_length)), None)
+    if known is None:
+        plain = ", ".join(f"from {known.anchor} to {known.length}" for known in every)
         raise ValueError(
-            f"the cache holds {past_length} positions but was filled to {known.length}, of which "
-            f"the first {known.anchor} were given at once: what position comes next is not known "
-            "any more; give position_ids"
+            f"the cache holds {past_length} positions but was filled to {every[-1].length}, with "
+            f"plain text {plain}: what position comes next is known there alone, not within or "
+            "before images and padding; give position_ids"
         )
     keys = _keys_before(cache, known.anchor, past_length)
     if keys is None or known.anchor_keys is None:
@@ -145,8 +168,7 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
 
 def holds_images(cache: Cache | None, past_length: int) -> bool:
     """Whether images are known to be in the cache: generate's positions count them too long."""
-    known = known_rows(cache) if past_length else None
-    return known is not None and bool(known.images_up_to(past_length))
+    return bool(past_length and images_up_to(cache, past_length))
 
 
 def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
@@ -170,8 +192,7 @@ def possible_numbers(
     given = 0 if images is None else len(images)
     if not past_length:
         return given
-    known = known_rows(cache)
-    in_cache = None if known is None else known.images_up_to(past_length)
+    in_cache = images_up_to(cache, past_length)
     if in_cache is None:
         return None
     if is_drawing:

@@ -461,6 +461,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if is_drawn and position_ids is not None and all(other is None for other in others):
             assert input_ids is not None
             if _holds_something(past_key_values):
+                assert past_key_values is not None
                 return self._decode(
                     *(input_ids, attention_mask, position_ids, past_key_values),
                     *(output_hidden_states, output_attentions, return_dict, attention_kwargs),

@@ -37,6 +37,8 @@ class GrownRows(NamedTuple):
         images_end: Columns up to the end of the last image of all rows; 0 without images.
         last_position: The greatest of all rows, on the host.
         has_padding: Whether any column of any row is padding.
+        plain_from: From this column on all rows hold text alone, each id at the position after
+            that of the id before it: 0 if that goes on from what is cached.
     """
 
     input_ids: Tensor
@@ -48,6 +50,7 @@ class GrownRows(NamedTuple):
     images_end: int
     last_position: int
     has_padding: bool
+    plain_from: int
 
 
 class ImageFormat(NamedTuple):
@@ -151,6 +154,7 @@ def grow_rows(
             images_end=rows.facts.images_end,
             last_position=rows.facts.last_position,
             has_padding=attention_mask is not None and rows.facts.masked > 0,
+            plain_from=rows.facts.plain_from,
         )
 
     if attention_mask is not None and padding_mask is None:
@@ -191,6 +195,7 @@ def grow_rows(
         images_end=rows.facts.images_end,
         last_position=rows.facts.last_position,
         has_padding=padding_mask is not None and (is_uneven or rows.facts.masked > 0),
+        plain_from=max(rows.facts.plain_from, length - rows.facts.shortest),
     )
 
 
@@ -345,6 +350,7 @@ class _Facts(NamedTuple):
     images_end: int
     length: int
     shortest: int
+    plain_from: int
 
 
 class _ReadRows(NamedTuple):
@@ -420,7 +426,16 @@ def _read_rows(
     ends = width.cumsum(dim=1)
     length, shortest = ends[:, -1].amax(), ends[:, -1].amin()
     ends = ends + length - ends[:, -1:]  # one column after each id, in the grown rows
+    # What does not go on from the id before it.
+    is_break = spans.is_inside | spans.is_begin | spans.is_end
+    steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
+    if not past_length or position_ids is not None:
+        steps[:, 0] = 0  # from what is cached, it is not known
+    is_break = is_break | (steps != 1)
+    if current_mask is not None:
+        is_break = is_break | (current_mask == 0)
     facts = {
+        "plain_from": ends.masked_fill(~is_break, 0).amax(),
         "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
         "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
         "found": spans.is_begin.sum(),
@@ -492,7 +507,7 @@ def _facts_in_graph(
     expected = dict.fromkeys(_Facts._fields, 0)
     expected |= {"begins": images, "ends": images, "found": images, "misfit": 1, "length": length}
     # How much of a mask is padding is not known, nor how far positions go.
-    expected |= {"shortest": length, "masked": int("masked" in facts)}
+    expected |= {"shortest": length, "plain_from": length, "masked": int("masked" in facts)}
     # Where the last image ends is not known: at the end of the rows, to be on the safe side.
     return _Facts(**(expected | {"images_end": length if images else 0}))
 

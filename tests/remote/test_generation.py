@@ -296,16 +296,6 @@ def test_prompt_tuning_generates(model):
     assert got[:, -4:].tolist() == ids[:, -4:].tolist()
 
 
-def test_refuses_a_cropped_cache_without_positions(model):
-    row, step = torch.tensor([rows_with(grown_image())[1]]), torch.tensor([[5]])
-    cache = model(input_ids=row, pixel_values=pictures(1), use_cache=True).past_key_values
-    full = cache.get_seq_length()
-    cache.crop(-2)
-    with pytest.raises(ValueError, match=f"holds {full - 2} positions but was filled to {full}"):
-        model(input_ids=step, past_key_values=cache)
-    model(input_ids=step, past_key_values=cache, position_ids=torch.tensor([[9]]))
-
-
 class Draws(LogitsProcessor):
     """Makes generation draw given tokens first."""
 
