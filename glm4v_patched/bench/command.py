@@ -14,6 +14,7 @@ from typing import Any, get_args
 from ..engine.environment import python_module, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
+from ..inference.speed import add_speed_arguments, measure_speed
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
 from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pictures", type=Path, metavar="FOLDER", help="draw memory.png and speed.png of the rows")
     add("--rows", type=Path, nargs="+", metavar="FILE", help="measure nothing: table of these rows")
     add("--into", type=Path, metavar="FILE", help="with --rows: put the table into this Markdown")
+    add_speed_arguments(parser)
 
 
 def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
@@ -61,6 +63,8 @@ def _flag(each: Field) -> str:
 def run(options: argparse.Namespace) -> None:
     """Measure every combination, or show the rows of files. Raises ``ValueError`` before anything
     runs if settings contradict each other or this machine cannot measure them."""
+    if options.generate:
+        return measure_speed(options)
     if options.pictures:
         check_drawable(options.pictures)
     if not options.rows:
