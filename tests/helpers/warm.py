@@ -159,11 +159,14 @@ def main() -> None:
     import peft  # noqa: F401
     import pytest  # noqa: F401
     import torch
+    import torch._inductor.compile_fx  # DeepSpeed needs it for one of its optimizers  # noqa: F401
     import transformers.integrations.deepspeed  # noqa: F401
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     import glm4v_patched.finetune.trainer  # noqa: F401
 
     torch.set_num_threads(1)
+    is_zero_supported_optimizer(torch.optim.SGD([torch.zeros(1)], lr=1))  # imports optimizers
     gc.collect()
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")
