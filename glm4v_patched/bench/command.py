@@ -181,7 +181,7 @@ def _train_from_files(
     error = _run(command, printed, dict(os.environ), timeout)
     report = files / "out" / "training.json"
     if report.exists():
-        out.write_text(json.dumps(figures(settings, json.loads(report.read_text()))))
+        out.write_text(json.dumps(figures(json.loads(report.read_text()))))
     return error
 
 

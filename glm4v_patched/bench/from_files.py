@@ -104,14 +104,13 @@ def recipe_of(settings: Settings, folder: Path) -> dict:
     }
 
 
-def figures(settings: Settings, report: dict) -> dict:
+def figures(report: dict) -> dict:
     """Those of a row that ``training.json`` knows."""
-    measured, gpus = report["measured"], report["world_size"]
-    speed = measured.pop("samples_per_s")
-    rate = None if speed is None else speed / gpus
+    speed = report["measured"]["samples_per_s"]
     return {
-        "samples_per_s_per_gpu": rate,
-        **measured,
+        **report["measured"],
+        "samples_per_s_per_gpu": None if speed is None else speed / report["world_size"],
+        "policies": report["policies"],
         "losses": [entry["loss"] for entry in report["history"]],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),

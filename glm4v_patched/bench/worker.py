@@ -62,7 +62,6 @@ def measure(settings: Settings) -> dict | None:
     median, work = statistics.median(times), useful_flop(config, settings)
     rate = settings.micro_batch / median
     positions = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
-    live = options.stage3_max_live_parameters
     row = {
         "samples_per_s_per_gpu": rate,
         "tokens_per_s_per_gpu": rate * positions,
@@ -74,7 +73,7 @@ def measure(settings: Settings) -> dict | None:
         "peak_allocated_gib": allocated,
         "peak_reserved_gib": reserved,
         "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
-        "policies": {"tower": options.tower, "language": options.language, "gathered": live},
+        "policies": options.policies,
         "losses": losses,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": versions(),

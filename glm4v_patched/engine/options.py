@@ -114,6 +114,12 @@ class EngineOptions:
         return "auto" not in asked and self.stage3_max_live_parameters is not None
 
     @property
+    def policies(self) -> dict[str, str | float | None]:
+        """What reports say of them; weights that may stay ``gathered`` as a number."""
+        live = self.stage3_max_live_parameters
+        return {"tower": self.tower, "language": self.language, "gathered": live}
+
+    @property
     def gathers_whole_layers(self) -> bool:
         """:func:`gathers_whole_layers` for these options."""
         return gathers_whole_layers(

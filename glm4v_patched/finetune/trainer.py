@@ -321,7 +321,9 @@ def train(
             measured["predicted_gib"] = _predicted(recipe, base, options, rows_of_batches)
         if error is None:
             print(_describe_measured(measured), flush=True)
-        _write_report(trainer, error, recipe, identify(replace(base, adapters=None)), measured)
+        known = {"measured": measured, "policies": options.policies}
+        known |= {"base": identify(replace(base, adapters=None))}
+        _write_report(trainer, error, recipe, known)
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         arguments.distributed_state.wait_for_everyone()
@@ -360,11 +362,7 @@ def _describe_measured(measured: Mapping[str, float | None]) -> str:
 
 
 def _write_report(
-    trainer: Trainer,
-    error: str | None,
-    recipe: Recipe,
-    base: dict[str, str],
-    measured: Mapping[str, float | None],
+    trainer: Trainer, error: str | None, recipe: Recipe, known: Mapping[str, Any]
 ) -> None:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
@@ -378,12 +376,11 @@ def _write_report(
         if "eval_loss" in entry
     ]
     report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
-    report["measured"] = dict(measured)
     if evaluations:
         report["evaluations"] = evaluations
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), "base": base}
+    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), **known}
     text = json.dumps(report, indent=2, allow_nan=False)
     Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
 

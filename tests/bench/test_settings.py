@@ -48,6 +48,10 @@ from tests.helpers.tiny import golden_json, tiny_model
         ({"trained": "qlora", "zero_stage": 0}, "qlora is not compiled.*add --no-compile"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
         ({"trained": "full", "reuse_features": True}, "full trains the vision tower"),
+        ({"from_files": "big"}, "from_files is 'big'; expected pixels as 4000x3000"),
+        ({"from_files": "4000x0"}, "from_files is '4000x0'; expected pixels"),
+        ({"from_files": "9x9", "packed": True, "liger": True}, "recipe's own liger, packed: leave"),
+        ({"model": "folder"}, "model is folder, without from_files"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options, message):
