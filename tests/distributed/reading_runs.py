@@ -133,6 +133,10 @@ class Task:
     def everywhere(self) -> list[str]:
         return ["--processes", str(self.gpus or 1), *self.device]
 
+    @property
+    def one(self) -> list[str]:
+        return ["--processes", "1", *self.device]
+
     def log_of(self, name: str) -> Path:
         (self.folder / "logs").mkdir(exist_ok=True)
         return self.folder / "logs" / f"{name}.log"
@@ -177,11 +181,12 @@ class Task:
         self.wait(name, self.start(name, *arguments))
 
     def run_side_by_side(self, commands: dict[str, list[str]]) -> None:
-        """Each on a GPU of its own. Raises :class:`Failed` when all have ended, if one failed."""
-        processes = {
-            name: self.start(name, *arguments, "--processes", "1", *self.device, gpu=gpu)
-            for gpu, (name, arguments) in enumerate(commands.items())
-        }
+        """Those that answer, each on a GPU of its own. Raises :class:`Failed` when all have ended,
+        if one failed."""
+        processes = {}
+        for number, (name, arguments) in enumerate(commands.items()):
+            gpu = None if arguments[0] in ("train", "merge") else number
+            processes[name] = self.start(name, *arguments, gpu=gpu)
         for process in processes.values():
             process.wait()
         for name, process in processes.items():
