@@ -26,9 +26,9 @@ FACES = {
 DIGITS = "0123456789"
 QUESTION = "Read."
 # In pixels.
-SIZES_OF_FONTS = 16, 22
-MARGINS = 3, 9
-DOWN = 5
+SIZES_OF_FONTS = 22, 30
+MARGINS = 3, 10
+DOWN = 8
 ROWS_A_TASK = 500
 # Shorter ones are few, and many of them come again and again.
 SHORTEST_HELD_OUT = 5

@@ -62,7 +62,7 @@ SIZES = {
         compile=False,
     ),
     "mid": Size(
-        side=112,
+        side=140,
         language={
             "num_layers": 14,
             "hidden_size": 1024,
@@ -80,15 +80,15 @@ SIZES = {
         },
         train=(
             Share(15_000, "latin", 1, 1, plain=0.5),
-            Share(20_000, "latin", 2, 3, plain=0.3),
-            Share(80_000, "latin", 4, 8, plain=0.05),
+            Share(25_000, "latin", 2, 3, plain=0.3),
+            Share(75_000, "latin", 4, 7, plain=0.05),
             Share(5_000, "greek", 1, 1, plain=0.3),
         ),
-        greek=(Share(6_000, "greek", 1, 4, plain=0.1), Share(24_000, "greek", 5, 8)),
+        greek=(Share(6_000, "greek", 1, 4, plain=0.1), Share(24_000, "greek", 5, 7)),
         held_out=500,
         watched=128,
         batch=128,
-        steps=2400,
+        steps=2600,
         rate=3e-4,
         lora_steps=400,
         lora_rate=5e-4,

@@ -41,9 +41,11 @@ from tests.distributed.reading_runs import REPORT, SIZES, Failed, Size, Task
 
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "pillow")
 ACCURATE, GUESSED, EQUAL_IN_BF16 = 0.9, 0.05, 0.95
+LENGTHS = 5, 7  # of held-out lines
 MAX_NEW_TOKENS = 16
 MOST_PROCESSES = 48
-WARM_UP = 0.25  # of all steps
+FEW_ROWS = 100  # are drawn before another process has started
+WARM_UP = 0.3  # of all steps
 LARGEST_PICTURE = 200_000  # bytes
 
 
@@ -53,22 +55,22 @@ LARGEST_PICTURE = 200_000  # bytes
 def draw(task: Task) -> dict:
     size, processes = task.size, min(cores(), MOST_PROCESSES)
     held_out = {
-        name: (Share(size.held_out, name, 5, 8, held_out=True),) for name in ("latin", "greek")
+        name: (Share(size.held_out, name, *LENGTHS, held_out=True),) for name in ("latin", "greek")
     }
     sets = {
         "train": size.train,
         "greek": size.greek,
-        "watched": (Share(size.watched, "latin", 5, 8, held_out=True),),
+        "watched": (Share(size.watched, "latin", *LENGTHS, held_out=True),),
         "held_out_latin": held_out["latin"],
         "held_out_greek": held_out["greek"],
     }
     rows = {}
     for seed, (name, shares) in enumerate(sets.items()):
         file = task.folder / "data" / f"{name}.jsonl"
-        few = sum(share.rows for share in shares) < 2000  # drawn before a process has started
-        if not file.exists():
-            draw_set(file, shares, seed, size.side, 1 if few else processes)
         rows[name] = sum(share.rows for share in shares)
+        if not file.exists():
+            few = rows[name] <= FEW_ROWS
+            draw_set(file, shares, seed, size.side, 1 if few else processes)
     return {"rows": rows, "side": size.side, "processes": processes}
 
 
@@ -437,16 +439,21 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
         there = {name: task.report[name] for name in now}
         if there != now:
             raise Failed(f"{file} is of another task, {there}, not {now}: give another --out")
-        return task
+        return _on_this_machine(task)
     given_as = ["FOLDER" if text == str(options.out) else text for text in arguments]
     task.report = {
         "command": f"python -m tests.distributed.reading_task {shlex.join(given_as)}",
-        "device": f"{gpus} x {find_gpus().found[0].name}" if gpus else "cpu",
-        "cores": cores(),
         **now,
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
     }
+    return _on_this_machine(task)
+
+
+def _on_this_machine(task: Task) -> Task:
+    found = find_gpus().found if task.gpus else ()
+    task.report |= {"device": f"{task.gpus} x {found[0].name}" if found else "cpu"}
+    task.report |= {"cores": cores()}
     return task
 
 
@@ -464,7 +471,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.size != "tiny" and options.device == "cpu":
         parser.error(f"--size {options.size} takes GPUs: use --size tiny on the CPU")
-    if options.device == "cuda" and len(find_gpus()) < options.gpus:
+    on_gpus = options.device == "cuda" and {*options.phase} - {"draw", "build"}
+    if on_gpus and len(find_gpus()) < options.gpus:
         parser.error(f"--gpus {options.gpus}, and there are {len(find_gpus())}: give fewer")
     try:
         task = open_task(options, arguments)
