@@ -25,6 +25,10 @@ FACES = {
 }
 DIGITS = "0123456789"
 QUESTION = "Read."
+# In pixels.
+SIZES_OF_FONTS = 22, 30
+MARGINS = 3, 10
+DOWN = 8
 ROWS_A_TASK = 500
 # Shorter ones are few, and many of them come again and again.
 SHORTEST_HELD_OUT = 5
@@ -99,25 +103,23 @@ def font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> Image.Image:
-    """A grey square of ``side`` pixels with the line somewhere in it, in one of many sizes.
+    """A grey square of ``side`` pixels with the line in it: from the left, halfway down, but never
+    in quite the same place, and in one of several sizes.
 
     Args:
-        plain: Black on white, as large as there is room for, without blur and noise.
+        plain: Black on white, without blur and noise.
     """
     file = rng.choice(font_files())
-    wide = font(file, 100).getlength(text) / 100
-    share, tallest = (0.92, 0.5) if plain else (rng.uniform(0.68, 0.94), rng.uniform(0.25, 0.5))
-    face = font(file, max(round(min(side * share / wide, side * tallest)), 8))
+    margin = rng.uniform(*MARGINS)
+    widest = (side - margin - MARGINS[0]) / font(file, 100).getlength(text) * 100
+    face = font(file, int(min(rng.uniform(*SIZES_OF_FONTS), widest)))
     ground, ink = 255, 0
     if not plain:
         dark, bright = rng.randint(0, 80), rng.randint(175, 255)
-        ground, ink = (bright, dark) if rng.random() < 0.75 else (dark, bright)
+        ground, ink = (bright, dark) if rng.random() < 0.8 else (dark, bright)
     image = Image.new("L", (side, side), ground)
-    left, top, right, bottom = face.getbbox(text)
-    across, down = max(side - (right - left), 0), side - (bottom - top)
-    height = 0.5 if plain else rng.uniform(0.25, 0.75)
-    place = across * rng.uniform(0.1, 0.9) - left, down * height - top
-    ImageDraw.Draw(image).text(place, text, font=face, fill=ink)
+    height = side / 2 + rng.uniform(-DOWN, DOWN)
+    ImageDraw.Draw(image).text((margin, height), text, font=face, fill=ink, anchor="lm")
     if plain:
         return image
     image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 0.7)))

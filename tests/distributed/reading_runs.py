@@ -62,7 +62,7 @@ SIZES = {
         compile=False,
     ),
     "mid": Size(
-        side=112,
+        side=140,
         language={
             "num_layers": 14,
             "hidden_size": 1024,
@@ -80,15 +80,15 @@ SIZES = {
         },
         train=(
             Share(15_000, "latin", 1, 1, plain=0.5),
-            Share(20_000, "latin", 2, 3, plain=0.3),
-            Share(80_000, "latin", 4, 8, plain=0.05),
+            Share(25_000, "latin", 2, 3, plain=0.3),
+            Share(75_000, "latin", 4, 7, plain=0.05),
             Share(5_000, "greek", 1, 1, plain=0.3),
         ),
-        greek=(Share(6_000, "greek", 1, 4, plain=0.1), Share(24_000, "greek", 5, 8)),
+        greek=(Share(6_000, "greek", 1, 4, plain=0.1), Share(24_000, "greek", 5, 7)),
         held_out=500,
         watched=128,
         batch=128,
-        steps=2400,
+        steps=2600,
         rate=3e-4,
         lora_steps=400,
         lora_rate=5e-4,
@@ -132,6 +132,10 @@ class Task:
     @property
     def everywhere(self) -> list[str]:
         return ["--processes", str(self.gpus or 1), *self.device]
+
+    @property
+    def one(self) -> list[str]:
+        return ["--processes", "1", *self.device]
 
     def log_of(self, name: str) -> Path:
         (self.folder / "logs").mkdir(exist_ok=True)
@@ -177,11 +181,12 @@ class Task:
         self.wait(name, self.start(name, *arguments))
 
     def run_side_by_side(self, commands: dict[str, list[str]]) -> None:
-        """Each on a GPU of its own. Raises :class:`Failed` when all have ended, if one failed."""
-        processes = {
-            name: self.start(name, *arguments, "--processes", "1", *self.device, gpu=gpu)
-            for gpu, (name, arguments) in enumerate(commands.items())
-        }
+        """Those that answer, each on a GPU of its own. Raises :class:`Failed` when all have ended,
+        if one failed."""
+        processes = {}
+        for number, (name, arguments) in enumerate(commands.items()):
+            gpu = None if arguments[0] in ("train", "merge") else number
+            processes[name] = self.start(name, *arguments, gpu=gpu)
         for process in processes.values():
             process.wait()
         for name, process in processes.items():

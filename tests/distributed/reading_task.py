@@ -8,11 +8,11 @@ in a process of its own. Its phases (:data:`PHASES`):
 1. ``draw``: the sets, by as many processes as there are cores.
 2. ``build``: the model folder, with random weights.
 3. ``train``: Latin lines; stopped by Ctrl-C after the checkpoint at half of the steps, and resumed.
-4. ``evaluate``: held-out Latin lines, with right and with swapped pictures; and Greek ones, before
-   they are learned. Of Greek, the model has seen single letters alone.
-5. ``lora``: Greek lines, as adapters; evaluated.
-6. ``merge``: the adapters into the model; both answer the held-out Greek lines.
-7. ``fp32``: merged and answered once more in fp32, where merging hardly rounds.
+4. ``lora``: Greek lines, as adapters. Meanwhile the model is evaluated, with right and with swapped
+   pictures, on held-out lines: Latin ones, and Greek ones, of which it has seen single letters
+   alone.
+5. ``merge``: the adapters into the model, while they are evaluated on Greek; both answer it.
+6. ``fp32``: merged and answered once more in fp32, where merging hardly rounds.
 
 All figures are in ``FOLDER/reading_task.json``, written again after each phase, with pictures
 beside it. What is there is not done again: a run that was killed goes on when it is called again.
@@ -41,9 +41,11 @@ from tests.distributed.reading_runs import REPORT, SIZES, Failed, Size, Task
 
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "pillow")
 ACCURATE, GUESSED, EQUAL_IN_BF16 = 0.9, 0.05, 0.95
+LENGTHS = 5, 7  # of held-out lines
 MAX_NEW_TOKENS = 16
 MOST_PROCESSES = 48
-WARM_UP = 0.25  # of all steps
+FEW_ROWS = 100  # are drawn before another process has started
+WARM_UP = 0.3  # of all steps
 LARGEST_PICTURE = 200_000  # bytes
 
 
@@ -53,22 +55,22 @@ LARGEST_PICTURE = 200_000  # bytes
 def draw(task: Task) -> dict:
     size, processes = task.size, min(cores(), MOST_PROCESSES)
     held_out = {
-        name: (Share(size.held_out, name, 5, 8, held_out=True),) for name in ("latin", "greek")
+        name: (Share(size.held_out, name, *LENGTHS, held_out=True),) for name in ("latin", "greek")
     }
     sets = {
         "train": size.train,
         "greek": size.greek,
-        "watched": (Share(size.watched, "latin", 5, 8, held_out=True),),
+        "watched": (Share(size.watched, "latin", *LENGTHS, held_out=True),),
         "held_out_latin": held_out["latin"],
         "held_out_greek": held_out["greek"],
     }
     rows = {}
     for seed, (name, shares) in enumerate(sets.items()):
         file = task.folder / "data" / f"{name}.jsonl"
-        few = sum(share.rows for share in shares) < 2000  # drawn before a process has started
-        if not file.exists():
-            draw_set(file, shares, seed, size.side, 1 if few else processes)
         rows[name] = sum(share.rows for share in shares)
+        if not file.exists():
+            few = rows[name] <= FEW_ROWS
+            draw_set(file, shares, seed, size.side, 1 if few else processes)
     return {"rows": rows, "side": size.side, "processes": processes}
 
 
@@ -213,19 +215,6 @@ def _course(task: Task, out: Path, *logs: str) -> dict:
     }
 
 
-def evaluate(task: Task) -> dict:
-    task.run_side_by_side(
-        {
-            "evaluate_latin": _evaluation("latin", "latin"),
-            "evaluate_greek_before": _evaluation("latin", "greek"),
-        }
-    )
-    return {
-        "latin": _scores(task, "latin_on_latin"),
-        "greek_before_lora": _scores(task, "latin_on_greek"),
-    }
-
-
 GENERATION = ["--batch-size", "64", "--max-new-tokens", str(MAX_NEW_TOKENS)]
 
 
@@ -254,31 +243,37 @@ def lora(task: Task) -> dict:
             "trainer": {"max_steps": size.lora_steps, "learning_rate": size.lora_rate},
         },
     )
-    started = time.monotonic()
-    if not _finished(out):
-        task.run("lora", "train", settings, *task.everywhere, "--overwrite")
-    trained = round(time.monotonic() - started, 1)
-    task.run_side_by_side({"evaluate_greek": _evaluation("greek", "greek")})
-    return {
-        "seconds_of_training": trained,
-        "greek": _scores(task, "greek_on_greek"),
-        **_course(task, out, "lora"),
+    commands = {
+        "evaluate_latin": [*_evaluation("latin", "latin"), *task.one],
+        "evaluate_greek_before": [*_evaluation("latin", "greek"), *task.one],
     }
+    if not _finished(out):
+        commands["lora"] = ["train", settings, *task.everywhere, "--overwrite"]
+    task.run_side_by_side(commands)
+    task.report["accuracy"] = {
+        "latin": _scores(task, "latin_on_latin"),
+        "greek_before_lora": _scores(task, "latin_on_greek"),
+    }
+    return _course(task, out, "lora")
 
 
 def merge(task: Task) -> dict:
-    return _merge_and_compare(task, "greek", "merged")
+    commands = {"evaluate_greek": [*_evaluation("greek", "greek"), *task.one]}
+    if not (task.folder / "merged").is_dir():
+        commands["merged"] = ["merge", "greek", "--out", "merged"]
+    task.run_side_by_side(commands)
+    task.report["accuracy"]["greek"] = _scores(task, "greek_on_greek")
+    return _compare(task, "greek", "merged")
 
 
-def _merge_and_compare(task: Task, adapters: str, merged: str) -> dict:
-    """Merge adapters; have them and the merged model answer the same rows."""
-    if not (task.folder / merged).is_dir():
-        task.run(merged, "merge", adapters, "--out", merged)
+def _compare(task: Task, adapters: str, merged: str) -> dict:
+    """Have adapters and the merged model answer the same rows."""
+    rows = ["--data", "data/held_out_greek.jsonl"]
     task.run_side_by_side(
         {
             f"answer_{model}": [
-                *("answer", model, "--data", "data/held_out_greek.jsonl"),
-                *("--out", f"answers/{model}.jsonl", *GENERATION),
+                *("answer", model, *rows, "--out", f"answers/{model}.jsonl"),
+                *(*GENERATION, *task.one),
             ]
             for model in (adapters, merged)
         }
@@ -305,7 +300,9 @@ def fp32(task: Task) -> dict:
     if not adapters.is_dir():
         _replace(base, lambda folder: _write_in_fp32(task.folder / "latin", folder))
         _replace(adapters, lambda folder: _copy_adapters(task.folder / "greek", base.name, folder))
-    return _merge_and_compare(task, "greek_fp32", "merged_fp32")
+    if not (task.folder / "merged_fp32").is_dir():
+        task.run("merged_fp32", "merge", adapters.name, "--out", "merged_fp32")
+    return _compare(task, adapters.name, "merged_fp32")
 
 
 def _write_in_fp32(model: Path, folder: Path) -> None:
@@ -334,7 +331,6 @@ PHASES: dict[str, Callable[[Task], dict]] = {
     "draw": draw,
     "build": build,
     "train": train,
-    "evaluate": evaluate,
     "lora": lora,
     "merge": merge,
     "fp32": fp32,
@@ -357,6 +353,8 @@ def run_phases(task: Task, wanted: Sequence[str]) -> None:
         draw_pictures(task)
         shown = {key: value for key, value in figures.items() if not isinstance(value, list)}
         task.say(f"{name}: done in {phases[name]['seconds']} s: {shown}")
+        if name in ("lora", "merge"):
+            task.say(f"accuracy: {task.report['accuracy']}")
 
 
 def draw_pictures(task: Task) -> None:
@@ -408,19 +406,17 @@ def _copy_small(picture: Path, copy: Path) -> None:
 
 
 def verdict(report: dict) -> list[str]:
-    """What is not as it should be, of the phases that were run."""
-    phases = report["phases"]
+    """What is not as it should be, of what was measured."""
     found = []
-    for phase, name in (("evaluate", "latin"), ("lora", "greek")):
-        if phase not in phases:
+    for name in ("latin", "greek"):
+        if not (scores := report.get("accuracy", {}).get(name)):
             continue
-        scores = phases[phase][name]
         if scores["exact_match"] <= ACCURATE:
             found.append(f"{name}: {scores['exact_match']:.3f} of lines are read, not {ACCURATE}")
         if scores["exact_match_swapped"] >= GUESSED:
             found.append(f"{name}: {scores['exact_match_swapped']:.3f} with swapped pictures")
     for phase, least in (("merge", EQUAL_IN_BF16), ("fp32", 1)):
-        share = phases.get(phase, {}).get("equal_answers", 1)
+        share = report["phases"].get(phase, {}).get("equal_answers", 1)
         if share < least:
             found.append(f"{phase}: {share:.3f} of the answers are equal, not {least}")
     return found
@@ -443,16 +439,21 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
         there = {name: task.report[name] for name in now}
         if there != now:
             raise Failed(f"{file} is of another task, {there}, not {now}: give another --out")
-        return task
+        return _on_this_machine(task)
     given_as = ["FOLDER" if text == str(options.out) else text for text in arguments]
     task.report = {
         "command": f"python -m tests.distributed.reading_task {shlex.join(given_as)}",
-        "device": f"{gpus} x {find_gpus().found[0].name}" if gpus else "cpu",
-        "cores": cores(),
         **now,
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
     }
+    return _on_this_machine(task)
+
+
+def _on_this_machine(task: Task) -> Task:
+    found = find_gpus().found if task.gpus else ()
+    task.report |= {"device": f"{task.gpus} x {found[0].name}" if found else "cpu"}
+    task.report |= {"cores": cores()}
     return task
 
 
@@ -470,7 +471,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.size != "tiny" and options.device == "cpu":
         parser.error(f"--size {options.size} takes GPUs: use --size tiny on the CPU")
-    if options.device == "cuda" and len(find_gpus()) < options.gpus:
+    on_gpus = options.device == "cuda" and {*options.phase} - {"draw", "build"}
+    if on_gpus and len(find_gpus()) < options.gpus:
         parser.error(f"--gpus {options.gpus}, and there are {len(find_gpus())}: give fewer")
     try:
         task = open_task(options, arguments)
