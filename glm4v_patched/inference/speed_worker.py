@@ -99,10 +99,10 @@ def build_original(settings: dict) -> Any:
         if not hasattr(model, "generate"):
             raise AttributeError("the model has no generate")
     except Exception as error:
+        told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise RuntimeError(
-            f"transformers {transformers.__version__} does not run the published code "
-            f"({type(error).__name__}: {error}); it was made for {PUBLISHED_RUNS_ON}: name a "
-            "Python that has it by --python"
+            f"transformers {transformers.__version__} does not run the published code, which was "
+            f"made for {PUBLISHED_RUNS_ON}: name a Python that has it by --python ({told})"
         ) from error
     return model.eval().requires_grad_(False)
 
@@ -114,7 +114,8 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     if settings["cache"] == "static" and settings["against"] is None:
         from .static_cache import StaticCaches
 
-        caches = StaticCaches(model, json.loads(settings["compile_options"]))
+        changes = json.loads(settings["compile_options"])
+        caches = StaticCaches(model, step=256, changes=changes, fullgraph=True)
         images = model.config.vision.num_image_tokens + 2
         positions = images + settings["prompt_tokens"] + new
 

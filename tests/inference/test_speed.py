@@ -1,0 +1,68 @@
+"""``glm4v-patched bench --generate``: rows of how fast answers are generated."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference import speed_worker
+from tests.helpers.tiny import golden_json, tiny_model
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(golden_json("config.json")))
+    return path
+
+
+def generate(*arguments: str) -> int | None:
+    return main(["bench", "--generate", "--device", "cpu", *map(str, arguments)])
+
+
+def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
+    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--prompt-tokens", "6"]
+    generate("--config", config, "--batch", 1, 2, *sizes, "--repeats", 1, "--out", out)
+    rows = json.loads(out.read_text())
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["workload"] == "generate" and row["implementation"] == "ours"
+        assert row["new_tokens"] == 4 and row["cache"] == "static" and row["device"] == "cpu"
+        assert row["tokens_per_s"] > 0 and row["first_token_s"] > 0 and row["bandwidth_gb_s"] > 0
+        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
+        assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["steps_per_s"])
+        assert {"python", "torch", "transformers"} <= row["versions"].keys()
+        assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
+    printed = capfd.readouterr().out
+    assert "batch 1: " in printed and "batch 2: " in printed
+
+
+def test_a_token_reads_the_language_model_without_its_embeddings():
+    model = tiny_model()
+    read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
+    assert speed_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--new-tokens", "1"], "--new-tokens is 1; expected at least 2"),
+        (["--batch", "0"], "--batch is .*; expected at least 1"),
+        (["--compile-options", "no"], "--compile-options is 'no'; expected a JSON object"),
+        (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
+        (["--against", "none"], "--against none has no config.json"),
+    ],
+)
+def test_refuses_what_cannot_be_measured(config, arguments, told, capsys):
+    assert generate("--config", config, *arguments)
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_the_published_code_is_refused_under_a_transformers_that_does_not_run_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-known"}))
+    settings = {"against": str(tmp_path), "device": "cpu"}
+    with pytest.raises(RuntimeError, match="does not run the published code, .*4.44: .*--python"):
+        speed_worker.build_original(settings)
