@@ -118,18 +118,10 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     command = python_module("glm4v_patched.inference.speed_worker")
     if speed.against is not None and python is not None:
         command = [python, *command[1:]]
-    error = None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         environment = training_environment(1, speed.device == "cpu")
-        arguments = [json.dumps(asdict(speed)), str(out)]
-        with Popen(command + arguments, env=environment) as process:
-            try:
-                if process.wait(timeout):
-                    error = f"the process ended with {process.returncode}"
-            except TimeoutExpired:
-                error = f"not done after {timeout:.0f} s"
-                process.kill()
+        error = _run([*command, json.dumps(asdict(speed)), str(out)], environment, timeout)
         rows = json.loads(out.read_text()) if out.exists() else []
     whole = command_of(speed)
     implementation = "ours" if speed.against is None else "original"
@@ -140,6 +132,17 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
         print(f"{implementation}, batch {missing}: {error}")
         rows += [{"batch": batch, "error": error} for batch in missing]
     return [common | row | {"command": whole} for row in rows]
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> str | None:
+    """What went wrong, if anything did."""
+    with Popen(command, env=environment) as process:
+        try:
+            status = process.wait(timeout)
+        except TimeoutExpired:
+            process.kill()
+            return f"not done after {timeout:.0f} s"
+    return f"the process ended with status {status}" if status else None
 
 
 def command_of(speed: Speed) -> str:

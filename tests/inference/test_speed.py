@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference import speed_worker
+from glm4v_patched.inference import speed, speed_worker
 from tests.helpers.tiny import golden_json, tiny_model
 
 
@@ -22,7 +22,18 @@ def generate(*arguments: str) -> int | None:
     return main(["bench", "--generate", "--device", "cpu", *map(str, arguments)])
 
 
-def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """What a process of its own would measure; without its start."""
+
+    def run(command: list[str], environment: dict, timeout: float) -> None:
+        assert command[-3] == "glm4v_patched.inference.speed_worker" and timeout == 1200
+        speed_worker.measure(json.loads(command[-2]), Path(command[-1]))
+
+    monkeypatch.setattr(speed, "_run", run)
+
+
+def test_measures_every_batch_and_says_so(config, tmp_path, capfd, in_this_process):
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--prompt-tokens", "6"]
     generate("--config", config, "--batch", 1, 2, *sizes, "--repeats", 1, "--out", out)
     rows = json.loads(out.read_text())
@@ -38,6 +49,19 @@ def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
         assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
     printed = capfd.readouterr().out
     assert "batch 1: " in printed and "batch 2: " in printed
+
+
+def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
+    out, failed = tmp_path / "generate.json", "the process ended with status 1"
+    monkeypatch.setattr(speed, "_run", lambda *_: failed)
+    for _ in range(2):  # rows are added
+        generate("--config", config, "--batch", 8, "--out", out)
+    assert [(row["batch"], row["error"]) for row in json.loads(out.read_text())] == [
+        (8, failed)
+    ] * 2
+    out.write_text('[{"workload": "lora_lm"}]')
+    assert generate("--config", config, "--out", out)
+    assert json.loads(out.read_text()) == [{"workload": "lora_lm"}]
 
 
 def test_a_token_reads_the_language_model_without_its_embeddings():
