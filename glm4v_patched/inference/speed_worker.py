@@ -74,6 +74,10 @@ def build(settings: dict) -> Any:
         model = GLM4VForCausalLM._from_config(
             ChatGLMConfig(**sizes), dtype=torch.bfloat16 if on_gpu else torch.float32, **options
         )
+    if settings["compile_layers"]:
+        from ..engine.compilation import compile_layers
+
+        compile_layers(model)
     return model.eval().requires_grad_(False)
 
 
@@ -141,6 +145,11 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     firsts = [seconds(1) for _ in range(settings["repeats"])]
     wholes = [seconds(new) for _ in range(settings["repeats"])]
     first, whole = statistics.median(firsts), statistics.median(wholes)
+    if whole <= first:
+        raise RuntimeError(
+            f"{new} tokens took {whole:.3f} s and the first {first:.3f} s: the machine is too busy "
+            "to be measured; ask for more --new-tokens"
+        )
     steps_per_s = (new - 1) / (whole - first)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {

@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import wraps
 from pathlib import Path
 
 import pytest
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference import speed, speed_worker
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
 
@@ -33,7 +35,26 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(speed, "_run", run)
 
 
-def test_measures_every_batch_and_says_so(config, tmp_path, capfd, in_this_process):
+@pytest.fixture
+def a_second_a_step(monkeypatch):
+    """A clock that passes by a second with each pass through the model, and hardly otherwise."""
+    clock, forward = [0.0], GLM4VForCausalLM.forward
+
+    @wraps(forward)
+    def step(*args, **kwargs):
+        clock[0] += 1
+        return forward(*args, **kwargs)
+
+    def now() -> float:
+        clock[0] += 1e-6
+        return clock[0]
+
+    monkeypatch.setattr(GLM4VForCausalLM, "forward", step)
+    monkeypatch.setattr(speed_worker.time, "perf_counter", now)
+
+
+@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
+def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--prompt-tokens", "6"]
     generate("--config", config, "--batch", 1, 2, *sizes, "--repeats", 1, "--out", out)
     rows = json.loads(out.read_text())
@@ -41,7 +62,8 @@ def test_measures_every_batch_and_says_so(config, tmp_path, capfd, in_this_proce
     for row in rows:
         assert row["workload"] == "generate" and row["implementation"] == "ours"
         assert row["new_tokens"] == 4 and row["cache"] == "static" and row["device"] == "cpu"
-        assert row["tokens_per_s"] > 0 and row["first_token_s"] > 0 and row["bandwidth_gb_s"] > 0
+        assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
+        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
         seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
         assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["steps_per_s"])
@@ -49,6 +71,18 @@ def test_measures_every_batch_and_says_so(config, tmp_path, capfd, in_this_proce
         assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
     printed = capfd.readouterr().out
     assert "batch 1: " in printed and "batch 2: " in printed
+
+
+def test_prints_the_table_of_rows(tmp_path, capsys):
+    file = tmp_path / "generate.json"
+    row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
+    fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
+    file.write_text(json.dumps([row | {"batch": 8} | fast, row | {"batch": 1, "error": "a | b"}]))
+    assert not generate("--rows", file)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| code | transformers | device | cache | batch | first token, s |")
+    assert lines[2] == r"| ours | - | cpu | - | 1 | a \| b | - | - | - |"
+    assert lines[3] == "| ours | - | cpu | - | 8 | 0.250 | 1,234.6 | 50% | - |"
 
 
 def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
@@ -76,6 +110,7 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
         (["--new-tokens", "1"], "--new-tokens is 1; expected at least 2"),
         (["--batch", "0"], "--batch is .*; expected at least 1"),
         (["--compile-options", "no"], "--compile-options is 'no'; expected a JSON object"),
+        (["--ablation"], "--ablation is of training: leave it out with --generate"),
         (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
         (["--against", "none"], "--against none has no config.json"),
     ],
