@@ -34,6 +34,7 @@ class Request:
         model: Folder of a model or of adapters, or an id of the Hub.
         data: Of the rows.
         processes: None for one on each GPU; on a CPU, for a single one.
+        cache: ``static``, ``dynamic``, or ``auto``: static on a GPU where it pays.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Request:
     batch_size: int = 8
     in_4_bit: bool = False
     generation: Generation = Generation()
+    cache: str = "auto"
 
     def place(self) -> Placement:
         """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
@@ -130,19 +132,23 @@ def answers(
     if not questions:
         return
     from .answering import Answer, Answerer, Job, batches  # imports torch
+    from .static_cache import chosen
 
     device = "cpu" if placement.on_cpu else "cuda"
     number = min(placement.processes, -(-len(questions) // request.batch_size))
     parts = list(batches(questions, request.batch_size))
+    steps = -(-len(parts) // number) * request.generation.max_new_tokens
+    cache = chosen(request.cache, device, steps)
     if number == 1:
         from .loading import load
 
-        answerer = Answerer(load(base, device, request.in_4_bit), request.generation)
+        loaded = load(base, device, request.in_4_bit)
+        answerer = Answerer(loaded, request.generation, cache)
         for part in parts:
             replies = answerer.answer([q.prompt for q in part], part[0].row)
             yield from zip(part, replies, strict=True)
         return
-    job = Job(base, device, request.in_4_bit, request.generation)
+    job = Job(base, device, request.in_4_bit, request.generation, cache)
     command = python_module("glm4v_patched.inference.answering", job.to_json())
     asked = [
         {"prompts": [q.prompt for q in part], "number": part[0].row, "rows": [q.row for q in part]}

@@ -18,6 +18,10 @@ from ..data.workers import answer_until_input_ends
 from ..finetune.identity import Base
 from .loading import Loaded, load
 from .questions import Generation, Question
+from .static_cache import StaticCaches
+
+# Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
+STEP = 1024
 
 
 class Answer(NamedTuple):
@@ -48,6 +52,7 @@ class Job:
     device: str
     in_4_bit: bool
     generation: Generation
+    cache: str = "dynamic"
 
     def to_json(self) -> str:
         values = asdict(self)
@@ -64,11 +69,18 @@ class Job:
 
 
 class Answerer:
-    """Answers questions with one model."""
+    """Answers questions with one model.
 
-    def __init__(self, loaded: Loaded, generation: Generation):
+    With a ``static`` cache steps are compiled on a GPU, for as many rows as the first batch has;
+    other batches, and beams, which transformers does not compile, have a ``dynamic`` one.
+    """
+
+    def __init__(self, loaded: Loaded, generation: Generation, cache: str = "dynamic"):
         self.model, self.processor = loaded
         self.generation = generation
+        is_static = cache == "static" and generation.num_beams == 1
+        self.caches = StaticCaches(self.model, STEP) if is_static else None
+        self.rows: int | None = None
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
         self.end_ids = [ends] if isinstance(ends, int) else list(ends)
@@ -97,7 +109,9 @@ class Answerer:
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
-                ids = self.model.generate(**batch, streamer=streamer)
+                ids = self.model.generate(
+                    **batch, **self._cache_options(batch["input_ids"]), streamer=streamer
+                )
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"the GPU's memory does not suffice for {len(prompts)} rows at once: lower "
@@ -110,6 +124,13 @@ class Answerer:
             Answer(text.strip(), "stop" if end else "length")
             for text, end in zip(texts, ends, strict=True)
         ]
+
+    def _cache_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        rows, length = input_ids.shape
+        self.rows = self.rows or rows
+        if self.caches is None or rows != self.rows:
+            return {}
+        return self.caches.options(rows, length + self.generation.max_new_tokens)
 
     def encode(self, prompts: Sequence[list[dict]]):
         """Model inputs, padded on the left, on the model's device."""
@@ -167,7 +188,7 @@ def serve(text: str) -> None:
     job = Job.from_json(text)
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout, sys.stderr
-    answerer = Answerer(load(job.base, job.device, job.in_4_bit), job.generation)
+    answerer = Answerer(load(job.base, job.device, job.in_4_bit), job.generation, job.cache)
 
     def answer(question: dict) -> dict:
         try:

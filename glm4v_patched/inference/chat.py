@@ -29,6 +29,7 @@ def chat(
     in_4_bit: bool = False,
     generation: Generation | None = None,
     system: str | None = None,
+    cache: str = "auto",
 ) -> None:
     """Read questions from standard input, a line each, and write the answers as they come.
 
@@ -37,6 +38,8 @@ def chat(
     Args:
         images: Shown with the first question.
         system: What the system says first.
+        cache: ``static``, whose steps are compiled during the first answer; ``dynamic``; or
+            ``auto``: static on a GPU for long answers.
 
     Raises:
         ValueError: the model or a picture cannot be used, before the model is loaded; or a line.
@@ -51,10 +54,13 @@ def chat(
     from ..remote.configuration_chatglm import ChatGLMConfig
     from .answering import Answerer
     from .loading import load
+    from .static_cache import chosen
 
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", in_4_bit)
     limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
-    answerer = Answerer(loaded, generation or Generation())
+    generation = generation or Generation()
+    kept = chosen(cache, "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens)
+    answerer = Answerer(loaded, generation, kept)
     Chat(answerer, limit, system, images).run(sys.stdin)
 
 

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+# static: one size for all steps, which are compiled on a GPU; auto: where that pays.
+CACHES = ("auto", "static", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
 
 
@@ -52,6 +54,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
     device = "cpu: without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+    add = parser.add_argument
+    add("--cache", choices=CACHES, default="auto", help="of keys and values (default: auto)")
     bits = "hold the weights in 4 bits, on a GPU that they do not fit on"
     parser.add_argument("--load-in-4bit", action="store_true", help=bits)
 
@@ -120,6 +124,7 @@ def _request(options: argparse.Namespace):
         batch_size=options.batch_size,
         in_4_bit=options.load_in_4bit,
         generation=_generation(options),
+        cache=options.cache,
     )
 
 
@@ -178,4 +183,5 @@ def _chat(options: argparse.Namespace) -> None:
         in_4_bit=options.load_in_4bit,
         generation=_generation(options),
         system=options.system,
+        cache=options.cache,
     )

@@ -7,6 +7,7 @@ import argparse
 import json
 import shlex
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -29,6 +30,7 @@ class Speed:
         prompt_tokens: Ids of text in a prompt, beside its picture.
         cache: ``static`` compiles a step on a GPU, ``dynamic`` runs it as it is.
         compile_options: Inductor's options that are laid over ours, as JSON.
+        compile_layers: Compile the layers of tower and decoder for the prompt, too.
         kernel: Of attention to the cache; ``None``: as the model chooses.
         repeats: Timed answers of each batch; their median counts.
         config: ``config.json`` of another size.
@@ -40,6 +42,7 @@ class Speed:
     prompt_tokens: int = 40
     cache: str = "static"
     compile_options: str = "{}"
+    compile_layers: bool = False
     kernel: str | None = None
     attn_implementation: str = "sdpa"
     repeats: int = 3
@@ -75,6 +78,19 @@ class Speed:
 
 
 DEFAULTS = Speed(config="")
+# Options of bench that are no settings, by their defaults.
+OF_TRAINING = {"gpus": 2, "ablation": False, "pictures": None, "into": None}
+COLUMNS: dict[str, Callable[[dict], str]] = {
+    "code": lambda row: row["implementation"],
+    "transformers": lambda row: row.get("versions", {}).get("transformers", "-"),
+    "device": lambda row: row.get("device", "-"),
+    "cache": lambda row: row.get("cache", "-"),
+    "batch": lambda row: str(row["batch"]),
+    "first token, s": lambda row: row.get("error") or f"{row['first_token_s']:.3f}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:,.1f}" if "tokens_per_s" in row else "-",
+    "bandwidth": lambda row: f"{row['bandwidth_share']:.0%}" if "bandwidth_share" in row else "-",
+    "GiB": lambda row: f"{row['peak_allocated_gib']:.1f}" if row.get("peak_allocated_gib") else "-",
+}
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +101,7 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, help="beside a prompt's picture (default: 40)")
     add("--cache", choices=CACHES, help="static: compiled steps (default)")
     add("--compile-options", metavar="JSON", help="laid over ours for inductor")
+    add("--compile-layers", action="store_true", help="compile what reads the prompt, too")
     add("--kernel", metavar="NAME", help="attention to the cache (default: by the batch)")
     add("--repeats", type=int, help="timed answers of each batch (default: 3)")
     add("--python", metavar="FILE", help="Python that has the original's transformers")
@@ -92,7 +109,14 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure_speed(options: argparse.Namespace) -> None:
     """Measure ours and, with ``--against``, the original's code; print the rows and add them to
-    ``--out``. Raises ``ValueError`` for what cannot be measured, before anything runs."""
+    ``--out``; or, with ``--rows``, print the table of old ones. Raises ``ValueError`` for what
+    cannot be measured, before anything runs."""
+    for name, default in OF_TRAINING.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"{_flag(name)} is of training: leave it out with --generate")
+    if options.rows:
+        print(table([row for path in options.rows for row in _rows_of(path)]), end="")
+        return
     names = {each.name for each in fields(Speed)}
     for each in fields(Settings):
         value = getattr(options, each.name)
@@ -113,23 +137,23 @@ def measure_speed(options: argparse.Namespace) -> None:
             write_atomically(options.out, _format([*_rows_of(options.out), *rows]))
 
 
+def table(rows: list[dict]) -> str:
+    """In Markdown, by device and batch; else in the order of the rows."""
+    lines = [[*COLUMNS], ["---"] * len(COLUMNS)]
+    order = sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
+    lines += [[cell(row).replace("|", "\\|") for cell in COLUMNS.values()] for row in order]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     """A row of each batch; ``error`` where there is none. What the process says is printed."""
     command = python_module("glm4v_patched.inference.speed_worker")
     if speed.against is not None and python is not None:
         command = [python, *command[1:]]
-    error = None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         environment = training_environment(1, speed.device == "cpu")
-        arguments = [json.dumps(asdict(speed)), str(out)]
-        with Popen(command + arguments, env=environment) as process:
-            try:
-                if process.wait(timeout):
-                    error = f"the process ended with {process.returncode}"
-            except TimeoutExpired:
-                error = f"not done after {timeout:.0f} s"
-                process.kill()
+        error = _run([*command, json.dumps(asdict(speed)), str(out)], environment, timeout)
         rows = json.loads(out.read_text()) if out.exists() else []
     whole = command_of(speed)
     implementation = "ours" if speed.against is None else "original"
@@ -142,13 +166,24 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     return [common | row | {"command": whole} for row in rows]
 
 
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> str | None:
+    """What went wrong, if anything did."""
+    with Popen(command, env=environment) as process:
+        try:
+            status = process.wait(timeout)
+        except TimeoutExpired:
+            process.kill()
+            return f"not done after {timeout:.0f} s"
+    return f"the process ended with status {status}" if status else None
+
+
 def command_of(speed: Speed) -> str:
     """The shortest command line that measures these rows."""
     arguments = []
     for each in fields(Speed):
         value = getattr(speed, each.name)
         if value != each.default:
-            values = value if isinstance(value, tuple) else [value]
+            values = value if isinstance(value, tuple) else [value] * (value is not True)
             arguments += [_flag(each.name), *map(str, values)]
     return "glm4v-patched bench --generate " + shlex.join(arguments)
 

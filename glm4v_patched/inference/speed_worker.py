@@ -74,6 +74,10 @@ def build(settings: dict) -> Any:
         model = GLM4VForCausalLM._from_config(
             ChatGLMConfig(**sizes), dtype=torch.bfloat16 if on_gpu else torch.float32, **options
         )
+    if settings["compile_layers"]:
+        from ..engine.compilation import compile_layers
+
+        compile_layers(model)
     return model.eval().requires_grad_(False)
 
 
@@ -99,10 +103,10 @@ def build_original(settings: dict) -> Any:
         if not hasattr(model, "generate"):
             raise AttributeError("the model has no generate")
     except Exception as error:
+        told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise RuntimeError(
-            f"transformers {transformers.__version__} does not run the published code "
-            f"({type(error).__name__}: {error}); it was made for {PUBLISHED_RUNS_ON}: name a "
-            "Python that has it by --python"
+            f"transformers {transformers.__version__} does not run the published code, which was "
+            f"made for {PUBLISHED_RUNS_ON}: name a Python that has it by --python ({told})"
         ) from error
     return model.eval().requires_grad_(False)
 
@@ -114,7 +118,8 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     if settings["cache"] == "static" and settings["against"] is None:
         from .static_cache import StaticCaches
 
-        caches = StaticCaches(model, json.loads(settings["compile_options"]))
+        changes = json.loads(settings["compile_options"])
+        caches = StaticCaches(model, step=256, changes=changes, fullgraph=True)
         images = model.config.vision.num_image_tokens + 2
         positions = images + settings["prompt_tokens"] + new
 
@@ -140,6 +145,11 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     firsts = [seconds(1) for _ in range(settings["repeats"])]
     wholes = [seconds(new) for _ in range(settings["repeats"])]
     first, whole = statistics.median(firsts), statistics.median(wholes)
+    if whole <= first:
+        raise RuntimeError(
+            f"{new} tokens took {whole:.3f} s and the first {first:.3f} s: the machine is too busy "
+            "to be measured; ask for more --new-tokens"
+        )
     steps_per_s = (new - 1) / (whole - first)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {

@@ -7,11 +7,10 @@ cache is kept for the next call.
 
 from typing import Any
 
-import torch
 from transformers import CompileConfig, StaticCache
 
-# Sizes are multiples of it.
-STEP = 256
+# A step is compiled in about a minute, in which some 2,000 are made without.
+STEPS_THAT_REPAY = 4000
 
 
 class StaticCaches:
@@ -20,16 +19,21 @@ class StaticCaches:
     A cache that is handed out again is emptied: what was answered with it must not be needed.
     """
 
-    def __init__(self, model: Any, changes: dict[str, Any] | None = None):
-        """``changes``: inductor's options that are laid over those of :func:`compiling`."""
-        self.model, self.changes = model, changes
+    def __init__(self, model: Any, step: int, **compiled: Any):
+        """
+        Args:
+            step: Sizes are multiples of it: what is not filled is read, too, but each size is
+                compiled.
+            compiled: For :func:`compiling`.
+        """
+        self.model, self.step, self.compiled = model, step, compiled
         self._caches: dict[int, tuple[int, StaticCache]] = {}
 
     def of(self, rows: int, positions: int) -> StaticCache:
         """An empty cache with room for so many positions of each row."""
         room, cache = self._caches.pop(rows, (0, None))
         if cache is None or room < positions:
-            room = -(-positions // STEP) * STEP
+            room = -(-positions // self.step) * self.step
             cache = StaticCache(config=self.model.config, max_cache_len=room)
         else:
             cache.reset()
@@ -40,14 +44,18 @@ class StaticCaches:
         """What ``generate`` is given beside the rows; on a CPU nothing is compiled."""
         given: dict[str, Any] = {"past_key_values": self.of(rows, positions)}
         if self.model.device.type == "cuda":
-            given["compile_config"] = compiling(rows, self.changes)
+            given["compile_config"] = compiling(rows, **self.compiled)
         return given
 
 
-def compiling(rows: int, changes: dict[str, Any] | None = None) -> CompileConfig:
+def compiling(
+    rows: int, changes: dict[str, Any] | None = None, fullgraph: bool = False
+) -> CompileConfig:
     """How a step is compiled: as one graph for this number of rows, replayed as a CUDA graph.
 
-    ``changes`` are inductor's options that are laid over these.
+    Args:
+        changes: Inductor's options that are laid over these.
+        fullgraph: Fail where it is not one graph, as adapters or weights of 4 bits may have it.
     """
     options: dict[str, Any] = {"triton.cudagraphs": True}
     if rows == 1:
@@ -55,13 +63,15 @@ def compiling(rows: int, changes: dict[str, Any] | None = None) -> CompileConfig
         # nearly as fast as the memory gives them.
         options["coordinate_descent_tuning"] = True
     return CompileConfig(
-        fullgraph=True,
+        fullgraph=fullgraph,
         dynamic=False,
         mode=None,  # type: ignore[arg-type]  # torch takes either a mode or options
         options=options | (changes or {}),
     )
 
 
-def is_worth_it(device: torch.device, tokens: int) -> bool:
-    """Whether so many steps repay the minute that one takes to be compiled."""
-    return device.type == "cuda" and tokens >= 2000
+def chosen(cache: str, device: str, steps: int) -> str:
+    """``static`` or ``dynamic``; ``auto`` is ``static`` where so many steps repay compilation."""
+    if cache != "auto":
+        return cache
+    return "static" if device != "cpu" and steps >= STEPS_THAT_REPAY else "dynamic"

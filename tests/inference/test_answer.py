@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image
 from glm4v_patched.cli import main
 from glm4v_patched.data.sources import Source
 from glm4v_patched.inference import answer as module
-from glm4v_patched.inference import answers_file
+from glm4v_patched.inference import answers_file, static_cache
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answering import Answer, Answerer
 from glm4v_patched.inference.loading import load
@@ -53,6 +54,37 @@ def answered(files, tmp_path_factory) -> Path:
 
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("source", ["model", "adapters"])
+def test_a_static_cache_gives_the_same_answers(files, source, tmp_path, monkeypatch):
+    """It is kept for the next batch of as many rows; the last batch has fewer."""
+    made, taken = [], static_cache.StaticCaches.of
+    monkeypatch.setattr(
+        static_cache.StaticCaches,
+        "of",
+        lambda self, *sizes: made.append((sizes[0], cache := taken(self, *sizes))) or cache,
+    )
+    files_of = {}
+    for cache in ("static", "dynamic"):
+        asked = request(files, model=str(getattr(files, source)), batch_size=2, cache=cache)
+        if cache == "static":
+            asked = request(files, model=str(getattr(files, source)), batch_size=4, cache=cache)
+        answer_file(asked, tmp_path / cache)
+        files_of[cache] = (tmp_path / cache).read_text()
+    assert files_of["static"] == files_of["dynamic"]
+    assert [rows for rows, _ in made] == [4]
+    answer_file(replace(asked, cache="static"), tmp_path / "again")
+    assert (tmp_path / "again").read_text() == files_of["dynamic"]
+    caches = [cache for rows, cache in made if rows == 2]
+    assert len(caches) == 3 and len({*map(id, caches)}) == 1
+
+
+def test_auto_is_static_where_a_gpu_has_enough_to_do():
+    assert static_cache.chosen("auto", "cuda", 8000) == "static"
+    assert static_cache.chosen("auto", "cuda", 500) == "dynamic"
+    assert static_cache.chosen("auto", "cpu", 8000) == "dynamic"
+    assert static_cache.chosen("static", "cpu", 1) == "static"
 
 
 def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answered):

@@ -1,0 +1,127 @@
+"""``glm4v-patched bench --generate``: rows of how fast answers are generated."""
+
+import json
+import re
+from functools import wraps
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference import speed, speed_worker
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.tiny import golden_json, tiny_model
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(golden_json("config.json")))
+    return path
+
+
+def generate(*arguments: str) -> int | None:
+    return main(["bench", "--generate", "--device", "cpu", *map(str, arguments)])
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """What a process of its own would measure; without its start."""
+
+    def run(command: list[str], environment: dict, timeout: float) -> None:
+        assert command[-3] == "glm4v_patched.inference.speed_worker" and timeout == 1200
+        speed_worker.measure(json.loads(command[-2]), Path(command[-1]))
+
+    monkeypatch.setattr(speed, "_run", run)
+
+
+@pytest.fixture
+def a_second_a_step(monkeypatch):
+    """A clock that passes by a second with each pass through the model, and hardly otherwise."""
+    clock, forward = [0.0], GLM4VForCausalLM.forward
+
+    @wraps(forward)
+    def step(*args, **kwargs):
+        clock[0] += 1
+        return forward(*args, **kwargs)
+
+    def now() -> float:
+        clock[0] += 1e-6
+        return clock[0]
+
+    monkeypatch.setattr(GLM4VForCausalLM, "forward", step)
+    monkeypatch.setattr(speed_worker.time, "perf_counter", now)
+
+
+@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
+def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
+    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--prompt-tokens", "6"]
+    generate("--config", config, "--batch", 1, 2, *sizes, "--repeats", 1, "--out", out)
+    rows = json.loads(out.read_text())
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["workload"] == "generate" and row["implementation"] == "ours"
+        assert row["new_tokens"] == 4 and row["cache"] == "static" and row["device"] == "cpu"
+        assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
+        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
+        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
+        assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["steps_per_s"])
+        assert {"python", "torch", "transformers"} <= row["versions"].keys()
+        assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
+    printed = capfd.readouterr().out
+    assert "batch 1: " in printed and "batch 2: " in printed
+
+
+def test_prints_the_table_of_rows(tmp_path, capsys):
+    file = tmp_path / "generate.json"
+    row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
+    fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
+    file.write_text(json.dumps([row | {"batch": 8} | fast, row | {"batch": 1, "error": "a | b"}]))
+    assert not generate("--rows", file)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| code | transformers | device | cache | batch | first token, s |")
+    assert lines[2] == r"| ours | - | cpu | - | 1 | a \| b | - | - | - |"
+    assert lines[3] == "| ours | - | cpu | - | 8 | 0.250 | 1,234.6 | 50% | - |"
+
+
+def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
+    out, failed = tmp_path / "generate.json", "the process ended with status 1"
+    monkeypatch.setattr(speed, "_run", lambda *_: failed)
+    for _ in range(2):  # rows are added
+        generate("--config", config, "--batch", 8, "--out", out)
+    assert [(row["batch"], row["error"]) for row in json.loads(out.read_text())] == [
+        (8, failed)
+    ] * 2
+    out.write_text('[{"workload": "lora_lm"}]')
+    assert generate("--config", config, "--out", out)
+    assert json.loads(out.read_text()) == [{"workload": "lora_lm"}]
+
+
+def test_a_token_reads_the_language_model_without_its_embeddings():
+    model = tiny_model()
+    read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
+    assert speed_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--new-tokens", "1"], "--new-tokens is 1; expected at least 2"),
+        (["--batch", "0"], "--batch is .*; expected at least 1"),
+        (["--compile-options", "no"], "--compile-options is 'no'; expected a JSON object"),
+        (["--ablation"], "--ablation is of training: leave it out with --generate"),
+        (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
+        (["--against", "none"], "--against none has no config.json"),
+    ],
+)
+def test_refuses_what_cannot_be_measured(config, arguments, told, capsys):
+    assert generate("--config", config, *arguments)
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_the_published_code_is_refused_under_a_transformers_that_does_not_run_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-known"}))
+    settings = {"against": str(tmp_path), "device": "cpu"}
+    with pytest.raises(RuntimeError, match="does not run the published code, .*4.44: .*--python"):
+        speed_worker.build_original(settings)
