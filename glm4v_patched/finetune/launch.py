@@ -14,6 +14,7 @@ import psutil
 
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
+from ..engine.deepspeed.shared_memory import remove_left_buffers
 from ..engine.environment import python_module, training_environment
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
@@ -319,6 +320,7 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
                     started = _descendants(process)
         finally:
             _end(process, started)
+            remove_left_buffers()
 
 
 def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:

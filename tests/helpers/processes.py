@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from glm4v_patched.engine.deepspeed.shared_memory import remove_left_buffers
 from glm4v_patched.engine.environment import path_of_processes
 from tests.helpers import warm
 
@@ -89,6 +90,8 @@ def run_with_limit(
                 part.kill()
         output, _ = process.communicate()
         return Ended(None, output)
+    finally:
+        remove_left_buffers()
     return Ended(process.returncode, output)
 
 
@@ -103,7 +106,10 @@ def run_warm(
     ``processes`` is ``None`` for a single one that no launcher has started.
     """
     environment = cpu_environment() if environment is None else environment
-    return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
+    try:
+        return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
+    finally:
+        remove_left_buffers()
 
 
 def run_two_processes(worker: str, *arguments: str, seconds: float, fresh: bool = False) -> str:
