@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.distributed import loss_curve
 from tests.distributed.loss_curve import (
     PATHS,
     describe,
@@ -19,7 +20,7 @@ from tests.distributed.loss_curve import (
     make_batch,
     order_of_samples,
 )
-from tests.helpers.processes import WORKERS, run_with_limit
+from tests.helpers.processes import WORKERS, run_command_warm, run_with_limit
 
 STEPS = 60
 
@@ -133,13 +134,14 @@ def test_the_mid_size_is_refused_without_gpus(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path):
+def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path, monkeypatch):
     """Five trainings on two processes; layers are left uncompiled, which takes minutes."""
     out, picture = tmp_path / "curves.json", tmp_path / "curves.png"
-    command = [sys.executable, str(WORKERS / "loss_curve.py"), "--out", str(out)]
-    command += ["--picture", str(picture), "--size", "tiny", "--steps", "60", "--no-compile"]
-    ended = run_with_limit([*command, "--also", "blank", "--at-once", "2"], 900)
-    assert ended.status == 0, ended.output[-4000:]
+    command = ["loss_curve.py", "--out", str(out), "--picture", str(picture), "--size", "tiny"]
+    command += ["--steps", "60", "--no-compile", "--timeout", "600"]
+    monkeypatch.setattr(loss_curve, "run_with_limit", run_command_warm)
+    monkeypatch.setattr(sys, "argv", [*command, "--also", "blank"])
+    assert loss_curve.main() == 0
     report = json.loads(out.read_text())
     trained = [(run["path"], run["seed"]) for run in report["runs"]]
     wanted = [("blank", 0), ("fast", 0), ("fast", 1), ("plain", 0), ("plain", 1)]
@@ -152,8 +154,8 @@ def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     # The file alone gives the same verdict again, and what it holds is not trained again.
     for again in (["--draw-only"], ["--resume", "--also", "blank"]):
-        ended = run_with_limit([*command, *again], 100)
-        assert ended.status == 0, ended.output[-4000:]
+        monkeypatch.setattr(sys, "argv", [*command, *again])
+        assert loss_curve.main() == 0
         found = json.loads(out.read_text())
         assert (found["runs"], found["verdict"]) == (report["runs"], report["verdict"])
 

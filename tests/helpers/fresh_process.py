@@ -1,13 +1,17 @@
-"""A fresh process with its own caches that finds neither this package's folder nor a network."""
+"""A process with its own caches that finds neither this package's folder nor a network."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.helpers import warm
 
 
 def run_without_package(code: str, folder: Path, *arguments: str, **variables: str) -> str:
-    """Run Python code in ``folder``, for 300 s at most; return its stderr, or fail with that."""
+    """Run Python code in ``folder``, for 300 s at most; return what it printed, or fail with that.
+
+    It is a fork of a process that has imported torch (:mod:`warm`), and nothing that reads where
+    caches are or that has to do with models.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {
         "HF_HOME": str(folder / "home"),
@@ -15,13 +19,6 @@ def run_without_package(code: str, folder: Path, *arguments: str, **variables: s
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    process = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stderr
+    status, printed = warm.run_code(code, [*arguments], folder, environment | variables, 300)
+    assert status == 0, printed[-4000:]
+    return printed

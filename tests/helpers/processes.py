@@ -112,6 +112,19 @@ def run_warm(
         remove_left_buffers()
 
 
+def run_command_warm(command: list[str], seconds: float, environment: dict[str, str]) -> Ended:
+    """What a command of Python or of torch's launcher would run, on forks of warm processes."""
+    started = [part for part in command[1:] if part != "-P"]
+    processes = None
+    if started[:2] == ["-m", "torch.distributed.run"]:
+        started = started[2:]
+        while started[0].startswith("--"):
+            option, value, *started = started
+            if option == "--nproc_per_node":
+                processes = int(value)
+    return run_warm(*started, seconds=seconds, processes=processes, environment=environment)
+
+
 def run_two_processes(worker: str, *arguments: str, seconds: float, fresh: bool = False) -> str:
     """Run a worker of tests/distributed on two processes; a hang or an error fails the test.
 

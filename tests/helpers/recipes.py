@@ -16,7 +16,7 @@ from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from tests.helpers.processes import cpu_environment, run_warm
+from tests.helpers.processes import cpu_environment, run_command_warm
 
 LEAST = {
     "model": "m",
@@ -66,12 +66,8 @@ def launch_warm(recipe: Recipe, resume: bool = False) -> None:
     from glm4v_patched.finetune import launch
 
     def run(command: list[str], environment: dict[str, str]) -> int:
-        processes, trainer = None, command[command.index("-m") :]
-        if "torch.distributed.run" in trainer:
-            processes = int(trainer[trainer.index("--nproc_per_node") + 1])
-            trainer = trainer[1:][trainer[1:].index("-m") :]
-        trainer.remove("--end-with-stdin")  # theirs is empty
-        ended = run_warm(*trainer, seconds=300, processes=processes, environment=environment)
+        command.remove("--end-with-stdin")  # theirs is empty
+        ended = run_command_warm(command, 300, environment)
         print(ended.output)
         assert ended.status is not None, "it hung"
         return ended.status

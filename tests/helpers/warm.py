@@ -1,16 +1,21 @@
-"""Ranks that are forked from processes which have imported everything already.
+"""Processes of tests that are forked from ones which have imported everything already.
 
-A process of two imports torch, transformers, DeepSpeed and peft for five seconds before it does
-anything, and torch's launcher is a third one. What a test says of numbers does not depend on that.
-So two processes, one for each rank, import once and then wait; a rank of a test is a fork of one
-of them, which has no more in common with the rank before it than the modules. There is one process
-for each rank, so that ranks differ as fresh ones do in the order of their sets.
+A process imports torch, transformers, DeepSpeed and peft for five seconds before it does anything,
+and of two ranks torch's launcher is a third one. What a test says of numbers or of files does not
+depend on that. So a few processes import once and then wait, and a process of a test is a fork of
+one of them: it has nothing in common with the one before it but the modules.
+
+- ``all``: two processes, one for each rank, so that ranks differ as fresh ones do in the order of
+  their sets. For training.
+- ``torch``: one that has imported torch and what else knows nothing of this package, and no part of
+  transformers or huggingface_hub. For what loads without the package.
 
 Not for what is said of launchers, of a first start, or of the order of imports: that is started as
 a user starts it (:mod:`processes`).
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -20,20 +25,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from select import select
+from types import ModuleType
 
 # What is read while modules are imported: a fork cannot have another value than the warm process.
-READ_BY_IMPORTS = (
-    "CUDA_VISIBLE_DEVICES",
-    "DS_ACCELERATOR",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "HF_MODULES_CACHE",
-    "OMP_NUM_THREADS",
-    "TOKENIZERS_PARALLELISM",
-)
+READ_BY_IMPORTS = {
+    "torch": ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
+    "all": (
+        *("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "HF_HOME", "HF_HUB_OFFLINE"),
+        *("HF_MODULES_CACHE", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+    ),
+}
 # What a rank is told by torch's launcher.
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torch's launcher gives the others 30 seconds to end.
@@ -43,29 +48,35 @@ SECONDS_TO_END = 10
 class WarmProcess:
     """One of them, on the side of the tests."""
 
-    def __init__(self, environment: dict[str, str]):
-        self.imported_with = {name: environment.get(name) for name in READ_BY_IMPORTS}
+    def __init__(self, imports: str, environment: dict[str, str]):
+        self.names = READ_BY_IMPORTS[imports]
+        self.imported_with = {name: environment.get(name) for name in self.names}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.warm"],
+            [sys.executable, "-P", __file__, imports],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the tests
             text=True,
         )
+        atexit.register(self.end)
         self.pid: int | None = None
 
+    def end(self) -> None:
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
     def start(self, request: dict) -> None:
-        """Fork a rank."""
-        environment = request["environment"]
-        wanted = {name: environment.get(name) for name in READ_BY_IMPORTS}
+        """Fork a process."""
+        wanted = {name: request["environment"].get(name) for name in self.names}
         assert wanted == self.imported_with, f"{wanted}, not {self.imported_with}: start it fresh"
-        assert self.pid is None, f"rank {self.pid} has not ended"
-        self._write(request)
+        assert self.pid is None, f"process {self.pid} has not ended"
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
         self.pid = self._read()["pid"]
 
     def ended(self, seconds: float) -> bool:
-        """Wait for the end of the rank."""
+        """Wait for the end of the fork."""
         return bool(select([self.process.stdout], [], [], max(seconds, 0))[0])
 
     def status(self) -> int:
@@ -73,19 +84,15 @@ class WarmProcess:
         return self._read()["status"]
 
     def kill(self, number: signal.Signals) -> None:
-        """The rank, and on SIGKILL what it has started."""
+        """The fork, and on SIGKILL what it has started."""
         import psutil
 
         with suppress(psutil.NoSuchProcess):
-            rank = psutil.Process(self.pid)
-            parts = rank.children(recursive=True) if number == signal.SIGKILL else []
-            for part in [*parts, rank]:
+            fork = psutil.Process(self.pid)
+            parts = fork.children(recursive=True) if number == signal.SIGKILL else []
+            for part in [*parts, fork]:
                 with suppress(psutil.NoSuchProcess):
                     part.send_signal(number)
-
-    def _write(self, request: dict) -> None:
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
 
     def _read(self) -> dict:
         line = self.process.stdout.readline()
@@ -93,7 +100,7 @@ class WarmProcess:
         return json.loads(line)
 
 
-WARM: list[WarmProcess] = []
+WARM: dict[str, list[WarmProcess]] = defaultdict(list)
 
 
 def run_ranks(
@@ -108,65 +115,95 @@ def run_ranks(
         The first status that is not 0, or ``None`` if ranks were killed for hanging; and what all
         ranks printed. If one fails, the others are told to end, as by torch's launcher.
     """
-    number = processes or 1
-    while len(WARM) < number:
-        WARM.append(WarmProcess(environment))
-        atexit.register(WARM[-1].process.stdin.close)
-    ranks = WARM[:number]
+    request = {"command": command, "folder": os.getcwd()}
+    if processes is None:
+        return _run("all", [request | {"environment": environment}], seconds)
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+        port = free.getsockname()[1]
+    requests = []
+    for rank in range(processes):
+        values = (rank, rank, processes, processes, "localhost", port)
+        told = dict(zip(OF_A_RANK, map(str, values), strict=True))
+        requests.append(request | {"environment": environment | told})
+    return _run("all", requests, seconds)
+
+
+def run_code(
+    code: str, arguments: list[str], folder: Path, environment: dict[str, str], seconds: float
+) -> tuple[int | None, str]:
+    """As ``python -c`` runs it in a folder; the status, ``None`` if it was killed for hanging, and
+    what was printed."""
+    request = {"command": ["-c", *arguments], "code": code, "folder": str(folder)}
+    return _run("torch", [request | {"environment": environment}], seconds)
+
+
+def _run(imports: str, requests: list[dict], seconds: float) -> tuple[int | None, str]:
+    warm = WARM[imports]
+    while len(warm) < len(requests):
+        warm.append(WarmProcess(imports, requests[0]["environment"]))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         output.touch()
-        for rank, process in enumerate(ranks):
-            values = (rank, rank, number, number, "localhost", port)
-            told = dict(zip(OF_A_RANK, map(str, values), strict=True)) if processes else {}
-            request = {"command": command, "output": str(output), "folder": os.getcwd()}
-            process.start(request | {"environment": environment | told})
-        status = _wait(ranks, time.monotonic() + seconds)
+        for process, request in zip(warm, requests, strict=False):
+            process.start(request | {"output": str(output)})
+        status = _wait(warm[: len(requests)], time.monotonic() + seconds)
         return status, output.read_text(errors="replace")
 
 
-def _wait(ranks: list[WarmProcess], end: float) -> int | None:
+def _wait(running: list[WarmProcess], end: float) -> int | None:
     failed, hung, statuses = False, False, []
-    running = list(ranks)
     while running:
-        done = [rank for rank in running if rank.ended(0.02 / len(running))]
-        statuses += [rank.status() for rank in done]
-        running = [rank for rank in running if rank not in done]
+        done = [process for process in running if process.ended(0.02 / len(running))]
+        statuses += [process.status() for process in done]
+        running = [process for process in running if process not in done]
         if not failed and any(statuses):
             failed, end = True, time.monotonic() + SECONDS_TO_END
-            for rank in running:
-                rank.kill(signal.SIGTERM)
+            for process in running:
+                process.kill(signal.SIGTERM)
         elif running and time.monotonic() > end:
             hung |= not failed
-            for rank in running:
-                rank.kill(signal.SIGKILL)
+            for process in running:
+                process.kill(signal.SIGKILL)
+            end = time.monotonic() + SECONDS_TO_END
     return None if hung else next(filter(None, statuses), 0)
 
 
 # On the other side
 
 
-def main() -> None:
-    import gc
+def import_torch() -> None:
+    """With those parts of it that transformers imports."""
+    import jinja2  # noqa: F401
+    import PIL.Image  # noqa: F401
+    import regex  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.tensor  # noqa: F401
+    import torch.export  # noqa: F401
 
-    # All that any rank of a test imports and that takes long.
+    assert not {"transformers", "huggingface_hub", "glm4v_patched"} & sys.modules.keys()
+
+
+def import_all() -> None:
+    """All that a rank of any test imports and that takes long."""
     import datasets  # noqa: F401
     import deepspeed  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import peft  # noqa: F401
     import pytest  # noqa: F401
-    import torch
-    import torch._inductor.compile_fx  # DeepSpeed needs it for one of its optimizers  # noqa: F401
+    import torch._inductor.compile_fx  # deepspeed.initialize does, for an optimizer
     import transformers.integrations.deepspeed  # noqa: F401
-    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     import glm4v_patched.finetune.trainer  # noqa: F401
 
     torch.set_num_threads(1)
-    is_zero_supported_optimizer(torch.optim.SGD([torch.zeros(1)], lr=1))  # imports optimizers
+
+
+def main(imports: str) -> None:
+    {"torch": import_torch, "all": import_all}[imports]()
     gc.collect()
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")
@@ -182,7 +219,7 @@ def main() -> None:
 
 
 def become(request: dict) -> None:
-    """The process that a fresh one would be, once it has imported everything."""
+    """The process that a fresh one would be, once it has imported as much."""
     import random
 
     import numpy
@@ -199,14 +236,19 @@ def become(request: dict) -> None:
     random.seed()
     numpy.random.seed()
     first, *arguments = request["command"]
-    if first == "-m":
+    sys.argv = request["command"]
+    if first == "-c":
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(request["code"], vars(module))
+    elif first == "-m":
+        sys.path.insert(0, os.getcwd())
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [first, *arguments]
-        sys.path[0] = str(Path(first).parent)
+        sys.path.insert(0, str(Path(first).parent))
         runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

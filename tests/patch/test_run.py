@@ -460,9 +460,12 @@ FIRST_IMPORTS = [
 
 
 def test_whatever_is_imported_first_the_variable_patches(folder):
-    """Each in a fork of one process, which has imported torch for all of them."""
+    """Each in a fork of one process, which has imported torch for all of them, with those parts of
+    it that transformers imports."""
     source = f"""
-import multiprocessing, torch
+import multiprocessing
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor, torch.export
+assert not {{"transformers", "huggingface_hub", "peft", "accelerate"}} & sys.modules.keys()
 def attempt(value, first):
     os.environ["GLM4V_PATCHED"] = value
     try:

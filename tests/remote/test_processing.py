@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
-from tests.remote.test_tokenization import IMAGE, run_without_package, user
+from tests.remote.test_tokenization import IMAGE, printed_without_package, user
 
 PREFIX = "[gMASK]<sop>"
 N = 4
@@ -297,7 +297,7 @@ def test_processor_template_wins_over_the_tokenizers(processor, image_processor,
 
 def test_auto_classes_load_the_saved_folder(processor, tmp_path):
     processor.save_pretrained(tmp_path / "saved")
-    out = run_without_package(
+    out = printed_without_package(
         """
         import json
         from PIL import Image
@@ -335,7 +335,7 @@ def test_auto_image_processor_loads_the_saved_folder(processor, tmp_path):
     except ImportError as error:
         pytest.skip(f"this transformers has no AutoImageProcessor here: {error}")
     processor.save_pretrained(tmp_path / "saved")
-    out = run_without_package(
+    out = printed_without_package(
         """
         from transformers import AutoImageProcessor
 

@@ -2,9 +2,6 @@
 
 import json
 import operator
-import os
-import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -22,6 +19,7 @@ from glm4v_patched.remote.tokenization_chatglm import (
     ChatGLM4Tokenizer,
     convert_ranks,
 )
+from tests.helpers.fresh_process import run_without_package
 
 IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 
@@ -785,26 +783,17 @@ def test_template_beside_the_ranks_is_used_only_if_it_has_images(
         assert loaded.chat_template == (want or template)
 
 
-def run_without_package(script, folder, tmp_path):
-    """Run a script in a process in which this package cannot be imported."""
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    env.pop("PYTHONPATH", None)
+def printed_without_package(script, folder, tmp_path):
+    """The last line that a script prints where this package cannot be imported."""
     head = "import sys\nsys.modules['glm4v_patched'] = None\nfolder = sys.argv[1]\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + textwrap.dedent(script), str(folder)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]
+    printed = run_without_package(head + textwrap.dedent(script), tmp_path, str(folder))
+    return printed.strip().splitlines()[-1]
 
 
 def test_auto_tokenizer_loads_the_saved_folder(tokenizer, tmp_path):
     tokenizer.image_size = 56
     tokenizer.save_pretrained(tmp_path / "saved")
-    out = run_without_package(
+    out = printed_without_package(
         """
         import json
         from transformers import AutoTokenizer
