@@ -210,12 +210,10 @@ class GrownPrompt:
     Attributes:
         input_ids: ``(B, L)`` as given, by which the prompt is known again.
         rows: The same, grown.
-        num_filled: Positions that were put into a static cache; 0 before it is filled.
     """
 
     input_ids: Tensor
     rows: GrownRows
-    num_filled: int = 0
 
     @property
     def length(self) -> int:
@@ -229,7 +227,10 @@ class GrownPrompt:
         num_drawn = self.num_drawn(input_ids)
         if cache is None or num_drawn < 1 or len(input_ids) != len(self.input_ids):
             return 0
-        num_filled = self.num_filled if is_static(cache) else cached_length(cache)
+        if is_static(cache):  # whose own length is on the device
+            num_filled = known[-1].length if (known := _known(cache)) else 0
+        else:
+            num_filled = cached_length(cache)
         num_new = self.length + num_drawn - num_filled
         return num_new if 0 < num_new <= num_drawn else 0
 
@@ -249,11 +250,12 @@ class GrownPrompt:
 
 
 def mask_of_drawn(
-    padding_mask: Tensor | None, num_keys: int, past_length: int, num_new: int, device
+    padding_mask: Tensor | None, num_keys: int, past_length: int, num_new: int, device, always: bool
 ) -> Tensor | None:
-    """True where a new id may look, ``(B or 1, 1, N, K)``; ``None`` if that is everywhere."""
+    """True where a new id may look, ``(B or 1, 1, N, K)``; ``None`` if that is everywhere, unless
+    there is to be a mask ``always``."""
     mask = None
-    if num_keys > past_length + 1:
+    if always or num_new > 1:
         columns = torch.arange(num_keys, device=device)
         last = past_length + torch.arange(num_new, device=device)[:, None] if num_new > 1 else None
         mask = columns <= (past_length if last is None else last)

@@ -460,7 +460,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         is_drawn = prompt_length is not None and prompt_length <= 0
         if is_drawn and position_ids is not None and all(other is None for other in others):
             assert input_ids is not None
-            if _holds_something(past_key_values):
+            if _is_ready(past_key_values, attention_mask, self.config._attn_implementation):
                 assert past_key_values is not None
                 return self._decode(
                     *(input_ids, attention_mask, position_ids, past_key_values),
@@ -990,7 +990,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             images = self.transformer._one_image_tensor(pixel_values, images)
             if grown_prompt is not None and grown_prompt.input_ids is input_ids:
                 rows = grown_prompt.rows
-                grown_prompt.num_filled = grown_prompt.length
             else:
                 rows = self._grow_whole_rows(
                     *(input_ids, images, past_key_values, past_length),
@@ -1046,7 +1045,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             "prompt_length": 0,  # drawn, all of them
         }
         if is_static(cache):
-            prompt.num_filled = length
             embeds_BN0 = torch.empty(
                 (*new_ids_BN.shape, 0), dtype=self.dtype, device=input_ids.device
             )
@@ -1335,8 +1333,12 @@ def _mask_of_drawn(config, embeds_BND, padding_mask, cache, past_length) -> Any:
             *(config, embeds_BND, padding_mask, None, cache, past_length, padding_mask is not None)
         )
     num_new = embeds_BND.shape[1]
-    num_keys = room_of(cache) or past_length + num_new
-    mask = mask_of_drawn(padding_mask, num_keys, past_length, num_new, embeds_BND.device)
+    room = room_of(cache)
+    num_keys = room or past_length + num_new
+    # With a static cache there is a mask in every step, for all are one graph.
+    mask = mask_of_drawn(
+        *(padding_mask, num_keys, past_length, num_new, embeds_BND.device), always=bool(room)
+    )
     if mask is None or implementation == "sdpa":
         return mask
     return embeds_BND.new_zeros(()).masked_fill(~mask, torch.finfo(embeds_BND.dtype).min)
@@ -1351,9 +1353,14 @@ def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
 
 
-def _holds_something(cache) -> bool:
-    """Of a static cache only the device knows."""
-    return isinstance(cache, Cache) and (is_static(cache) or cached_length(cache) > 0)
+def _is_ready(cache, attention_mask: Tensor | None, implementation: str) -> bool:
+    """Whether a cache is filled; what a static one holds is said by its mask."""
+    if not isinstance(cache, Cache):
+        return False
+    if is_static(cache):
+        has_mask = attention_mask is not None and attention_mask.ndim == 4
+        return has_mask or implementation not in ("sdpa", "eager")
+    return cached_length(cache) > 0
 
 
 def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:

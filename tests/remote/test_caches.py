@@ -179,7 +179,8 @@ def test_a_turn_is_taken_back_with_its_image(model):
     images = pictures(3)
     cache = model(torch.tensor([first]), pixel_values=images[:1]).past_key_values
     for turn, image in zip(turns, images[1:], strict=True):
-        cache.crop(min(len(first) - cache.get_seq_length(), 0))
+        if cache.get_seq_length() > len(first):
+            cache.crop(len(first) - cache.get_seq_length())
         got = [
             model(torch.tensor([part]), past_key_values=cache, pixel_values=of)
             for part, of in ((turn, image[None]), (text(2, seed=9), None))
