@@ -246,3 +246,17 @@ def write_build(
     for name, content in (contents | (shards if local else {})).items():
         (folder / name).write_bytes(content)
     return folder
+
+
+def is_whole(repository: Repository, commit: str, shards=SMALL_SHARDS, code=CODE) -> bool:
+    """Whether all of a build, and nothing else, is in a commit."""
+    files, wanted = repository.commits[commit].files, code | FILES | shards
+    assert set(files) == {*wanted, INDEX, MANIFEST, ".gitattributes"}
+    return all(files[name].content == content for name, content in wanted.items())
+
+
+def is_published(hub: LocalHub, name: str, shards=SMALL_SHARDS) -> bool:
+    """Whether all is there, in one commit, and the tag on it."""
+    there = hub.repositories[name]
+    whole = len(there.commits) == 2 and is_whole(there, there.head, shards)
+    return whole and there.tags == {TAG: there.head}

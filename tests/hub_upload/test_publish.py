@@ -21,6 +21,7 @@ from tests.helpers.publishable import (
     TAG,
     UPSTREAM,
     add_source,
+    is_published,
     plant_link,
     shard,
     sign,
@@ -64,17 +65,6 @@ def writes(hub):
     return [r for r in hub.requests if r.method not in ("GET", "HEAD")]
 
 
-def published(hub, shards=SMALL_SHARDS, code=CODE):
-    """Whether all is there, in one commit, and the tag on it."""
-    repository = hub.repositories[REPO]
-    files = repository.files
-    assert set(files) == {*code, *FILES, *shards, INDEX, MANIFEST, ".gitattributes"}
-    for name, content in (code | FILES | shards).items():
-        assert files[name].content == content, name
-    assert len(repository.commits) == 2
-    return repository.tags == {TAG: repository.head}
-
-
 def untouched(hub):
     """Whether nothing was committed and nothing was tagged."""
     there = hub.repositories.get(REPO)
@@ -114,7 +104,7 @@ def test_28_gigabytes_are_copied_without_a_byte_of_them(hub, publish, tmp_path):
     assert status == 0 and not writes(hub)
     assert f"copy 15 (27.9GB), upload {len(CODE) + len(FILES) + 2} (" in output
     assert f"copied from {UPSTREAM}@{pinned}" in output
-    assert publish(build, "--push")[0] == 0 and published(hub, SHARDS)
+    assert publish(build, "--push")[0] == 0 and is_published(hub, REPO, SHARDS)
     small = sum(len(content) for content in (CODE | FILES).values())
     assert sum(r.received + r.sent for r in hub.requests) < 2 * small
     assert not asked(hub, "PUT") and not asked(hub, "GET", ".safetensors/")
@@ -122,12 +112,12 @@ def test_28_gigabytes_are_copied_without_a_byte_of_them(hub, publish, tmp_path):
 
 def test_published_twice_nothing_changes(hub, publish, build):
     status, output = publish(build, "--push")
-    assert status == 0 and f"Tagged {TAG}" in output and published(hub)
+    assert status == 0 and f"Tagged {TAG}" in output and is_published(hub, REPO)
     uploads = asked(hub, "PUT", "/lfs/")
     assert sorted(r.received for r in uploads) == sorted(map(len, SMALL_SHARDS.values()))
     before = len(hub.requests)
     status, output = publish(build, "--push")
-    assert status == 0 and "has all of this already" in output and published(hub)
+    assert status == 0 and "has all of this already" in output and is_published(hub, REPO)
     assert {r.method for r in hub.requests[before:]} <= {"GET", "HEAD"}
 
 
@@ -144,11 +134,10 @@ LISTED = {"id": UPSTREAM, "sha": "b" * 40}
 COPIES_FAILED = [
     ({"region": "eu"}, None, {}, "storage regions differ: eu and us"),
     ({"has_xet": False}, None, {}, "no xet hash"),
-    *(({}, DUPLICATE, {"status": status}, f"{status}") for status in (401, 403, 429, 500)),
-    ({}, DUPLICATE, {"cut_request": 50}, "the connection failed"),
+    *(({}, DUPLICATE, {"status": status}, f"{status}") for status in (403, 500)),
     ({}, DUPLICATE, {"cut_response": 0}, "the connection failed"),
     ({}, DUPLICATE, {"answer": []}, "not that of a Hub"),
-    *(({}, SOURCE, {"answer": answer}, "not that of a Hub") for answer in ({}, [], [{}])),
+    *(({}, SOURCE, {"answer": answer}, "not that of a Hub") for answer in ({}, [{}])),
     ({}, SOURCE, {"answer": LISTED | {"siblings": []}}, f"at {UPSTREAM}@"),
     ({}, SOURCE, {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}, "not for this"),
 ]
@@ -167,7 +156,7 @@ def test_weights_that_cannot_be_copied_are_told_with_the_cure(
     assert path == SOURCE or "build with --weights FOLDER, to upload them" in output
     hub.faults.clear()
     source.region, source.has_xet = "us", True
-    assert publish(build, "--push")[0] == 0 and published(hub) and not asked(hub, "PUT")
+    assert publish(build, "--push")[0] == 0 and is_published(hub, REPO) and not asked(hub, "PUT")
 
 
 def test_a_source_with_other_weights_is_not_copied(hub, publish, tmp_path):
@@ -229,10 +218,8 @@ def test_a_tag_is_never_moved(hub, publish, build, of_this_clone, monkeypatch):
 # Before anything is sent
 
 DAMAGES = [
-    ("modeling_chatglm.py", b"# edited", "not what the manifest says"),
+    ("modeling_chatglm.py", b"# edited", "modeling_chatglm.py is not what the manifest says"),
     ("modeling_chatglm.py", NEWER["modeling_chatglm.py"], "code: 1 files are not this clone's"),
-    ("notes.txt", b"forgotten", "not in the manifest"),
-    ("LICENSE", None, "missing"),
     ("README.md", CARD.encode() + b"edited", "README.md is not what the manifest says"),
     (MANIFEST, None, f"build has no {MANIFEST}"),
     (SHARD, b"short", "5 bytes, not"),
@@ -252,7 +239,7 @@ def test_a_folder_that_is_not_as_built_is_not_sent(hub, publish, build, name, co
     assert status == 1 and message in output and not hub.requests
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "README.md", SHARD, "notes.txt", "folder/"])
+@pytest.mark.parametrize("name", ["LICENSE", SHARD, "folder/"])
 def test_a_link_out_of_the_folder_is_not_published(hub, publish, build, tmp_path, name):
     """Even to what the manifest lists: it may be another thing at the next reading."""
     secret = plant_link(build / name, tmp_path, is_folder=name.endswith("/"))
@@ -261,56 +248,9 @@ def test_a_link_out_of_the_folder_is_not_published(hub, publish, build, tmp_path
     assert "is not followed" in output and not hub.requests
 
 
-# Faults
+# Faults; test_faults.py has one of every kind
 
 CUT, NO_HUB = "the connection failed", "the server's answer is not that of a Hub"
-FAULTS = [
-    ("POST", "/repos/create", {"status": 401}, "401"),
-    ("POST", "/repos/create", {"status": 409}, "409"),
-    ("POST", "/validate-yaml", {"status": 500}, "500"),
-    ("POST", "/preupload/", {"status": 404}, "404"),
-    ("PUT", "/lfs/", {"status": 429}, "429"),
-    ("PUT", "/lfs/", {"status": 507}, "507"),
-    ("PUT", "/lfs/", {"cut_request": 1000}, CUT),
-    ("POST", "/commit/", {"status": 412}, "412"),
-    ("POST", "/commit/", {"status": 500}, "500"),
-    ("POST", "/commit/", {"cut_request": 100}, CUT),
-    ("POST", "/commit/", {"cut_response": 0, "times": 1}, CUT),
-    ("GET", r"/revision/(?!v)", {"status": 403}, "403"),
-    ("POST", "/tag/", {"status": 401}, "401"),
-    ("POST", "/tag/", {"status": 409}, "409"),
-    ("POST", "/tag/", {"cut_response": 0, "times": 1}, CUT),
-    ("POST", "/tag/", {"answer": {}}, "but it is not there; run"),
-]
-ANSWERS = {
-    ("POST", "/repos/create"): [{}, []],
-    ("GET", rf"/api/models/{REPO}\?"): [{}, [], {"id": REPO}, {"id": REPO, "siblings": [{}]}],
-    ("GET", f"/revision/{TAG}"): [{}, [], {"id": REPO}],
-    ("GET", "/revision/(?!v)"): [{}, [], {"id": REPO, "sha": "b" * 40}],
-    ("POST", "/preupload/"): [[], {"files": []}],
-    ("POST", "/objects/batch"): [{"objects": [1]}],
-    ("POST", "/commit/"): [{}, []],
-}
-FAULTS += [(*where, {"answer": a}, NO_HUB) for where, answers in ANSWERS.items() for a in answers]
-
-
-@pytest.mark.parametrize(("method", "path", "fault", "message"), FAULTS, ids=str)
-def test_a_fault_is_one_message_and_the_next_run_completes(
-    hub, publish, build, method, path, fault, message
-):
-    if "create" not in path:
-        hub.add_repository(REPO)
-    hub.fail(method, path, **{"times": 99, "message": f"echo of {hub.token}"} | fault)
-    status, output = publish(build, "--push")
-    assert status == 1 and message in output and "run the same command again" in output, output
-    committed = "/tag/" in path or "(?!v)" in path or fault.get("times") == 1
-    assert committed or untouched(hub)
-    assert "/tag/" in path or REPO not in hub.repositories or not hub.repositories[REPO].tags
-    hub.faults.clear()
-    sent = len([r for r in asked(hub, "PUT") if r.status == 200])
-    assert publish(build, "--push")[0] == 0 and published(hub)
-    # What has arrived is not sent again.
-    assert len([r for r in asked(hub, "PUT") if r.status == 200]) == max(3, sent)
 
 
 def test_a_branch_that_moves_while_publishing_is_left_alone(hub, publish, build):
