@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,8 @@ import huggingface_hub
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModel
+from transformers import AutoModel, AutoProcessor
 
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files, python_of_card, shards_of
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
@@ -62,43 +62,26 @@ def test_a_stranger_loads_trains_and_generates_by_name(
     assert report["revision"] == hub.repositories[NAME].head
 
 
-CODE_OF_ANOTHER = """
-import sys
-sys.modules["glm4v_patched"] = None  # cannot be imported
-import json
-from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoProcessor
-weights, code, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(weights, trust_remote_code=True)
-processor = AutoProcessor.from_pretrained(weights, trust_remote_code=True)
-assert code.replace("-", "_hyphen_").replace("/", ".") in type(model).__module__, type(model)
-model.save_pretrained(out)
-assert "--" not in json.dumps(json.loads(Path(out, "config.json").read_text())["auto_map"])
-AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
-"""
-
-
-@pytest.mark.slow
-def test_weights_without_code_load_by_the_code_of_another_repository(built, hub, run, tmp_path):
-    """Their config's auto_map points at it."""
+def test_weights_without_code_load_by_the_code_of_another_repository(built, hub, tmp_path):
+    """Their config's auto_map points at it; what is saved of them has the code beside it."""
     code = "our-org/glm-4v-code"
-    assert run("publish", built, "--repo", code, "--push")[0] == 0
-
-    def elsewhere(value):
-        if isinstance(value, list):
-            return [elsewhere(one) for one in value]
-        return value and f"{code}--{value}"
-
+    hub.add_repository(code, as_files(built))
     files = {name: c for name, c in as_files(built).items() if not name.endswith(".py")}
     for name in [name for name in files if name.endswith("config.json")]:
         values = json.loads(files[name])
-        values["auto_map"] = {k: elsewhere(v) for k, v in values.get("auto_map", {}).items()}
+        here = json.dumps(values.get("auto_map", {}))
+        values["auto_map"] = json.loads(re.sub(r': (\[?)"', rf': \1"{code}--', here))
         files[name] = json.dumps(values).encode()
     hub.add_repository("our-org/weights", files)
-    more = hub.environment | {"HF_HUB_OFFLINE": "0"}
-    run_without_package(
-        CODE_OF_ANOTHER, tmp_path, "our-org/weights", code, str(tmp_path / "out"), **more
-    )
+    with remote_code_under(tmp_path / "modules"):
+        model = AutoModel.from_pretrained("our-org/weights", trust_remote_code=True)
+        AutoProcessor.from_pretrained("our-org/weights", trust_remote_code=True)
+        place = code.replace("-", "_hyphen_").replace("/", ".")
+        assert place in type(model).__module__, type(model).__module__
+        model.save_pretrained(tmp_path / "out")
+        saved = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert "--" not in json.dumps(saved["auto_map"])
+        AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
 
 
 @pytest.mark.slow
