@@ -178,7 +178,7 @@ def test_what_may_be_anybodys_runs_nothing(name, copy, marker, in_process):
     HARMLESS[name](copy, marker)
     report = verify(str(copy))
     assert not marker.exists(), report.as_table()
-    assert {check.status for check in report.checks if check.name == "parameters"} == {PASSED}
+    assert "loads" in [check.name for check in report.checks if check.status in (PASSED, FAILED)]
 
 
 def test_code_of_another_is_not_run_and_would_have_written_its_file(copy, hub, run, marker):
