@@ -241,8 +241,8 @@ def test_a_class_of_another_is_not_taken_for_that_of_the_folder(tmp_path):
 # On the Hub
 
 
-def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, nothing_runs):
-    """Also where its branch moves meanwhile."""
+def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_process):
+    """Also where its branch moves meanwhile. No weights are downloaded: a small model answers."""
     repository = hub.add_repository(NAME, as_files(built))
     head = repository.head
     move = {"config.json": b"{}"}
@@ -252,6 +252,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, noth
     report = verify(NAME, "main")
     assert report.target.revision == head != repository.head
     assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
+    assert "2 + 2 layers of width 64 with random weights" in detail(report, "loads")
     read = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert read and all(f"/resolve/{head}/" in path for path in read)
 
@@ -278,7 +279,7 @@ def test_the_real_size_is_published_and_verified_without_a_byte_of_its_weights(
     commit = hub.add_repository(UPSTREAM, small | shards).head
     out = tmp_path / "out"
     manifest = build(read_source(f"{UPSTREAM}@{commit}"), out, NAME)
-    assert len(manifest.weights.files) == 15 and shards_of(out) == []
+    assert len(manifest.weights) == 15 and shards_of(out) == []
 
     report = verify(str(out))
     assert not report.failures, report.as_table()
