@@ -20,24 +20,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights", required=True, metavar="SOURCE", help=source)
     add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add("--name", default=DEFAULT_NAME, help=f"id to name in the card (default {DEFAULT_NAME})")
-    yes("--copy", "copy local weights where they cannot be hard-linked")
-    yes("--check", "write nothing; status 1 if DIR differs from a build")
     add("--fine-tune-of", metavar="ORG/NAME", help="what the weights were trained from")
     add("--trained", metavar="TEXT", help="for the card: what was trained and on what")
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
     add("target", metavar="DIR_OR_ID", help="folder, or org/name")
     add("--revision", help="of org/name: commit, tag or branch (default main)")
     yes("--weights", "also compare the sha256 of all weights (slow)")
-    yes("--code-only", "it is meant to be without weights")
-    yes("--run-code", "run code that is not this clone's, without a token but with your rights")
-    add("--json", metavar="FILE", help="write the checks there; - for standard output")
+    yes("--json", "print the checks as JSON")
     add = commands.add_parser("publish", help="bring a built folder to the Hub").add_argument
     add("folder", type=Path, metavar="DIR", help="folder that build made")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
     yes("--push", "do it; without, only show what would be done")
     yes("--private", "create the repository as a private one")
-    yes("--pr", "open a pull request; nothing is tagged")
-    yes("--code-only", "leave weights out, for auto_maps to point at")
     yes("--allow-foreign", "publish beside (and over) files that no build of ours put there")
     return parser
 
@@ -77,22 +71,20 @@ def _build(options: argparse.Namespace) -> int:
     from . import build
 
     source = build.read_source(options.weights, options.fine_tune_of, options.trained)
-    if options.check:
-        found = build.differences(source, options.out, options.name)
-        print("\n".join(found) or f"{options.out} is what a build writes")
-        return 1 if found else 0
-    print(build.describe(build.build(source, options.out, options.name, options.copy)))
+    manifest = build.build(source, options.out, options.name)
+    origin, number = manifest.weights_from, len(manifest.weights)
+    where = f"copied by the Hub from {origin}, when published" if origin else "in the folder"
+    print(f"version {manifest.version}: {len(manifest.names)} files, {number} of weights, {where}")
+    if build.WEIGHTS_LICENSE not in manifest.files:
+        print("the source has no licence file; the card links to the original's: read it")
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     from .verify import verify
 
-    flags = options.weights, options.code_only, options.run_code
-    report = verify(options.target, options.revision, *flags)
-    print(report.as_json() if options.json == "-" else report.as_table())
-    if options.json not in (None, "-"):
-        Path(options.json).write_text(report.as_json() + "\n", encoding="utf-8")
+    report = verify(options.target, options.revision, options.weights)
+    print(report.as_json() if options.json else report.as_table())
     return 1 if report.failures else 0
 
 

@@ -1,11 +1,9 @@
 """Makes the folder that is published: our code beside the original's weights and vocabulary.
 
 Pure: the same source and the same code give the same bytes, whichever supported transformers runs
-this. Nothing that transformers writes with its own version's stamp is taken over. Needs Python
-3.11.
+this. Nothing that transformers writes with its own version's stamp is taken over.
 """
 
-import errno
 import json
 import os
 import re
@@ -15,7 +13,6 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +24,15 @@ from glm4v_patched.patch.repository import is_glm4v
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
-from .checks import Target, refuse_what_fails
-from .errors import during
-from .files import Contents, File, is_small, read_folder, read_repository, sha256_of, sha256_of_file
+from .files import Contents, File, read_folder, read_repository, sha256_of, sha256_of_file
 from .layout import ARCHITECTURE, AUTO_MAPS, ID, INDEX, MANIFEST, SPECIAL_IDS, UPSTREAM, our_code
-from .manifest import FineTune, Manifest, Weight, Weights, read_manifest
+from .manifest import FineTune, Listed, Manifest, Origin, read_manifest
+from .verify import Target, refuse_what_fails
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS_LICENSE = "MODEL_LICENSE"
-# What is read of a source; never its code, nor anything pickled.
-READ = ["*.json", "*.jinja", "tokenizer.model", "LICENSE*", WEIGHTS_LICENSE]
 # The published config names this class; whoever loads and saves the model, another one.
-PUBLISHED_ARCHITECTURE = "ChatGLMModel"
+PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
 LEFT_BY_TRAINING = {"training.json", "trainer_state.json", "training_args.bin"}
 OF_ADAPTERS = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 # transformers leaves these in a tokenizer's config; they say where it was loaded from.
@@ -47,12 +41,11 @@ TRACES = ("chat_template", "is_local", "local_files_only", "name_or_path", "_com
 
 @dataclass
 class Source(Contents):
-    """What a build starts from; repository and revision are those of weights on the Hub."""
+    """What a build starts from; ``origin`` is that of weights on the Hub."""
 
-    repository: str | None = None
-    revision: str | None = None
+    origin: Origin | None = None
     fine_tune: FineTune | None = None
-    weights: dict[str, Weight] = field(default_factory=dict)
+    weights: dict[str, Listed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.files = {name: file for name, file in self.files.items() if "/" not in name}
@@ -62,21 +55,18 @@ class Source(Contents):
             raise ValueError(f"{self.name} lacks {told}")
         for name in names:
             file = self.files[name]
-            if (digest := sha256_of_file(file.path) if file.path else file.sha256) is None:
-                told = f"{self.name}: the Hub gives no sha256 of {name}, which is no large file"
-                raise ValueError(f"{told}: download the repository and give the folder")
-            self.weights[name] = Weight(size=file.size, sha256=digest)
+            digest = sha256_of_file(file.path) if file.path else file.sha256
+            assert digest, f"{name} has no sha256: the Hub holds weights as large files"
+            self.weights[name] = Listed(size=file.size, sha256=digest)
 
 
 def read_source(text: str, base: str | None = None, trained: str | None = None) -> Source:
     """Find what ``--weights`` names, and what is said of them if they were trained.
 
-    ``ValueError`` if it cannot be built from, ``Failure`` if the Hub does not give its files.
+    ``ValueError`` if it cannot be built from.
     """
-    if Path(text).is_dir():
-        source = Source(text, read_folder(Path(text), _is_read))
-    else:
-        source = _read_repository(text)
+    local = Path(text).is_dir()
+    source = Source(text, read_folder(Path(text))) if local else _read_repository(text)
     source.fine_tune = _fine_tune_of(source, base, trained)
     return source
 
@@ -88,17 +78,12 @@ def _read_repository(text: str) -> Source:
         raise ValueError(f"{told}: give a folder, or {UPSTREAM}@<commit of 40 hex digits>")
     if not re.fullmatch("[0-9a-f]{40}", revision):
         given = f"{revision} is no full commit" if revision else "no revision is given"
-        with during(f"{repository}: {given}, and asking for the commit that it is at"):
-            commit = HfApi().model_info(repository, revision=revision or None).sha
+        commit = HfApi().model_info(repository, revision=revision or None).sha
         told = f"{repository}: {given}, and what it points to may change between two builds"
         raise ValueError(f"{told}: give {repository}@{commit}, where it is at now")
     with tempfile.TemporaryDirectory() as folder:
-        _, files = read_repository(repository, revision, Path(folder, "source"), _is_read)
-    return Source(text, files, repository, revision)
-
-
-def _is_read(name: str, size: int) -> bool:
-    return is_small(name, size) and any(fnmatch(name, pattern) for pattern in READ)
+        _, files = read_repository(repository, revision, Path(folder, "source"))
+    return Source(text, files, Origin(repository=repository, revision=revision))
 
 
 def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> FineTune | None:
@@ -115,16 +100,15 @@ def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> Fine
             told = "a line for the card, such as 'the language model, on 2,000 receipts'"
             raise ValueError(f"--fine-tune-of {base} takes --trained too: {told}")
         return FineTune(base=base, trained=trained.strip())
-    if source.repository == UPSTREAM:
+    if source.origin and source.origin.repository == UPSTREAM:
         return None
-    if (content := source.content(MANIFEST)) is not None:
-        earlier = read_manifest(content, f"{source.name}: {MANIFEST}")
-        if earlier.weights.files == source.weights:
+    if MANIFEST in source.files:
+        earlier = source.read_manifest()
+        if earlier.weights == source.weights:
             return earlier.fine_tune
     signs = sorted(LEFT_BY_TRAINING & source.files.keys())
-    architectures = source.read_json("config.json").get("architectures")
-    if architectures != [PUBLISHED_ARCHITECTURE]:
-        signs.append(f"config.json names {architectures}, not {[PUBLISHED_ARCHITECTURE]}")
+    if (named := source.read_json("config.json").get("architectures")) != PUBLISHED_ARCHITECTURES:
+        signs.append(f"config.json names {named}, not {PUBLISHED_ARCHITECTURES}")
     if signs:
         told = f"{source.name} is not as {UPSTREAM} was published ({'; '.join(signs)})"
         cure = f"give --fine-tune-of {UPSTREAM} (or what else it was trained from) and --trained"
@@ -132,63 +116,47 @@ def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> Fine
     return None
 
 
-def build(source: Source, out: Path, name: str, copy: bool = False) -> Manifest:
+def build(source: Source, out: Path, name: str) -> Manifest:
     """Write the folder; return its manifest.
 
     An earlier build is replaced at once and only at the end; ``ValueError`` if ``out`` holds what
-    is not ours to replace, ``Failure`` if the build would not pass verify. Local weights are
-    copied, with ``copy``, where they cannot be hard-linked. ``name`` is for the card.
+    is not ours to replace, or if the build would not pass verify. Local weights are hard-linked, or
+    copied to another file system. ``name`` is for the card.
     """
     out = Path(os.path.realpath(out))
-    _require_replaceable(out)
     if out == Path(os.path.realpath(source.name)):
         raise ValueError(f"--out is the source itself, {out}: give another folder")
+    here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    path = out / MANIFEST
+    known = read_manifest(path.read_bytes(), str(path)).names if MANIFEST in here else set()
+    if foreign := [out.name] * out.is_file() or sorted(here - known):
+        told = f"{out} holds {len(foreign)} files that no build wrote ({', '.join(foreign[:5])})"
+        raise ValueError(f"{told}; move them away, or give a new folder")
     built = contents(source, name)
+    manifest = read_manifest(built[MANIFEST])
     weights = {n: source.files[n] for n in source.weights if source.files[n].path}
-    files = {n: File(len(content), content, sha256_of(content)) for n, content in built.items()}
-    refuse_what_fails(Target(f"the build of {source.name}", files | weights))
+    files = {n: File.of(content) for n, content in built.items()}
+    refuse_what_fails(Target(f"the build of {source.name}", files | weights, manifest))
     with _replacement_of(out) as folder:
         for file_name, content in built.items():
             (folder / file_name).write_bytes(content)
         for file_name, file in weights.items():
-            _place(Path(os.path.realpath(str(file.path))), folder / file_name, copy)
-    return read_manifest(built[MANIFEST])
-
-
-def differences(source: Source, out: Path, name: str) -> list[str]:
-    """What in ``out`` is not what :func:`build` would write; weights may be left out or local."""
-    want = {n: sha256_of(content) for n, content in contents(source, name).items()}
-    want |= {n: weight.sha256 for n, weight in source.weights.items()}
-    if not out.is_dir():
-        return [f"{out}: does not exist"]
-    here = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
-    left_out = {n for n in source.weights if source.files[n].path is None}
-    found = [f"{n}: missing" for n in want.keys() - here.keys() - left_out]
-    found += [f"{n}: not part of a build" for n in here.keys() - want.keys()]
-    both = want.keys() & here.keys()
-    return sorted(found + [f"{n}: differs" for n in both if sha256_of_file(here[n]) != want[n]])
-
-
-def describe(manifest: Manifest) -> str:
-    """What was built, for a person."""
-    weights = manifest.weights
-    where = f"copied by the Hub from {weights.repository}@{weights.revision}, when published"
-    told = f"version {manifest.version}: {len(manifest.names)} files, {len(weights.files)} of "
-    told += f"them weights, {where if weights.repository else 'placed in the folder'}"
-    if WEIGHTS_LICENSE not in manifest.files:
-        told += f"\nthe source has no licence file; the card links to that of {UPSTREAM}: read it"
-    return told
+            original = os.path.realpath(str(file.path))
+            try:
+                os.link(original, folder / file_name)
+            except OSError:  # such as to another file system
+                shutil.copyfile(original, folder / file_name)
+    return manifest
 
 
 def contents(source: Source, name: str) -> dict[str, bytes]:
     """Every file but the weights, by its name."""
-    code = our_code()
     our_license = (ROOT / "LICENSE").read_bytes()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     files = _processor_files(source)
     config = _config(source, files)
     eos_and_pad = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
-    files |= {
+    files |= our_code() | {
         "config.json": _json(config),
         "generation_config.json": source.content("generation_config.json") or _json(eos_and_pad),
         "LICENSE": our_license,
@@ -201,17 +169,15 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
         if given and (content := source.content(given)) is not None:
             files[target] = content
     files["README.md"] = _card(source, name, license_name, project["dependencies"])
-    repository, revision = source.repository, source.revision
-    weights = Weights(repository=repository, revision=revision, files=source.weights)
+    listed = {n: Listed(size=len(c), sha256=sha256_of(c)) for n, c in files.items()}
+    listed |= source.weights
     manifest = Manifest(
         version=glm4v_patched.__version__,
-        upstream_revision=revision,
+        weights_from=source.origin,
         fine_tune=source.fine_tune,
-        code={file: sha256_of(content) for file, content in code.items()},
-        weights=weights,
-        files={file: sha256_of(files[file]) for file in sorted(files)},
+        files=dict(sorted(listed.items())),
     )
-    return {**code, **files, MANIFEST: _json(manifest.model_dump())}
+    return {**files, MANIFEST: _json(manifest.model_dump())}
 
 
 def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
@@ -243,7 +209,7 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     tokenizer = source.read_json("tokenizer_config.json")
     with tempfile.TemporaryDirectory() as given, tempfile.TemporaryDirectory() as saved:
         for name, file in source.files.items():
-            if file.content is not None:
+            if file.content is not None and not name.endswith(".py"):
                 Path(given, name).write_bytes(file.content)
         processor = ChatGLMProcessor.from_pretrained(given)
         processor.save_pretrained(saved)
@@ -260,20 +226,21 @@ def _processor_files(source: Source) -> dict[str, bytes]:
 
 
 def _card(source: Source, name: str, license_name: str | None, needs: list[str]) -> bytes:
-    fine_tune = source.fine_tune
+    fine_tune, origin = source.fine_tune, source.origin
+    from_hub = origin and origin.repository
     address = f"{UPSTREAM}/blob/main/LICENSE"
-    if source.repository and license_name:
-        address = f"{source.repository}/blob/{source.revision}/{license_name}"
+    if origin and license_name:
+        address = f"{origin.repository}/blob/{origin.revision}/{license_name}"
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     card = environment.from_string(template).render(
         name=name,
         version=glm4v_patched.__version__,
         requirements=" ".join(f'"{line}"' for line in needs),
-        base_model=fine_tune.base if fine_tune else source.repository or UPSTREAM,
+        base_model=fine_tune.base if fine_tune else from_hub or UPSTREAM,
         trained=fine_tune and fine_tune.trained,
-        is_published=source.repository == UPSTREAM and not fine_tune,
-        revision=source.revision,
+        is_published=from_hub == UPSTREAM and not fine_tune,
+        revision=origin and origin.revision,
         license_link=f"https://huggingface.co/{address}",
         license_file=license_name and WEIGHTS_LICENSE,
     )
@@ -284,27 +251,13 @@ def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _require_replaceable(out: Path) -> None:
-    """Raise ``ValueError`` unless nothing but an earlier build is at ``out``."""
-    here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
-    known, why = set(), ""
-    if here:
-        try:
-            known = {*read_manifest((out / MANIFEST).read_bytes()).names}
-        except (OSError, ValueError) as error:
-            why = f"; no {MANIFEST} of an earlier build: {error}"
-    if foreign := sorted(here - known) or [out.name] * out.is_file():
-        told = f"{out} holds {len(foreign)} files that no build wrote ({', '.join(foreign[:5])}"
-        raise ValueError(f"{told}{why}); move them away, or give a new folder")
-
-
 @contextmanager
 def _replacement_of(out: Path) -> Iterator[Path]:
     """A new folder beside ``out`` that takes its place at the end, or vanishes with an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
-    new.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
+        new, old = Path(beside, "new"), Path(beside, "old")
+        new.mkdir()
         yield new
         if out.exists():
             out.rename(old)
@@ -314,18 +267,3 @@ def _replacement_of(out: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(out)
             raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _place(original: Path, path: Path, copy: bool) -> None:
-    try:
-        os.link(original, path)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-            raise
-        if not copy:
-            told = f"{original} cannot be hard-linked to {path.parent.parent} ({error.strerror})"
-            raise ValueError(f"{told}: give --out on its file system, or --copy") from error
-        shutil.copyfile(original, path)

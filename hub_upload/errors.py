@@ -1,12 +1,10 @@
 """What servers, networks and disks do, in one line that says what to do about it."""
 
 import errno
-import json
 import os
 import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import huggingface_hub
 from huggingface_hub import constants, get_token
@@ -19,10 +17,7 @@ from glm4v_patched.patch.repository import host_of
 LONGEST_SILENCE = 60
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 AGAIN = "run the same command again: it finds what has arrived and does the rest"
-
-
-class Failure(RuntimeError):
-    """Why it cannot be done, and what to do about it."""
+NO_HUB = "the server's answer is not that of a Hub"
 
 
 def limit_silence() -> None:
@@ -44,28 +39,32 @@ def limit_silence() -> None:
     huggingface_hub.set_client_factory(make_client)
 
 
-@contextmanager
-def during(what: str, state: str = AGAIN) -> Iterator[None]:
-    """Turn what the Hub's client raises into a ``Failure``: what was done, why not, what is left.
+def reason_of(error: BaseException) -> str | None:
+    """What happened, and what to do; ``None`` for a mistake of ours.
 
-    The client takes answers for what they should be, so any error of Python's that is raised in it
-    may be the server's. Raised in this package, it is a mistake of ours, and stays what it is.
+    The Hub's client takes answers for what they should be, so any error of Python's that is raised
+    in it may be the server's. Raised in this package, it is a mistake of ours.
     """
-    try:
-        yield
-    except (Failure, AssertionError):
-        raise
-    except Exception as error:
-        odd = f"the server's answer is not that of a Hub ({type(error).__name__}: {error})"
-        reason = reason_of(error) or (f"{odd}: check HF_ENDPOINT" if _of_client(error) else None)
-        if reason is None:
-            raise
-        raise Failure(f"{what}: {reason}; {state}") from error
+    link: BaseException | None = error
+    while link is not None:
+        told = " ".join(str(link).split())
+        # Libraries in Rust (tokenizers, safetensors) raise classes of their own.
+        found = re.search(r"\(os error (\d+)\)", told)
+        if (int(found[1]) if found else getattr(link, "errno", None)) in FULL:
+            return f"no space left on a disk, or in its quota ({told}): make room; {AGAIN}"
+        if "404" in told and "xet-write-token" in told:
+            # The client uploads through hf_xet, where it is installed, without asking the server.
+            return f"this server has no Xet storage: set HF_HUB_DISABLE_XET=1 ({told})"
+        if isinstance(link, hub_errors.HTTPError):
+            return f"{_reason_of_server(link, told)}; {AGAIN}"
+        link = link.__cause__ if link.__suppress_context__ else link.__context__
+    if _of_client(error):
+        return f"{NO_HUB} ({type(error).__name__}: {error}): check HF_ENDPOINT; {AGAIN}"
+    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else None
 
 
 def _of_client(error: BaseException) -> bool:
-    """Whether it was raised in the Hub's client, or in what that calls; not in what it calls of
-    ours."""
+    """Whether it was raised in the Hub's client, or in what that calls that is not ours."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     ours = "hub_upload", "glm4v_patched"
@@ -73,34 +72,7 @@ def _of_client(error: BaseException) -> bool:
     return known[-1:] == ["huggingface_hub"]
 
 
-def reason_of(error: BaseException) -> str | None:
-    """What happened, and what to do where the client does not say; ``None`` for what is no error
-    of a disk, a server or the input."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(error, Failure):
-        told = " ".join(str(link).split())
-        if reason := _reason_of_disk(link, told) or _reason_of_server(link, told):
-            return reason
-        link = link.__cause__ or link.__context__
-    told_well = isinstance(error, (OSError, ValueError, RuntimeError))
-    return str(error) if told_well and not isinstance(error, json.JSONDecodeError) else None
-
-
-def _reason_of_disk(error: BaseException, told: str) -> str | None:
-    # Libraries in Rust (tokenizers, safetensors) raise classes of their own.
-    found = re.search(r"\(os error (\d+)\)", told)
-    number = int(found[1]) if found else getattr(error, "errno", None)
-    if number not in FULL:
-        return None
-    return f"no space left on a disk of this machine, or in its quota ({told}): make room"
-
-
-def _reason_of_server(error: BaseException, told: str) -> str | None:
-    if "404" in told and "xet-write-token" in told:
-        # The client uploads through hf_xet, where it is installed, without asking the server.
-        return f"this server has no Xet storage: set HF_HUB_DISABLE_XET=1 ({told})"
-    if not isinstance(error, hub_errors.HTTPError):
-        return None
+def _reason_of_server(error: hub_errors.HTTPError, told: str) -> str:
     if type(error).__name__.endswith("Timeout"):
         host, seconds = host_of(str(error.request.url)), error.request.extensions["timeout"]["read"]
         cure = "check the network and HF_ENDPOINT, or wait longer with HF_HUB_DOWNLOAD_TIMEOUT"
@@ -121,3 +93,9 @@ def without_secrets(message: str) -> str:
         message = message.replace(token, "<token>")
     message = re.sub(r"\?[\w.%-]+=[^\s'\"),;]*", "", message)
     return printable(" ".join(message.split()))
+
+
+def shorten(names: Iterable[str], limit: int = 3) -> str:
+    """A few of many names, and how many there are."""
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" * (len(names) > limit))

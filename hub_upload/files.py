@@ -4,17 +4,17 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, snapshot_download
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils.sha import git_hash
 
-from .errors import during
-from .layout import INDEX, SHARD, SINGLE_FILE
-from .manifest import read_object
+from .errors import AGAIN, NO_HUB
+from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
+from .manifest import Manifest, read_manifest, read_object
 
 # A tokenizer.json takes 20 MB; what is larger is no small file of a model.
 LARGEST_TO_READ = 100_000_000
@@ -27,9 +27,21 @@ class File:
     """A file of a folder or of a repository."""
 
     size: int
+    sha256: str | None = None  # also where the Hub or a manifest says so; None if nobody has
     content: bytes | None = None  # as it was hashed; None for weights and whatever is not read
-    sha256: str | None = None  # or what the Hub or a manifest says; None if nobody has read it
     path: Path | None = None  # None if it is only on the Hub
+
+    @classmethod
+    def of(cls, content: bytes, path: Path | None = None) -> "File":
+        return cls(len(content), sha256_of(content), content, path)
+
+    def is_at(self, there: RepoSibling | None) -> bool:
+        """Whether the Hub has this content."""
+        if there is None or there.size != self.size:
+            return False
+        if there.lfs:
+            return there.lfs.sha256 == self.sha256
+        return self.content is not None and there.blob_id == git_hash(self.content)
 
 
 @dataclass
@@ -49,6 +61,9 @@ class Contents:
 
     def read_json(self, path: str) -> dict[str, Any]:
         return read_object(self.read(path), f"{self.name}: {path}")
+
+    def read_manifest(self) -> Manifest:
+        return read_manifest(self.read(MANIFEST), f"{self.name}: {MANIFEST}")
 
     def weight_names(self) -> list[str]:
         """The files of weights that the loader will look for."""
@@ -78,7 +93,7 @@ def is_small(name: str, size: int) -> bool:
     return size <= LARGEST_TO_READ and PurePosixPath(name).suffix in TEXT
 
 
-def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> dict[str, File]:
+def read_folder(folder: Path) -> dict[str, File]:
     """Every file by its path in the folder, but for folders whose names begin with a dot.
 
     ``ValueError`` for a link that leads out of it, or to a folder; but links of the Hub's cache,
@@ -94,53 +109,38 @@ def read_folder(folder: Path, reads: Callable[[str, int], bool] = is_small) -> d
             name, end = path.relative_to(root).as_posix(), Path(os.path.realpath(path))
             inside = end.is_relative_to(root) or end.parent == blobs
             if path.is_symlink() and (end.is_dir() or not inside):
-                what = "a link to a folder" if inside else "a link that leads out of the folder"
-                told = f"{folder / name} is {what}, to {end}, and is not followed"
-                raise ValueError(f"{told}: put a copy in its place, or take it away")
-            if path.is_file() and reads(name, path.stat().st_size):
-                content = path.read_bytes()
+                told = f"{folder / name} is a link to {end}, to a folder or out of this one, and"
+                raise ValueError(f"{told} is not followed: put a copy in its place, or remove it")
+            if path.is_file():
+                size = path.stat().st_size
                 # What was read counts, whatever has become of the file since.
-                found[name] = File(len(content), content, sha256_of(content), path)
-            elif path.is_file():
-                found[name] = File(path.stat().st_size, path=path)
+                small = is_small(name, size)
+                found[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
     return found
 
 
-def read_tree(api: HfApi, name: str, revision: str | None) -> tuple[ModelInfo, dict[str, RepoFile]]:
-    """What the Hub says of a repository, and of the files of the commit that a revision is at."""
-    info = api.model_info(name, revision=revision)
-    tree = tree_at(api, name, info.sha) if info.sha and info.siblings is not None else {}
-    if not info.sha or info.siblings is None or (info.siblings and not tree):
-        told = "the server's answer is not that of a Hub (it lacks a commit, or its files)"
-        raise ValueError(f"{told}: check HF_ENDPOINT")
-    return info, tree
+def look_at(api: HfApi, name: str, at: str | None) -> tuple[ModelInfo, dict[str, RepoSibling]]:
+    """What the Hub says of a repository, and of the files of the commit that ``at`` names."""
+    info = api.model_info(name, revision=at, files_metadata=True)
+    if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
+        raise ValueError(f"{NO_HUB} (it lacks a commit, or its files): check HF_ENDPOINT; {AGAIN}")
+    return info, {file.rfilename: file for file in info.siblings}
 
 
-def tree_at(api: HfApi, name: str, revision: str) -> dict[str, RepoFile]:
-    entries = api.list_repo_tree(name, revision=revision, recursive=True)
-    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+def read_repository(name: str, revision: str | None, into: Path) -> tuple[str, dict[str, File]]:
+    """The commit that ``revision`` (main if ``None``) is at, and its files.
 
-
-def read_repository(
-    name: str, revision: str | None, into: Path, reads: Callable[[str, int], bool] = is_small
-) -> tuple[str, dict[str, File]]:
-    """The commit that ``revision`` (main if ``None``) is at, and its files; the small ones are
-    downloaded to a new folder of ours. ``Failure`` if the Hub does not give them."""
-    with during(f"looking at {name}{f'@{revision}' if revision else ''}"):
-        info, tree = read_tree(HfApi(), name, revision)
-    assert info.sha is not None
-    download(name, info.sha, [path for path, file in tree.items() if reads(path, file.size)], into)
-    files = {p: File(f.size, sha256=f.lfs.sha256 if f.lfs else None) for p, f in tree.items()}
-    return info.sha, files | read_folder(into, reads)
-
-
-def download(name: str, commit: str, paths: list[str], into: Path) -> None:
-    """Download files to a folder of ours, and compare them with the hashes that the Hub lists."""
-    with during(f"downloading from {name}@{commit}"):
-        into.mkdir(exist_ok=True)
-        patterns = [glob.escape(path) for path in paths]
-        snapshot_download(name, revision=commit, local_dir=into, allow_patterns=patterns)
-        found = HfApi().verify_repo_checksums(name, revision=commit, local_dir=into)
-        wrong = [mismatch["path"] for mismatch in found.mismatches]
-        if wrong := wrong + [path for path in paths if path in found.missing_paths]:
-            raise ValueError(f"{wrong[0]} has another hash than its list of files tells")
+    The small ones are downloaded to a new folder of ours, and compared with the hashes that the
+    Hub lists.
+    """
+    info, there = look_at(HfApi(), name, revision)
+    small = [path for path, file in there.items() if is_small(path, file.size or 0)]
+    into.mkdir()
+    patterns = [glob.escape(path) for path in small]
+    snapshot_download(name, revision=info.sha, local_dir=into, allow_patterns=patterns)
+    here = read_folder(into)
+    if wrong := [path for path in small if path not in here or not here[path].is_at(there[path])]:
+        told = f"{name}: {wrong[0]} has another hash than its list of files tells"
+        raise ValueError(f"{told}; {AGAIN}")
+    files = {n: File(f.size or 0, f.lfs.sha256 if f.lfs else None) for n, f in there.items()}
+    return str(info.sha), files | here

@@ -3,17 +3,15 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import printable
-from .layout import ID, MANIFEST, SHARD
+from .layout import ID, MANIFEST
 
 Id = Annotated[str, Field(pattern=f"^{ID}$")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Commit = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
-CodeName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\.py$")]
 FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-ShardName = Annotated[str, Field(pattern=f"^{SHARD}$")]
 Version = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+){2}[A-Za-z0-9_.+-]*$")]
 
 
@@ -21,17 +19,19 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Weight(_Strict):
+class Listed(_Strict):
     size: Annotated[int, Field(ge=0)]
     sha256: Sha256
 
 
-class Weights(_Strict):
-    """Repository and commit to copy them from are None where they came from a folder."""
+class Origin(_Strict):
+    """A repository of the Hub, at a commit."""
 
-    repository: Id | None
-    revision: Commit | None
-    files: dict[ShardName, Weight]
+    repository: Id
+    revision: Commit
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.revision}"
 
 
 class FineTune(_Strict):
@@ -42,27 +42,21 @@ class FineTune(_Strict):
 
 
 class Manifest(_Strict):
+    """Every file of a build but this one. Weights that were in a folder have no origin."""
+
     version: Version
-    upstream_revision: str | None
-    # Builds of before fine-tunes had cards of their own lack this one.
-    fine_tune: FineTune | None = None
-    code: Annotated[dict[CodeName, Sha256], Field(min_length=1)]
-    weights: Weights
-    files: dict[FileName, Sha256]
+    weights_from: Origin | None
+    fine_tune: FineTune | None
+    files: dict[FileName, Listed]
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> set[str]:
         """All that a build with this manifest consists of."""
-        return [MANIFEST, *self.code, *self.files, *self.weights.files]
+        return {MANIFEST, *self.files}
 
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "Manifest":
-        repository, revision = self.weights.repository, self.weights.revision
-        if self.upstream_revision != revision or (repository is None) != (revision is None):
-            raise ValueError(f"names {repository}@{revision} and {self.upstream_revision}")
-        if len(self.names) != len(set(self.names)):
-            raise ValueError("lists a file twice")
-        return self
+    @property
+    def weights(self) -> dict[str, Listed]:
+        return {name: file for name, file in self.files.items() if name.endswith(".safetensors")}
 
 
 def read_manifest(content: bytes, name: str = MANIFEST) -> Manifest:

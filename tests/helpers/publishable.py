@@ -118,18 +118,16 @@ def waited_for(seconds: float):
         yield
 
 
-def sign(folder: Path, *more: str, code: tuple[str, ...] = ()) -> None:
-    """Let the manifest agree with the files that are there, and list ``more`` and ``code``."""
+def sign(folder: Path, *more: str) -> None:
+    """Let the manifest agree with the files that are there, and list ``more``."""
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
     def agree(manifest: dict) -> None:
-        manifest["code"] = {name: digest(name) for name in [*manifest["code"], *code]}
-        manifest["files"] = {name: digest(name) for name in [*manifest["files"], *more]}
-        sizes = {name: (folder / name).stat().st_size for name in shards_of(folder)}
-        weights = {name: {"size": size, "sha256": digest(name)} for name, size in sizes.items()}
-        manifest["weights"]["files"] = weights
+        names = {*manifest["files"], *more} | {path.name for path in folder.glob("*.safetensors")}
+        sizes = {n: (folder / n).stat().st_size for n in sorted(names) if (folder / n).exists()}
+        manifest["files"] = {n: {"size": s, "sha256": digest(n)} for n, s in sizes.items()}
 
     edit(folder / MANIFEST, agree)
 
@@ -239,12 +237,26 @@ def write_build(
 
     weight_map = {f"layer.{i}": name for i, name in enumerate(shards)}
     files = FILES | {INDEX: json.dumps({"weight_map": weight_map}).encode(), "README.md": card}
-    weights = {"repository": UPSTREAM if revision else None, "revision": revision}
-    weights["files"] = {n: {"size": size(c), "sha256": sha256(c)} for n, c in shards.items()}
-    manifest = {"version": version, "upstream_revision": revision, "weights": weights}
-    manifest["code"] = {name: sha256(content) for name, content in code.items()}
-    manifest["files"] = {name: sha256(content) for name, content in files.items()}
+    manifest = {"version": version, "fine_tune": None, "weights_from": None}
+    if revision:
+        manifest["weights_from"] = {"repository": UPSTREAM, "revision": revision}
+    listed = code | files | shards
+    manifest["files"] = {n: {"size": size(c), "sha256": sha256(c)} for n, c in listed.items()}
     contents = code | files | {MANIFEST: json.dumps(manifest).encode()}
     for name, content in (contents | (shards if local else {})).items():
         (folder / name).write_bytes(content)
     return folder
+
+
+def is_whole(repository: Repository, commit: str, shards=SMALL_SHARDS, code=CODE) -> bool:
+    """Whether all of a build, and nothing else, is in a commit."""
+    files, wanted = repository.commits[commit].files, code | FILES | shards
+    assert set(files) == {*wanted, INDEX, MANIFEST, ".gitattributes"}
+    return all(files[name].content == content for name, content in wanted.items())
+
+
+def is_published(hub: LocalHub, name: str, shards=SMALL_SHARDS) -> bool:
+    """Whether all is there, in one commit, and the tag on it."""
+    there = hub.repositories[name]
+    whole = len(there.commits) == 2 and is_whole(there, there.head, shards)
+    return whole and there.tags == {TAG: there.head}

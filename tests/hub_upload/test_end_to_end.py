@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,43 +11,20 @@ import huggingface_hub
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoProcessor
 
-from tests.helpers.fresh_process import run_without_package
+from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files, python_of_card, shards_of
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
-
-# Before the card's own code, which answers a question by name and tag; and after it.
-BEFORE = 'import sys\nsys.modules["glm4v_patched"] = None  # cannot be imported\n'
-AFTER = """
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel
-
-assert answer.shape[1] > inputs["input_ids"].shape[1]
-again = AutoModel.from_pretrained(name, trust_remote_code=True)
-assert type(again) is type(model)
-assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-with torch.no_grad():
-    save_file({"logits": model.eval()(**load_file("inputs.safetensors")).logits}, "logits")
-model.train()
-model.gradient_checkpointing_enable()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-losses = []
-for _ in range(2):
-    loss = model(**inputs, labels=inputs["input_ids"]).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[1] < losses[0], losses
-"""
 
 
 def test_a_stranger_loads_trains_and_generates_by_name(
     original, hub, run, nothing_runs, tmp_path, monkeypatch
 ):
-    """What is copied on the Hub has the original's numbers; the code is the card's, as written."""
+    """What is copied on the Hub has the original's numbers; the code is the card's, as written.
+
+    In this process; test_load.py shows that none of it needs the package.
+    """
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30), "red").save("picture.png")
     source = f"{UPSTREAM}@{hub.add_repository(UPSTREAM, as_files(original)).head}"
@@ -54,57 +32,56 @@ def test_a_stranger_loads_trains_and_generates_by_name(
     assert run("build", "--weights", source, "--out", out, "--name", NAME)[0] == 0
     assert run("publish", out, "--repo", NAME, "--push")[0] == 0
     assert not shards_of(out) and set(hub.repositories[NAME].tags) == {TAG}
+    of_card: dict = {}
+    with remote_code_under(tmp_path / "modules"):
+        exec(python_of_card(out)[0], of_card)
+        again = AutoModel.from_pretrained(NAME, trust_remote_code=True)
+    model, inputs = of_card["model"], of_card["inputs"]
+    assert of_card["answer"].shape[1] > inputs["input_ids"].shape[1]
+    assert type(again).__name__ == type(model).__name__
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
     row = [*text(3, seed=1), *grown_image(), *text(4, seed=2)]
-    inputs = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
-    save_file(inputs, tmp_path / "inputs.safetensors")
-    code = BEFORE + python_of_card(out)[0] + AFTER
-    run_without_package(code, tmp_path, **hub.environment, HF_HUB_OFFLINE="0")
+    question = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
     with torch.no_grad():
-        want = tiny_model()(**inputs).logits
-    assert torch.equal(load_file(tmp_path / "logits")["logits"], want)
-    status, output = run("verify", NAME, "--revision", TAG, "--json", "-")
-    report = json.loads(output)
-    assert status == 0 and report["passed"] and len(report["checks"]) > 10
+        want = tiny_model()(**question).logits
+        assert torch.equal(model.eval()(**question).logits, want)
+    model.train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] < losses[0], losses
+    status, output = run("verify", NAME, "--revision", TAG, "--json")
+    report = json.loads(output[output.index('{\n  "target"') :])
+    assert status == 0 and report["passed"] and len(report["checks"]) > 8
     assert report["revision"] == hub.repositories[NAME].head
 
 
-CODE_OF_ANOTHER = """
-import sys
-sys.modules["glm4v_patched"] = None  # cannot be imported
-import json
-from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoProcessor
-weights, code, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(weights, trust_remote_code=True)
-processor = AutoProcessor.from_pretrained(weights, trust_remote_code=True)
-assert code.replace("-", "_hyphen_").replace("/", ".") in type(model).__module__, type(model)
-model.save_pretrained(out)
-assert "--" not in json.dumps(json.loads(Path(out, "config.json").read_text())["auto_map"])
-AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
-"""
-
-
-@pytest.mark.slow
-def test_weights_without_code_load_by_the_code_of_another_repository(built, hub, run, tmp_path):
-    """What --code-only is for: a config's auto_map points at it."""
+def test_weights_without_code_load_by_the_code_of_another_repository(built, hub, tmp_path):
+    """Their config's auto_map points at it; what is saved of them has the code beside it."""
     code = "our-org/glm-4v-code"
-    assert run("publish", built, "--repo", code, "--push", "--code-only")[0] == 0
-
-    def elsewhere(value):
-        if isinstance(value, list):
-            return [elsewhere(one) for one in value]
-        return value and f"{code}--{value}"
-
+    hub.add_repository(code, as_files(built))
     files = {name: c for name, c in as_files(built).items() if not name.endswith(".py")}
     for name in [name for name in files if name.endswith("config.json")]:
         values = json.loads(files[name])
-        values["auto_map"] = {k: elsewhere(v) for k, v in values.get("auto_map", {}).items()}
+        here = json.dumps(values.get("auto_map", {}))
+        values["auto_map"] = json.loads(re.sub(r': (\[?)"', rf': \1"{code}--', here))
         files[name] = json.dumps(values).encode()
     hub.add_repository("our-org/weights", files)
-    more = hub.environment | {"HF_HUB_OFFLINE": "0"}
-    run_without_package(
-        CODE_OF_ANOTHER, tmp_path, "our-org/weights", code, str(tmp_path / "out"), **more
-    )
+    with remote_code_under(tmp_path / "modules"):
+        model = AutoModel.from_pretrained("our-org/weights", trust_remote_code=True)
+        AutoProcessor.from_pretrained("our-org/weights", trust_remote_code=True)
+        place = code.replace("-", "_hyphen_").replace("/", ".")
+        assert place in type(model).__module__, type(model).__module__
+        model.save_pretrained(tmp_path / "out")
+        saved = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert "--" not in json.dumps(saved["auto_map"])
+        AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
 
 
 @pytest.mark.slow

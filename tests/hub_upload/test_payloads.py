@@ -14,15 +14,13 @@ import torch
 
 from glm4v_patched import __version__
 from hub_upload import verify as verifying
-from hub_upload.errors import Failure
 from hub_upload.layout import INDEX, MANIFEST
-from hub_upload.load_check import FAILED, PASSED, SKIPPED, STEPS
+from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
-from hub_upload.verify import verify
+from hub_upload.verify import FAILED, PASSED, SKIPPED, verify
 from tests.helpers.publishable import NAME, as_files, edit, shards_of, sign
 
 EVIL = "evil-org/evil"
-TOKEN = "hf_thetokenofwhoeververifies"
 
 
 @pytest.fixture
@@ -44,12 +42,10 @@ class Payload:
         return exec, (code_that_writes(Path(self.marker)),)
 
 
-def sign_as(folder: Path, *more: str, version: str = "9.9.9", code: tuple[str, ...] = ()) -> None:
-    """Let manifest and card be those of this version, with more files listed."""
-    card = folder / "README.md"
-    card.write_text(card.read_text().replace(f'"v{__version__}"', f'"v{version}"'))
+def sign_as(folder: Path, *more: str, version: str = "9.9.9") -> None:
+    """Let the manifest be that of this version, with more files listed."""
     edit(folder / MANIFEST, lambda manifest: manifest.update(version=version))
-    sign(folder, *more, code=code)
+    sign(folder, *more)
 
 
 def file(name: str, content, listed: bool = False, version: str = "9.9.9"):
@@ -63,9 +59,7 @@ def file(name: str, content, listed: bool = False, version: str = "9.9.9"):
         before = path.read_bytes() if path.exists() and name.endswith(".py") else b""
         path.unlink(missing_ok=True)
         path.write_bytes(given + before)
-        more = [name] if listed and not name.endswith(".py") else []
-        code_files = (name,) if listed and name.endswith(".py") else ()
-        sign_as(folder, *more, version=version, code=code_files)
+        sign_as(folder, *[name] * listed, version=version)
 
     return plant
 
@@ -86,7 +80,6 @@ def saved_by_torch(zipped: bool):
 def pickled_as_the_only_weights(folder: Path, marker: Path) -> None:
     for name in [*shards_of(folder), INDEX]:
         (folder / name).unlink()
-    edit(folder / MANIFEST, lambda manifest: manifest["files"].pop(INDEX))
     file("model.safetensors", saved_by_torch(True))(folder, marker)
 
 
@@ -175,7 +168,7 @@ def test_a_payload_is_refused_before_anything_runs(name, copy, hub, marker, monk
         report = verify(where)
         assert report.failures and not marker.exists()
         assert {check.status for check in report.checks if check.name in STEPS} == {SKIPPED}
-    with pytest.raises(Failure):
+    with pytest.raises(ValueError):
         read_build(copy)
 
 
@@ -185,58 +178,28 @@ def test_what_may_be_anybodys_runs_nothing(name, copy, marker, in_process):
     HARMLESS[name](copy, marker)
     report = verify(str(copy))
     assert not marker.exists(), report.as_table()
-    assert {check.status for check in report.checks if check.name == "config loads"} == {PASSED}
+    assert "loads" in [check.name for check in report.checks if check.status in (PASSED, FAILED)]
 
 
-SPY = """
-import glob, json, os, pathlib, socket, sys
-import huggingface_hub
-found = [dict(os.environ), str(huggingface_hub.get_token()), sys.argv, os.getcwd()]
-for place in ("~/.cache/huggingface/token", "~/.huggingface/token", "~/.netrc", "~/.config/*"):
-    for path in glob.glob(os.path.expanduser(place)):
-        found.append(pathlib.Path(path).read_text())
-found.append(huggingface_hub.constants.HF_HUB_OFFLINE)
-open({marker!r}, "w").write(json.dumps(found))
-os._exit(7)
-"""
-
-
-def test_foreign_code_runs_on_request_alone_and_finds_no_token(
-    copy, hub, run, marker, monkeypatch, tmp_path
-):
-    """This also shows that the payloads of the other tests would write their file."""
-    home = tmp_path / "home of the user"
-    for name in (".cache/huggingface/token", ".huggingface/token", ".netrc"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text(TOKEN)
-    monkeypatch.setenv("HOME", str(home))
-    for name in ("HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
-        monkeypatch.setenv(name, TOKEN)
-    monkeypatch.setenv("HF_TOKEN_PATH", str(home / ".huggingface/token"))
-    file("configuration_chatglm.py", SPY.format(marker=str(marker)))(copy, marker)
-    commit = hub.add_repository(NAME, as_files(copy)).head
-    status, output = run("verify", NAME)
-    assert status == 1 and "code" in output and not marker.exists()
-    status, output = run("verify", NAME, "--run-code")
-    assert "the process ended with status 7 here" in output
-    assert f"--run-code: running 1 files of code of {NAME}@{commit}" in output
-    assert "chatglm.py. They get no token" in output and "--run-code says so" in output
-    found = marker.read_text()
-    assert TOKEN not in found and hub.token not in found and str(home) not in found
-    environment, token, _, _, *rest = json.loads(found)
-    assert token == "None" and rest == [True]
-    assert not [name for name in environment if "TOKEN" in name and name[:10] != "TOKENIZERS"]
+def test_code_of_another_is_not_run_and_would_have_written_its_file(copy, hub, run, marker):
+    """What is planted runs where it is loaded."""
+    file("configuration_chatglm.py", "CODE\n")(copy, marker)
+    hub.add_repository(NAME, as_files(copy))
+    for where in (copy, NAME):
+        status, output = run("verify", where)
+        assert status == 1 and "None of it was run" in output and not marker.exists()
+    exec((copy / "configuration_chatglm.py").read_text().splitlines()[0])
+    assert marker.exists()
 
 
 def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check, marker):
     """The process does not see what appears, or is exchanged, after the checks."""
     load_check(
-        "source = request['source']\n"
+        "source = sys.argv[1]\n"
         "read = lambda name: open(os.path.join(source, name), 'rb').read().hex()\n"
         "sys.exit(json.dumps({name: read(name) for name in os.listdir(source)}))"
     )
     before = as_files(copy)
-    del before[MANIFEST]
     check = verifying.check_files
 
     def exchange(target):
@@ -250,15 +213,6 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check, marker):
     assert first.status == FAILED
     seen = json.loads(first.detail[first.detail.index("{") :])
     assert {name: bytes.fromhex(content) for name, content in seen.items()} == before
-
-
-def test_what_a_process_says_that_is_no_check_is_not_believed(copy, load_check, marker):
-    file("visual.py", "CODE\n")(copy, marker)
-    said = "\n".join(map(json.dumps, ([STEPS[0], "passed", 5], ["card", "passed", "-"])))
-    odd = json.dumps([STEPS[0], "fine", "-"])
-    for said_by in (said, odd, "[]", "no JSON", "{}", "[" * 100_000):
-        load_check(f"open(request['results'], 'w').write({said_by!r})")
-        assert verify(str(copy), run_code=True).failures == [STEPS[0]]
 
 
 def test_this_suite_plants_into_every_kind_of_file_of_a_build(built):
