@@ -111,8 +111,10 @@ def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> 
     """
     file = rng.choice(font_files())
     margin = rng.uniform(*MARGINS)
-    widest = (side - margin - MARGINS[0]) / font(file, 100).getlength(text) * 100
-    face = font(file, int(min(rng.uniform(*SIZES_OF_FONTS), widest)))
+    size = int(rng.uniform(*SIZES_OF_FONTS))
+    while font(file, size).getbbox(text)[2] > side - margin - MARGINS[0]:
+        size -= 1
+    face = font(file, size)
     ground, ink = 255, 0
     if not plain:
         dark, bright = rng.randint(0, 80), rng.randint(175, 255)

@@ -319,8 +319,9 @@ def _write_in_fp32(model: Path, folder: Path) -> None:
 def _copy_adapters(adapters: Path, base: str, folder: Path) -> None:
     """As ones of another base; what was known of theirs (``training.json``) stays behind."""
     folder.mkdir()
+    of_processor = ("tokenizer", "processor", "preprocessor", "chat_template")
     for file in adapters.iterdir():
-        if file.is_file() and file.name.startswith(("adapter_", "tokenizer", "processor", "chat")):
+        if file.is_file() and file.name.startswith(("adapter_", *of_processor)):
             shutil.copyfile(file, folder / file.name)
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text())
