@@ -54,6 +54,7 @@ ELSEWHERE = {
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
+    "PYTHONPATH=. python -m tests.distributed.reading": "tests/distributed/test_reading_task.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
     "pip install liger-kernel": "tests/patch/test_kernels_gpu.py, on a GPU",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import tempfile
 from dataclasses import Field, asdict, fields
@@ -13,6 +14,7 @@ from typing import Any, get_args
 from ..engine.environment import python_module, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
+from ..inference.speed import add_speed_arguments, measure_speed
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
 from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pictures", type=Path, metavar="FOLDER", help="draw memory.png and speed.png of the rows")
     add("--rows", type=Path, nargs="+", metavar="FILE", help="measure nothing: table of these rows")
     add("--into", type=Path, metavar="FILE", help="with --rows: put the table into this Markdown")
+    add_speed_arguments(parser)
 
 
 def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
@@ -60,6 +63,8 @@ def _flag(each: Field) -> str:
 def run(options: argparse.Namespace) -> None:
     """Measure every combination, or show the rows of files. Raises ``ValueError`` before anything
     runs if settings contradict each other or this machine cannot measure them."""
+    if options.generate:
+        return measure_speed(options)
     if options.pictures:
         check_drawable(options.pictures)
     if not options.rows:
@@ -142,13 +147,42 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
     }
     with tempfile.TemporaryDirectory() as folder:
         out, printed = Path(folder, "row.json"), Path(folder, "output.txt")
-        command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
-        error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
+        if settings.from_files is not None:
+            error = _train_from_files(settings, gpus, timeout, on_cpu, printed, out)
+        else:
+            command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
+            command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+            command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
+            error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
         if out.exists():
             return row | json.loads(out.read_text())
     return row | {"error": error, "device": "cpu" if on_cpu else find_gpus().found[0].name}
+
+
+def _train_from_files(
+    settings: Settings, gpus: int, timeout: float, on_cpu: bool, printed: Path, out: Path
+) -> str:
+    """Write files beside ``out``, train on them as ``glm4v-patched train`` does, and write to
+    ``out`` what was measured; returns what went wrong, as :func:`_run` does."""
+    from .from_files import figures, recipe_of  # imports torch
+
+    files = out.parent / "files"
+    files.mkdir()
+    rows = settings.micro_batch * gpus * (settings.warm_up + settings.steps)
+    given = [str(files), json.dumps(asdict(settings)), str(rows)]
+    command = python_module("glm4v_patched.bench.from_files", *given)
+    error = _run(command, printed, training_environment(1, on_cpu), timeout)
+    if not (files / "train.jsonl").exists():
+        return error
+    recipe = files / "recipe.json"
+    recipe.write_text(json.dumps(recipe_of(settings, files)))
+    command = python_module("glm4v_patched", "train", str(recipe), "--processes", str(gpus))
+    command += ["--device", "cpu"] * on_cpu
+    error = _run(command, printed, dict(os.environ), timeout)
+    report = files / "out" / "training.json"
+    if report.exists():
+        out.write_text(json.dumps(figures(json.loads(report.read_text()))))
+    return error
 
 
 def _run(command: list[str], printed: Path, environment: dict, timeout: float) -> str:

@@ -54,6 +54,12 @@ class Settings:
     loss_chunk_size: int = _option(1024, "positions whose logits are held at once", at_least=1)
     all_logits: bool = _option(False, "logits of all positions at once, without chunks")
     profile: bool = _option(False, "also say which kernels the GPU ran in a step")
+    from_files: str | None = _option(
+        None, "train through the recipe, from JPEG files of this size: 4000x3000", metavar="WxH"
+    )
+    model: str | None = _option(
+        None, "with --from-files: these weights, not random ones", metavar="FOLDER"
+    )
     zero_options: str = _option("{}", "laid over DeepSpeed's zero_optimization", metavar="JSON")
     warm_up: int = _option(3, "steps before the timed ones", at_least=1)
     steps: int = _option(5, "timed steps", at_least=1)
@@ -74,7 +80,7 @@ class Settings:
                 yield f"{name} is {value}; expected at least {least}"
         policies = ("tower", self.tower), ("language", self.language)
         checks: list[Callable] = [partial(check_policy, *of, or_auto=True) for of in policies]
-        for check in (*checks, self.zero_changes):
+        for check in (*checks, self.zero_changes, self.picture_size):
             try:
                 check()
             except ValueError as error:
@@ -97,6 +103,12 @@ class Settings:
             yield "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
         if self.offload and self.optimizer == "adamw_8bit":
             yield "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
+        if self.model is not None and self.from_files is None:
+            yield f"model is {self.model}, without from_files: weights are then random"
+        if self.from_files is not None:
+            rest = DEFAULTS.keys() - OF_THE_RECIPE
+            if changed := sorted(n for n in rest if getattr(self, n) != DEFAULTS[n]):
+                yield f"from_files takes the recipe's own {', '.join(changed)}: leave them out"
         if self.reuse_features and trains_tower(self.trained):
             yield f"{self.trained} trains the vision tower: no reuse_features, or use lora_lm"
 
@@ -115,6 +127,13 @@ class Settings:
         steps = max(self.micro_batch - 1, 1)
         return [longest - (longest - shortest) * i // steps for i in range(self.micro_batch)]
 
+    def picture_size(self) -> tuple[int, int]:
+        """Width and height that ``from_files`` asks for; the model's own where it does not."""
+        width, _, height = (self.from_files or "1120x1120").partition("x")
+        if not all(side.isdecimal() and 0 < int(side) <= 65500 for side in (width, height)):
+            raise ValueError(f"from_files is {self.from_files!r}; expected pixels as 4000x3000")
+        return int(width), int(height)
+
     def zero_changes(self) -> dict:
         """``zero_options``, read."""
         with suppress(ValueError):
@@ -123,6 +142,11 @@ class Settings:
         expected = """expected a JSON object as '{"overlap_comm": false}'"""
         raise ValueError(f"zero_options is {self.zero_options!r}; {expected}")
 
+
+# What a row of --from-files may ask for.
+OF_THE_RECIPE = {"trained", "micro_batch", "text_tokens", "zero_stage", "optimizer", "offload"}
+OF_THE_RECIPE |= {"memory_limit", "tower", "language", "compile", "warm_up", "steps"}
+OF_THE_RECIPE |= {"shortest_text", "from_files", "model", "config"}
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
 

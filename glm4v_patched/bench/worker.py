@@ -8,9 +8,7 @@ import os
 import statistics
 import sys
 import time
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .breakdown import memory_parts, profile_step
 from .roofline import batch_of, config_of, measured_ceiling, supervised, synchronize, useful_flop
 from .settings import Settings
+from .versions import versions
 
 LEARNING_RATE = 1e-5
-VERSIONS = "torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel"
 
 
 def measure(settings: Settings) -> dict | None:
@@ -43,9 +41,8 @@ def measure(settings: Settings) -> dict | None:
     torch.manual_seed(0)
     asked, config = settings.engine_options(), config_of(settings)
     join_processes(asked)
-    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
     sizes = batch_of(settings, config, int(os.environ.get("WORLD_SIZE", 1)))
-    options = decide(config, asked, sizes, free_memory(limit))
+    options = decide(config, asked, sizes, free_memory(settings.memory_limit))
     build = partial(_build, settings, config)
     trainer = start(options, build, settings.micro_batch, LEARNING_RATE, settings.zero_changes())
     if settings.against is not None:
@@ -65,7 +62,6 @@ def measure(settings: Settings) -> dict | None:
     median, work = statistics.median(times), useful_flop(config, settings)
     rate = settings.micro_batch / median
     positions = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
-    live = options.stage3_max_live_parameters
     row = {
         "samples_per_s_per_gpu": rate,
         "tokens_per_s_per_gpu": rate * positions,
@@ -77,10 +73,10 @@ def measure(settings: Settings) -> dict | None:
         "peak_allocated_gib": allocated,
         "peak_reserved_gib": reserved,
         "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
-        "policies": {"tower": options.tower, "language": options.language, "gathered": live},
+        "policies": options.policies,
         "losses": losses,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "versions": _versions(),
+        "versions": versions(),
     }
     if settings.profile:
         row |= profile_step(lambda: trainer.step(batch))
@@ -107,8 +103,6 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
     """Random weights, where the recipe gives ``from_pretrained`` a folder and what is ``given``."""
     is_quantised = given.pop("quantization_config", None) is not None
     given.pop("device_map", None)
-    if not is_quantised:
-        _cap_memory(settings)
     if settings.against is not None:
         theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
         options = {"trust_remote_code": True, "dtype": given["dtype"]}
@@ -117,18 +111,8 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
         apply(rms_norm=True, swiglu=True)
     model = GLM4VForCausalLM._from_config(config, **given)
     if is_quantised:
-        # The cap comes after: a model that is loaded is never whole on the GPU, this one is.
         quantise(model, local_device())
-        _cap_memory(settings)
     return model
-
-
-def _cap_memory(settings: Settings) -> None:
-    """Let torch allocate no more than the limit; the driver's and NCCL's own are beside it."""
-    if settings.memory_limit is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        share = settings.memory_limit * GIB / torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
@@ -155,14 +139,6 @@ def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
     name = "pixel_values" if settings.against is None else "images"
     batch[name] = torch.randn(shape, generator=generator).bfloat16()
     return {name: values.to(local_device()) for name, values in batch.items()}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in (*VERSIONS, "glm4v-patched"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """A glm-4v small enough for a laptop: random weights, and a vocabulary learned from the data."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -18,11 +21,18 @@ IMAGE_SIDE = 56
 PATCH_SIDE = 14
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int) -> None:
     """Save a tiny model with random weights, and its processor, for ``from_pretrained``."""
     processor = build_processor([m["content"] for messages in conversations for m in messages])
     torch.manual_seed(seed)
-    model = GLM4VForCausalLM(tiny_config(processor.tokenizer)).bfloat16()
+    save(GLM4VForCausalLM(tiny_config(processor.tokenizer)).bfloat16(), processor, folder)
+
+
+def save(model: GLM4VForCausalLM, processor: ChatGLMProcessor, folder: Path) -> None:
+    """Save a model and its processor for ``from_pretrained``; its answers are not drawn."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=model.config.eos_token_id,
@@ -57,35 +67,51 @@ def build_processor(
     )
 
 
-def tiny_config(tokenizer: ChatGLM4Tokenizer) -> ChatGLMConfig:
-    def ids(*tokens: str) -> list[int]:
-        vocabulary = tokenizer.get_vocab()
-        return [vocabulary[token] for token in tokens]
+def special_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
+    """What a config says of a tokenizer's special tokens."""
+    vocabulary = tokenizer.get_vocab()
+    ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    return {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": [vocabulary[token] for token in ends],
+        "boi_token_id": vocabulary["<|begin_of_image|>"],
+        "eoi_token_id": vocabulary["<|end_of_image|>"],
+    }
 
-    begin, end = ids("<|begin_of_image|>", "<|end_of_image|>")
-    return ChatGLMConfig(
-        num_layers=2,
-        padded_vocab_size=len(tokenizer) + -len(tokenizer) % 64,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        kv_channels=32,
-        num_attention_heads=4,
-        multi_query_group_num=2,
-        seq_length=1024,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=ids("<|endoftext|>", "<|user|>", "<|observation|>"),
-        boi_token_id=begin,
-        eoi_token_id=end,
-        vision_config={
-            "hidden_size": 96,
-            "num_hidden_layers": 2,
-            "num_heads": 4,
-            "intermediate_size": 192,
-            "patch_size": PATCH_SIDE,
-            "image_size": IMAGE_SIDE,
-            "num_positions": (IMAGE_SIDE // PATCH_SIDE) ** 2 + 1,
-            # The published 8 scales image vectors of a trained tower; new ones start small.
-            "scaling_factor": 1,
-        },
-        initializer_range=0.05,
-    )
+
+def tiny_config(
+    tokenizer: ChatGLM4Tokenizer,
+    image_side: int = IMAGE_SIDE,
+    language: Mapping[str, Any] = NOTHING,
+    tower: Mapping[str, Any] = NOTHING,
+) -> ChatGLMConfig:
+    """A config for this tokenizer and images of ``image_side`` pixels.
+
+    Args:
+        language, tower: Fields of the config and of its ``vision_config`` that differ from those
+            of the tiny model.
+    """
+    vision = {
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 192,
+        "patch_size": PATCH_SIDE,
+        "image_size": image_side,
+        "num_positions": (image_side // PATCH_SIDE) ** 2 + 1,
+        # The published 8 scales image vectors of a trained tower; new ones start small.
+        "scaling_factor": 1,
+    }
+    fields = {
+        "num_layers": 2,
+        "padded_vocab_size": len(tokenizer) + -len(tokenizer) % 64,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "kv_channels": 32,
+        "num_attention_heads": 4,
+        "multi_query_group_num": 2,
+        "seq_length": 1024,
+        "initializer_range": 0.05,
+        **special_ids(tokenizer),
+    }
+    return ChatGLMConfig(**fields | dict(language), vision_config=vision | dict(tower))

@@ -201,13 +201,14 @@ def _describe_data(checked: "CheckedData") -> Finding:
 def _check_memory(
     recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
 ) -> Iterator[Finding]:
-    from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded
+    from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded, within_limit
     from ..engine.ram import free_ram
     from ..finetune.trainer import batch_of, options_of
 
     rows = checked.batch_rows()
     batch = batch_of(recipe, rows, placement.processes)
     free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
+    free = within_limit(free, recipe.engine.memory_limit)
     steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
     options = decide(config, options_of(recipe), batch, free, steps)
     needed = estimate(config, options, batch)

@@ -37,6 +37,8 @@ ALLOCATOR_SHARE = 0.05
 ADAPTERS_THAT_COUNT = 0.001
 # What layers keep that are not compiled, against those that are: copies in fp32 among others.
 NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.3
+# Linear layers of 4 bits, of which all that they return is counted, keep nothing more.
+NOT_COMPILED_QLORA = 1.5
 # Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
 # against 4 TB/s, which is what both reach in training on an H200.
 WORK_OF_A_CHANNEL = 175
@@ -61,7 +63,7 @@ def free_memory(limit: float | None = None) -> float:
     """Bytes free on this process's GPU, the least of all processes, as they have to choose alike.
 
     Args:
-        limit: Of what torch may allocate, in bytes.
+        limit: Of what torch may allocate, in GiB.
 
     Returns:
         0 without a GPU: of a machine's own memory nobody knows how much is for this.
@@ -69,13 +71,17 @@ def free_memory(limit: float | None = None) -> float:
     if not torch.cuda.is_available():
         return 0.0
     free: float = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    if limit is not None:
-        free = min(free, limit + OUTSIDE_TORCH)
+    free = within_limit(free, limit)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
         free = least.item()
     return float(free)
+
+
+def within_limit(free: float, limit: float | None) -> float:
+    """Of so many free bytes of a GPU, those that are to be used; ``limit`` in GiB, of torch's."""
+    return free if limit is None else min(free, limit * GIB + OUTSIDE_TORCH)
 
 
 def decide(
@@ -245,7 +251,7 @@ def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> 
     tower_tokens, language_tokens = _tokens(config, batch)
     of_tower, of_language = _sizes(config, options, batch)
     channels = language_tokens * _channels(
-        options, options.language, config.num_layers, of_language, NOT_COMPILED_LANGUAGE
+        options, options.language, config.num_layers, of_language, _not_compiled(options)
     )
     if trains_tower(options.trained):
         layers = config.vision.num_hidden_layers
@@ -264,6 +270,10 @@ def _channels(
     return sum(found.channels(sizes) * factors.get(found.name, 1.0) for found in policies)
 
 
+def _not_compiled(options: EngineOptions) -> float:
+    return NOT_COMPILED_QLORA if options.trained == "qlora" else NOT_COMPILED_LANGUAGE
+
+
 def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What comes and goes within a step: gathered weights, one layer's insides, logits."""
     gathered = 0.0
@@ -275,7 +285,7 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
     of_tower, of_language = _sizes(config, options, batch)
     inside = max(
         tower_tokens * _channels(options, "none", 1, of_tower, NOT_COMPILED_TOWER),
-        language_tokens * _channels(options, "none", 1, of_language, NOT_COMPILED_LANGUAGE),
+        language_tokens * _channels(options, "none", 1, of_language, _not_compiled(options)),
     )
     logits = (
         min(options.loss_chunk_size or config.loss_chunk_size, language_tokens)

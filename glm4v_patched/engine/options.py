@@ -88,6 +88,8 @@ class EngineOptions:
     stage3_max_live_parameters: float | None = None
     """DeepSpeed's: weights that may stay gathered between a layer's forward and its backward,
     2 bytes each."""
+    memory_limit: float | None = None
+    """GiB that torch may allocate on a GPU; None for no limit."""
     zero_hpz_partition_size: int = 1
     """DeepSpeed's, of ZeRO++: processes that share a second copy of the weights (hpZ)."""
     zero_quantized_weights: bool = False
@@ -110,6 +112,12 @@ class EngineOptions:
     def is_decided(self) -> bool:
         asked = (self.tower, self.language, self.offload, self.compile)
         return "auto" not in asked and self.stage3_max_live_parameters is not None
+
+    @property
+    def policies(self) -> dict[str, str | float | None]:
+        """What reports say of them; weights that may stay ``gathered`` as a number."""
+        live = self.stage3_max_live_parameters
+        return {"tower": self.tower, "language": self.language, "gathered": live}
 
     @property
     def gathers_whole_layers(self) -> bool:

@@ -22,6 +22,7 @@ from .deepspeed.gather import gather_in_place, gather_whole_layers
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.throttle import limit_run_ahead
+from .memory_plan import GIB
 from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
 
@@ -61,7 +62,11 @@ def prepare_model(
         given["attn_implementation"] = options.attn_implementation
     if options.trained == "qlora":
         given |= quantization_options(dtype, local_device())
+    else:
+        _limit_memory(options)
     built = build(**given)
+    # Of 4 bits, later: bench's random weights are whole on the GPU before they are quantised.
+    _limit_memory(options)
     built.config.skip_logits = options.skip_logits
     if options.loss_chunk_size is not None:
         built.config.loss_chunk_size = options.loss_chunk_size
@@ -85,6 +90,14 @@ def prepare_model(
         if options.norms_in_place:
             take_norms_in_place(model, replacements)
     return model
+
+
+def _limit_memory(options: EngineOptions) -> None:
+    """Let torch allocate no more than is asked; the driver's and NCCL's own are beside it."""
+    if options.memory_limit is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        share = options.memory_limit * GIB / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
 
 
 def join_processes(options: EngineOptions) -> None:

@@ -113,6 +113,8 @@ class Engine(Section):
     offload: bool | Literal["auto"] = "auto"
     """Keep the optimizer's states and the fp32 weights on the CPU; "auto": where nothing else
     fits."""
+    memory_limit: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """GiB that torch may allocate on a GPU, where others use it, too; null: all that is free."""
     zero_hpz_partition_size: AtLeastOne = 1
     """DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the
     weights between them, so that the backward pass gathers nothing over the network; 1 for none."""

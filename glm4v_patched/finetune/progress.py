@@ -51,6 +51,53 @@ class ProgressBar(ProgressCallback):
         bar.set_postfix(shown)
 
 
+class Measurements(TrainerCallback):
+    """How fast training is, and how much memory it takes.
+
+    Args:
+        batch: Samples of an update of the weights, of all processes.
+    """
+
+    # In the first steps layers are compiled, workers start and kernels are chosen.
+    WARM_UP = 3
+
+    def __init__(self, batch: int):
+        self.batch = batch
+        self._steps, self._seconds = 0, 0.0
+        self._seen = 0
+        self._last: float | None = None
+        self._peaks: dict[str, float] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        last, self._last = self._last, time.monotonic()
+        self._seen += 1
+        if last is not None and self._seen > self.WARM_UP + 1:
+            self._steps += 1
+            self._seconds += self._last - last
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._last = None
+
+    def on_save(self, args, state, control, **kwargs):
+        self._last = None
+
+    def on_train_end(self, args, state, control, **kwargs):
+        # Before the weights are gathered to be saved.
+        if torch.cuda.is_available():
+            self._peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+            self._peaks["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+
+    def found(self) -> dict[str, float | None]:
+        """``samples_per_s`` of all processes, without what comes between steps (None of too few
+        steps), and on a GPU the peaks of this process's memory."""
+        speed = self._steps * self.batch / self._seconds if self._steps else None
+        return {"samples_per_s": speed, **self._peaks}
+
+
 class LossPlot(TrainerCallback):
     """Redraws ``loss.png`` in the run's folder, at most twice a minute and at the end."""
 

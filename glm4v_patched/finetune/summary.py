@@ -13,6 +13,7 @@ from ..engine.memory_plan import (
     count_trained,
     decide,
     estimate,
+    within_limit,
 )
 from ..engine.options import PARTS, EngineOptions, parts_with_rates
 from ..inference.loading import load_processor
@@ -37,6 +38,7 @@ def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placem
     batch = batch_of(recipe, rows, placement.processes)
     steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
     free = 0.0 if placement.on_cpu else float(min(gpu.memory for gpu in find_gpus().found))
+    free = within_limit(free, recipe.engine.memory_limit)
     options = decide(config, options_of(recipe), batch, free, steps)
     told = {
         "data": _describe_data(checked),

@@ -37,7 +37,7 @@ from ..data.feature_cache import TowerFeatures
 from ..data.loading import loader_options
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
-from ..engine.memory_plan import Batch, decide, free_memory
+from ..engine.memory_plan import GIB, Batch, decide, estimate, free_memory
 from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..inference.loading import load_processor
@@ -56,7 +56,7 @@ from .config import Recipe
 from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .identity import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
-from .progress import LossPlot, ProgressBar
+from .progress import LossPlot, Measurements, ProgressBar
 from .recipe_trainer import RecipeTrainer, Schedule
 from .run_folder import REPORT, SHEET, remove_weights
 from .trainer_fields import (
@@ -80,6 +80,7 @@ FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.
 FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
 FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
 FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
+FREE_WHEN_RESUMING |= {"engine.memory_limit"}
 
 # What was fixed before there was a field for it, where its default is another.
 BEFORE = {"lora.alpha": 8}
@@ -244,7 +245,8 @@ def train(
     """Train what the recipe says; save the model, or the adapters, to ``recipe.out``.
 
     Also writes ``training.json`` there, last: whether the training came to its end, the history of
-    loss and gradient norm, how many processes took part, and what is known of the model below.
+    loss and gradient norm, speed and memory, how many processes took part, and what is known of the
+    model below.
 
     Args:
         checkpoint: Complete checkpoint in ``recipe.out`` to continue from. In fp32 on a CPU the
@@ -294,9 +296,11 @@ def train(
         processing_class=processor,
         callbacks=callbacks_of(recipe, origin),
     )
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    measurements = Measurements(batch * arguments.world_size)
+    trainer.add_callback(measurements)
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
         trainer.add_callback(ProgressBar(batch * arguments.world_size))
     error = None
     try:
@@ -312,7 +316,14 @@ def train(
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        _write_report(trainer, error, recipe, identify(replace(base, adapters=None)))
+        measured = measurements.found()
+        if "peak_allocated_gib" in measured:
+            measured["predicted_gib"] = _predicted(recipe, base, options, rows_of_batches)
+        if error is None:
+            print(_describe_measured(measured), flush=True)
+        known = {"measured": measured, "policies": options.policies}
+        known |= {"base": identify(replace(base, adapters=None))}
+        _write_report(trainer, error, recipe, known)
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         arguments.distributed_state.wait_for_everyone()
@@ -330,17 +341,37 @@ def _how_to_go_on(recipe: Recipe) -> str:
     )
 
 
+def _predicted(recipe: Recipe, base: Base, options: EngineOptions, rows: BatchRows) -> float:
+    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    return estimate(config, options, batch_of(recipe, rows, _processes())) / GIB
+
+
+def _describe_measured(measured: Mapping[str, float | None]) -> str:
+    told: list[str] = []
+    speed = measured["samples_per_s"]
+    if speed is not None:
+        told.append(f"{speed:.3g} samples/s")
+    if "peak_allocated_gib" in measured:
+        names = ("peak_allocated_gib", "predicted_gib", "peak_reserved_gib")
+        allocated, predicted, reserved = (f"{measured[name]:.1f}" for name in names)
+        told.append(
+            f"{allocated} GiB allocated at most on the first GPU ({predicted} predicted), "
+            f"{reserved} reserved"
+        )
+    return "trained: " + (", ".join(told) or "too few steps to tell the speed")
+
+
 def _write_report(
-    trainer: Trainer, error: str | None, recipe: Recipe, base: dict[str, str]
+    trainer: Trainer, error: str | None, recipe: Recipe, known: Mapping[str, Any]
 ) -> None:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    measured = ("step", "eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime")
+    of_evaluation = ("step", "eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime")
     evaluations = [
-        {name: as_json(entry[name]) for name in measured if name in entry}
+        {name: as_json(entry[name]) for name in of_evaluation if name in entry}
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     ]
@@ -349,7 +380,7 @@ def _write_report(
         report["evaluations"] = evaluations
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), "base": base}
+    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), **known}
     text = json.dumps(report, indent=2, allow_nan=False)
     Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
 
@@ -383,7 +414,7 @@ def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     batch = batch_of(recipe, rows, _processes())
     steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
-    options = decide(config, asked, batch, free_memory(), steps)
+    options = decide(config, asked, batch, free_memory(asked.memory_limit), steps)
     if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
         choice = f"tower {options.tower}, language {options.language}"
         choice += f", offload {options.offload}, compile {options.compile}"

@@ -7,6 +7,7 @@ from it, each with a test:
 - checkpointing: all layers, through the current API, safe under ZeRO-3      (checkpointing.py)
 - loss: fp32, supervised positions only, on the device of the logits                  (loss.py)
 - attention: any implementation transformers registers                           (attention.py)
+- generation: a drawn token needs nothing from the rows before it             (cached_rows.py)
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,38 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 
 from .attention import PackedSamples, attend, group_samples
+from .cached_rows import (
+    GrownPrompt,
+    cached_length,
+    check_room,
+    check_rows_of_cache,
+    holds_images,
+    is_static,
+    mask_of_drawn,
+    next_position,
+    possible_numbers,
+    remember_drawn,
+    remember_rows,
+    room_of,
+)
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
-from .sequence import GrownRows, ImageFormat, count_images, grow_rows, unmask_images
+from .sequence import (
+    GrownRows,
+    ImageFormat,
+    check_position,
+    count_images,
+    grow_rows,
+    unmask_images,
+)
 from .sharding import must_run_on_every_process, refuse_split_model
 from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
 
 logger = logging.get_logger(__name__)
+
+# The sizes of static caches that generate makes are multiples of this.
+CACHE_STEP = 64
 
 # What frameworks pass on to attention: for packed rows, and for continuous batching by its name in
 # transformers 4.57 and in 5. Anything else beside the named arguments is a slip of the pen.
@@ -52,6 +77,8 @@ ATTENTION_KEYWORDS = frozenset(
 REDUNDANT_KEYWORDS = frozenset(("cache_position", "seq_idx"))
 
 MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
+# transformers 4.57 has to be told where the queries stand, also by whoever fills a static cache.
+WANTS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
 
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
@@ -120,6 +147,18 @@ class RMSNorm(nn.Module):
         return (x * torch.rsqrt(variance + self.eps) * self.weight).to(x.dtype)
 
 
+class Fills(NamedTuple):
+    """How a cache is filled.
+
+    Attributes:
+        is_empty: Whether it was empty.
+        where: Further arguments of its ``update``.
+    """
+
+    is_empty: bool
+    where: tuple[dict[str, Tensor], ...]
+
+
 class SelfAttention(nn.Module):
     """Causal attention, grouped key-value heads, one fused projection (q, then k, then v)."""
 
@@ -141,17 +180,20 @@ class SelfAttention(nn.Module):
             heads * config.kv_channels, config.hidden_size, bias=config.add_bias_linear
         )
 
-    def forward(self, x_BRD, cos, sin, attention_mask, past_key_values, attention_kwargs) -> Tensor:
+    def forward(
+        self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
+    ) -> Tensor:
+        """``fills``: see :class:`Fills`."""
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         if past_key_values is not None:
-            # A static cache of transformers 4.57 has to be told where to write.
-            columns = torch.arange(key.shape[2], device=key.device)
-            where = {"cache_position": columns + past_key_values.get_seq_length(self.layer_idx)}
-            key, value = past_key_values.update(key, value, self.layer_idx, where)
+            new = key, value
+            key, value = past_key_values.update(key, value, self.layer_idx, *fills.where)
+            if fills.is_empty:
+                key, value = new  # all there is to see, without the room that is left
         implementation = self.config._attn_implementation
         return self.dense(
             attend(self, query, key, value, attention_mask, implementation, **attention_kwargs)
@@ -414,6 +456,16 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
+        others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
+        is_drawn = prompt_length is not None and prompt_length <= 0
+        if is_drawn and position_ids is not None and all(other is None for other in others):
+            assert input_ids is not None
+            if _holds_something(past_key_values):
+                assert past_key_values is not None
+                return self._decode(
+                    *(input_ids, attention_mask, position_ids, past_key_values),
+                    *(output_hidden_states, output_attentions, return_dict, attention_kwargs),
+                )
         attention_mask, past_key_values, images = self._by_name(
             attention_mask, past_key_values, images
         )
@@ -426,7 +478,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             self._check_features(image_features, pixel_values, images)
         pixel_values = self._one_image_tensor(pixel_values, images)
         past_key_values = self._cache_to_use(past_key_values, use_cache)
-        past_length = _cached_length(past_key_values)
+        past_length = cached_length(past_key_values)
 
         given_images = pixel_values if image_features is None else image_features
         num_images = 0 if given_images is None else len(given_images)
@@ -437,7 +489,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             label_after = shift_labels[:, -1:]
         given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
         assert given_ids is not None
-        _check_rows_of_cache(past_key_values, past_length, given_ids)
+        check_rows_of_cache(past_key_values, past_length, given_ids)
         rows = grow_rows(
             given_ids,
             self.image_format,
@@ -446,7 +498,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             position_ids,
             labels,
             past_length,
-            None if position_ids is not None else _next_position(past_key_values, past_length),
+            None if position_ids is not None else next_position(past_key_values, past_length),
             prompt_length,
             # With a cache, a lone begin or end id may be one that generation drew.
             allow_unpaired=past_length > 0 and num_images == 0,
@@ -464,25 +516,25 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 "images grown, which embeddings cannot be: give those of grown rows, as this "
                 "model's processor makes them, or input_ids"
             )
-        _check_room(past_key_values, past_length + rows.input_ids.shape[1])
+        check_room(past_key_values, past_length + rows.input_ids.shape[1])
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
         embeds_BRD, features_NKD = self._merge_images(
             embeds_BRD, rows.image_mask, pixel_values, image_features, past_length
         )
 
-        cos, sin = self.rotary_pos_emb(rows.position_ids, embeds_BRD.dtype)
-        mask = _causal_mask(self.config, embeds_BRD, rows, past_key_values, past_length)
+        mask = _causal_mask(
+            *(self.config, embeds_BRD, rows.attention_mask, rows.packed_position_ids),
+            *(past_key_values, past_length, rows.has_padding),
+        )
         if rows.packed_position_ids is not None:
             attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
         weights = self._weights_to_keep(self.encoder.layers, output_attentions)
-        if weights is not None:
-            attention_kwargs = {"kept_weights": weights, **attention_kwargs}
-        hidden_BRD, states = self.encoder(
-            *(embeds_BRD, cos, sin, mask, past_key_values, attention_kwargs),
-            keep_states=output_hidden_states,
+        hidden_BRD, states = self._run_layers(
+            *(embeds_BRD, rows.position_ids, mask, past_key_values, past_length),
+            *(output_hidden_states, weights, attention_kwargs),
         )
         if past_key_values is not None:
-            _remember_rows(past_key_values, rows, past_length, num_images)
+            remember_rows(past_key_values, rows, past_length, num_images)
 
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
@@ -492,6 +544,68 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             labels=rows.labels,
             image_hidden_states=features_NKD,
             attention_mask=rows.attention_mask,
+        )
+        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _run_layers(
+        self, embeds_BRD, position_ids, mask, cache, past_length, keeps_states, weights, kwargs
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """``past_length``: ``None`` if the cache holds something, but how much is not known."""
+        cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
+        if weights is not None:
+            kwargs = {"kept_weights": weights, **kwargs}
+        fills = None
+        if cache is not None:
+            where: tuple = ()
+            columns = kwargs.pop("cache_position", None)
+            if WANTS_CACHE_POSITION and is_static(cache):
+                if columns is None:
+                    first = cached_length(cache) if past_length is None else past_length
+                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
+                where = ({"cache_position": columns},)
+            fills = Fills(past_length == 0, where)
+        return self.encoder(
+            *(embeds_BRD, cos, sin, mask, cache, fills, kwargs), keep_states=keeps_states
+        )
+
+    def _decode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Cache,
+        output_hidden_states: bool | None,
+        output_attentions: bool | None,
+        return_dict: bool | None,
+        attention_kwargs: dict,
+    ) -> ChatGLMModelOutput | tuple:
+        """Run the decoder over ids that generation drew, after what is in the cache.
+
+        Nothing is checked or grown, and nothing waits for the device: ids are the model's own, and
+        :meth:`GLM4VForCausalLM.prepare_inputs_for_generation` says their positions. With a static
+        cache it makes the mask, too, so that this is one graph for all steps.
+        """
+        columns = attention_kwargs.get("cache_position")
+        attention_kwargs = _known_keywords(attention_kwargs)
+        if columns is not None:
+            attention_kwargs["cache_position"] = columns
+        embeds_BND = self.embedding(input_ids)
+        past_length = None if is_static(cache) else cached_length(cache)
+        mask = attention_mask
+        if past_length is not None:
+            mask = _mask_of_drawn(self.config, embeds_BND, attention_mask, cache, past_length)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
+        hidden_BND, states = self._run_layers(
+            *(embeds_BND, position_ids, mask, cache, past_length),
+            *(output_hidden_states, weights, attention_kwargs),
+        )
+        output = ChatGLMModelOutput(
+            last_hidden_state=hidden_BND,
+            past_key_values=cache,
+            hidden_states=states,
+            attentions=None if weights is None else tuple(weights),
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
@@ -661,9 +775,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and checkpointing:
             # A recomputed layer would enter its keys twice.
-            if _cached_length(past_key_values):
+            if cached_length(past_key_values):
                 raise ValueError(
-                    f"past_key_values holds {_cached_length(past_key_values)} positions, which "
+                    f"past_key_values holds {cached_length(past_key_values)} positions, which "
                     "cannot be used in training with activation checkpointing: disable one of them"
                 )
             return None
@@ -835,14 +949,29 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         prompt_length: int | None = None,
+        grown_prompt: GrownPrompt | None = None,
         **kwargs,
     ) -> dict:
         """What ``forward`` needs for the part of the rows that is not in the cache yet.
 
         ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
         here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
+
+        Args:
+            grown_prompt: Of :meth:`_expand_inputs_for_generation`. Once its prompt is in the cache
+                a drawn token needs no more of the rows: nothing is grown, nothing waits for the
+                device, and with a static cache every step has the same shapes.
         """
-        past_length = _cached_length(past_key_values)
+        # The bookkeeping of generate's own default for this method, in its various versions.
+        dropped = ("cache_position", "next_sequence_length", "is_first_iteration", "labels")
+        more = {name: value for name, value in kwargs.items() if name not in dropped}
+        if grown_prompt is not None and inputs_embeds is None:
+            num_new = grown_prompt.num_new(input_ids, past_key_values)
+            if num_new and past_key_values is not None:
+                return more | self._inputs_of_drawn(
+                    grown_prompt, input_ids, past_key_values, num_new
+                )
+        past_length = cached_length(past_key_values)
         inputs: dict[str, Any] = {"past_key_values": past_key_values}
         if inputs_embeds is not None:
             # Until a token is drawn there are no ids, unless they are given beside embeddings.
@@ -855,26 +984,21 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             else:
                 inputs["input_ids"] = input_ids[:, -new:]
             inputs["attention_mask"] = attention_mask
-            if position_ids is not None and not _holds_images(past_key_values, past_length):
+            if position_ids is not None and not holds_images(past_key_values, past_length):
                 inputs["position_ids"] = position_ids[:, -new:]
         else:
             images = self.transformer._one_image_tensor(pixel_values, images)
-            if attention_mask is None:
-                # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
-                # positions without a mask would say that rows are packed.
-                attention_mask = torch.ones_like(input_ids)
-            is_drawing = prompt_length is not None and input_ids.shape[1] > prompt_length
-            rows = grow_rows(
-                input_ids,
-                self.transformer.image_format,
-                num_images=_possible_numbers(images, past_key_values, past_length, is_drawing),
-                num_cached=past_length,
-                attention_mask=attention_mask,
-                position_ids=_continued(position_ids, input_ids.shape[1]),
-                prompt_length=prompt_length,
-            )
+            if grown_prompt is not None and grown_prompt.input_ids is input_ids:
+                rows = grown_prompt.rows
+                grown_prompt.num_filled = grown_prompt.length
+            else:
+                rows = self._grow_whole_rows(
+                    *(input_ids, images, past_key_values, past_length),
+                    *(attention_mask, position_ids, prompt_length),
+                )
             if prompt_length is not None:
                 drawn = input_ids.shape[1] - prompt_length
+                # Above 0: forward takes no more than drawn ids for such.
                 inputs["prompt_length"] = rows.input_ids.shape[1] - drawn - past_length
             # A cache may hold more than the rows: peft's virtual tokens have no ids.
             first = min(past_length, rows.input_ids.shape[1] - 1)
@@ -884,9 +1008,56 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             inputs["pixel_values"] = _images_after(
                 images, rows, past_length, self.config.boi_token_id
             )
-        # The bookkeeping of generate's own default for this method, in its various versions.
-        dropped = ("cache_position", "next_sequence_length", "is_first_iteration", "labels")
-        return inputs | {name: value for name, value in kwargs.items() if name not in dropped}
+        return inputs | more
+
+    def _grow_whole_rows(
+        self, input_ids, images, cache, past_length, attention_mask, position_ids, prompt_length
+    ) -> GrownRows:
+        if attention_mask is None:
+            # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
+            # positions without a mask would say that rows are packed.
+            attention_mask = torch.ones_like(input_ids)
+        is_drawing = prompt_length is not None and input_ids.shape[1] > prompt_length
+        return grow_rows(
+            input_ids,
+            self.transformer.image_format,
+            num_images=possible_numbers(images, cache, past_length, is_drawing),
+            num_cached=past_length,
+            attention_mask=attention_mask,
+            position_ids=_continued(position_ids, input_ids.shape[1]),
+            prompt_length=prompt_length,
+        )
+
+    def _inputs_of_drawn(
+        self, prompt: GrownPrompt, input_ids: Tensor, cache: Cache, num_new: int
+    ) -> dict[str, Any]:
+        num_drawn = prompt.num_drawn(input_ids)
+        length = prompt.length + num_drawn
+        past_length = length - num_new
+        check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
+        check_room(cache, length)
+        # Without the strides of rows that grow, for which a compiled step would be another one.
+        new_ids_BN = input_ids[:, -num_new:].clone(memory_format=torch.contiguous_format)
+        inputs: dict[str, Any] = {
+            "input_ids": new_ids_BN,
+            "position_ids": prompt.positions(num_drawn, num_new),
+            "attention_mask": prompt.padding_mask(length),
+            "past_key_values": cache,
+            "prompt_length": 0,  # drawn, all of them
+        }
+        if is_static(cache):
+            prompt.num_filled = length
+            embeds_BN0 = torch.empty(
+                (*new_ids_BN.shape, 0), dtype=self.dtype, device=input_ids.device
+            )
+            padding_mask = prompt.padding_mask(room_of(cache) or length)
+            mask = _mask_of_drawn(self.config, embeds_BN0, padding_mask, cache, past_length)
+            inputs["attention_mask"] = mask
+            if WANTS_CACHE_POSITION:
+                columns = torch.arange(past_length, length, device=input_ids.device)
+                inputs["cache_position"] = columns
+        remember_drawn(cache, length)
+        return inputs
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         # From transformers 5 on, generate counts positions by its mask, before any method of ours.
@@ -936,7 +1107,32 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         if input_ids is not None and model_kwargs.get("prompt_length") is None:
             # Called once, before the first token is drawn.
             model_kwargs["prompt_length"] = input_ids.shape[1]
+        if input_ids is not None and model_kwargs.get("inputs_embeds") is None:
+            model_kwargs["grown_prompt"] = self._grown_prompt(input_ids, images, model_kwargs)
         return input_ids, model_kwargs
+
+    def _grown_prompt(
+        self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
+    ) -> GrownPrompt:
+        cache = model_kwargs.get("past_key_values")
+        names = ("attention_mask", "position_ids", "prompt_length")
+        rows = self._grow_whole_rows(
+            *(input_ids, images, cache, cached_length(cache)), *map(model_kwargs.get, names)
+        )
+        return GrownPrompt(input_ids, rows)
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        # transformers sizes a static cache by the ids as given.
+        prompt = model_kwargs.get("grown_prompt")
+        if prompt is not None:
+            max_cache_length += prompt.length - prompt.input_ids.shape[1]
+        # A step is compiled for every size.
+        max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM
@@ -1012,7 +1208,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
             attention_mask, past_key_values, images
         )
         if attention_mask is None and input_ids is not None:
-            attention_mask = self._mask_of_ends(input_ids, _cached_length(past_key_values))
+            attention_mask = self._mask_of_ends(input_ids, cached_length(past_key_values))
         output = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -1098,29 +1294,29 @@ def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
 
 
 def _causal_mask(
-    config, embeds_BRD, rows: GrownRows, past_key_values, past_length
+    config, embeds_BRD, attention_mask, packed_position_ids, cache, past_length, has_padding
 ) -> Tensor | PackedSamples | None:
     """The mask that the configured attention implementation takes; ``None`` where it needs none."""
-    if rows.packed_position_ids is not None and isinstance(past_key_values, DynamicCache):
-        past_key_values = None  # is empty; transformers would not tell the packed samples apart
-    attention_mask = rows.attention_mask
-    if config._attn_implementation == "sdpa" and past_key_values is None:
+    if past_length == 0:
+        cache = None  # is empty: the rows see themselves alone
+    if config._attn_implementation == "sdpa" and cache is None:
         # The others get what transformers makes: eager a mask over whole rows, like its scores.
-        if rows.packed_position_ids is not None:
-            return group_samples(rows.packed_position_ids)
-        if attention_mask is not None and _is_padded_on_the_right_only(attention_mask):
+        if packed_position_ids is not None:
+            return group_samples(packed_position_ids)
+        is_2d = attention_mask is not None and attention_mask.ndim == 2
+        if is_2d and (not has_padding or _is_padded_on_the_right_only(attention_mask)):
             attention_mask = None  # no token comes after padding, and causal is what is left
     arguments = {
         "config": config,
         "attention_mask": attention_mask,
-        "past_key_values": past_key_values,
+        "past_key_values": cache,
         # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
-        "position_ids": rows.packed_position_ids,
+        "position_ids": packed_position_ids,
     }
     # transformers 4.57 spells it input_embeds, and wants to be told where the queries stand.
     spelled = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
     arguments[spelled] = embeds_BRD
-    if "cache_position" in MASK_PARAMETERS:
+    if WANTS_CACHE_POSITION:
         arguments["cache_position"] = torch.arange(
             past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
         )
@@ -1128,124 +1324,36 @@ def _causal_mask(
     return mask
 
 
+def _mask_of_drawn(config, embeds_BND, padding_mask, cache, past_length) -> Any:
+    """As :func:`_causal_mask`, for ids drawn after ``past_length`` positions of a cache.
+
+    ``padding_mask`` ``(B, K)``; ``None`` without padding.
+    """
+    implementation = config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        return _causal_mask(
+            *(config, embeds_BND, padding_mask, None, cache, past_length, padding_mask is not None)
+        )
+    num_new = embeds_BND.shape[1]
+    num_keys = room_of(cache) or past_length + num_new
+    mask = mask_of_drawn(padding_mask, num_keys, past_length, num_new, embeds_BND.device)
+    if mask is None or implementation == "sdpa":
+        return mask
+    return embeds_BND.new_zeros(()).masked_fill(~mask, torch.finfo(embeds_BND.dtype).min)
+
+
 def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
-    """Whether no row of a 2D mask has a token after padding. False for a mask of another kind."""
-    if attention_mask.ndim != 2 or torch.compiler.is_compiling():
+    """Whether no row of a 2D mask has a token after padding."""
+    if torch.compiler.is_compiling():
         return False  # a graph cannot depend on values
     is_token = attention_mask.bool()
     # A transfer from the device, in the place of transformers' own for a mask of ones.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
 
 
-def _cached_length(cache: Cache | None) -> int:
-    # A static cache answers with a tensor, which in transformers 5 is the counter itself.
-    return 0 if cache is None else int(cache.get_seq_length())
-
-
-def _check_room(cache: Cache | None, length: int) -> None:
-    layers = [] if cache is None else cache.layers
-    room = getattr(layers[0], "max_cache_len", length) if layers else length
-    if room < length:
-        raise ValueError(
-            f"the cache has room for {room} positions but the rows take {length}: make it larger, "
-            "or give grown rows, as this model's processor makes them (generate sizes a static "
-            "cache by the ids it is given)"
-        )
-
-
-class _CachedRows(NamedTuple):
-    """What a cache's entries do not say, as of the last time that this model filled it.
-
-    Attributes:
-        length: Positions in the cache.
-        next_position: ``(B, 1)``; an image has more entries than positions.
-        last_keys: ``(B, bytes)`` uint8, some layer's keys at the last position: by them rows are
-            found again that were reordered, selected, repeated or copied since. ``None`` for a
-            cache that does not keep keys as they are.
-        num_images: Pictures in all rows; ``None`` if not known.
-        images_end: Positions up to the end of the last of them.
-    """
-
-    length: int
-    next_position: Tensor
-    last_keys: Tensor | None
-    num_images: int | None
-    images_end: int
-
-    def images_up_to(self, length: int) -> int | None:
-        """Pictures in the rows as far as that; ``None`` if not known."""
-        return self.num_images if self.images_end <= length <= self.length else None
-
-
-CACHED_ROWS = "glm4v_rows"  # of a cache
-
-
-def _cached_rows(cache: Cache | None) -> _CachedRows | None:
-    return getattr(cache, CACHED_ROWS, None)
-
-
-def _remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
-    length = past_length + rows.input_ids.shape[1]
-    before, images_end = _cached_rows(cache), 0
-    earlier_images: int | None = 0
-    if past_length:
-        earlier_images = None if before is None else before.images_up_to(past_length)
-        images_end = 0 if before is None else before.images_end
-    known = _CachedRows(
-        length,
-        rows.position_ids.amax(dim=1, keepdim=True) + 1,
-        _last_keys(cache, length),
-        None if earlier_images is None else earlier_images + num_images,
-        past_length + rows.images_end if num_images else images_end,
-    )
-    setattr(cache, CACHED_ROWS, known)
-
-
-def _last_keys(cache: Cache, length: int) -> Tensor | None:
-    # The last layer's, for they depend on the whole row; layers that were left out have none.
-    layers: list[Any] = [*cache.layers]
-    filled = [layer for layer in layers if layer.is_initialized]
-    keys = filled[-1].keys if filled else None
-    if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[2] < length:
-        return None
-    return keys[:, :, length - 1].flatten(1).clone().view(torch.uint8)
-
-
-def _next_position(cache: Cache | None, past_length: int) -> Tensor | None:
-    """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
-    if cache is None or not past_length:
-        return None
-    known = _cached_rows(cache)
-    if known is None:
-        raise ValueError(
-            f"the cache holds {past_length} positions that were not put there by this model, or "
-            "it was made anew from its tensors: what position comes next is not known (an image "
-            "has more entries than positions); give position_ids"
-        )
-    if known.length != past_length:
-        raise ValueError(
-            f"the cache holds {past_length} positions but was filled to {known.length}: what "
-            "position comes next is not known any more; give position_ids"
-        )
-    last_keys = _last_keys(cache, past_length)
-    if last_keys is None or known.last_keys is None:
-        raise ValueError(
-            f"a {type(cache).__name__} with {past_length} positions does not show its keys, by "
-            "which its rows are known again: give position_ids"
-        )
-    if last_keys.shape[1] != known.last_keys.shape[1]:
-        return known.next_position.new_full((len(last_keys), 1), -1)
-    is_same = (last_keys[:, None] == known.last_keys.to(last_keys.device)).all(dim=-1)
-    # Layers may stand on several devices.
-    next_position_B1 = known.next_position
-    is_same = is_same.to(next_position_B1.device)
-    return torch.where(is_same, next_position_B1.T, -1).amax(dim=1, keepdim=True)
-
-
-def _holds_images(cache: Cache | None, past_length: int) -> bool:
-    """Whether images are known to be in the cache: generate's positions count them too long."""
-    known = _cached_rows(cache) if past_length else None
-    return known is not None and bool(known.images_up_to(past_length))
+def _holds_something(cache) -> bool:
+    """Of a static cache only the device knows."""
+    return isinstance(cache, Cache) and (is_static(cache) or cached_length(cache) > 0)
 
 
 def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
@@ -1258,36 +1366,6 @@ def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
             "cache included"
         )
     return new
-
-
-def _check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
-    layers: list[Any] = [*cache.layers] if cache is not None and past_length else []
-    keys = layers[0].keys if layers else None
-    if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != len(input_ids):
-        raise ValueError(
-            f"the cache holds {len(keys)} rows but {len(input_ids)} are given: select or repeat "
-            "the rows of both alike"
-        )
-
-
-def _possible_numbers(
-    images: Tensor | None, cache: Cache | None, past_length: int, is_drawing: bool
-) -> list[tuple[int, int]] | int | None:
-    """How many images whole rows may hold, and how many of them may come after the cache.
-
-    The given images are those of the whole rows or of what follows the cache; once a token was
-    drawn they are in it.
-    """
-    given = 0 if images is None else len(images)
-    if not past_length:
-        return given
-    known = _cached_rows(cache)
-    in_cache = None if known is None else known.images_up_to(past_length)
-    if in_cache is None:
-        return None
-    if is_drawing:
-        return [(in_cache, 0)]
-    return [(given, given - in_cache), (in_cache + given, given)]
 
 
 def _known_keywords(given: dict) -> dict:

@@ -35,6 +35,10 @@ class GrownRows(NamedTuple):
         packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
             sample; ``None`` unless positions were given without a mask, as packed rows have them.
         images_end: Columns up to the end of the last image of all rows; 0 without images.
+        last_position: The greatest of all rows, on the host.
+        has_padding: Whether any column of any row is padding.
+        plain_from: From this column on all rows hold text alone, each id at the position after
+            that of the id before it: 0 if that goes on from what is cached.
     """
 
     input_ids: Tensor
@@ -44,6 +48,9 @@ class GrownRows(NamedTuple):
     labels: Tensor | None
     packed_position_ids: Tensor | None
     images_end: int
+    last_position: int
+    has_padding: bool
+    plain_from: int
 
 
 class ImageFormat(NamedTuple):
@@ -142,8 +149,13 @@ def grow_rows(
     if length == input_ids.shape[1]:
         packed_ids = _count_within_samples(positions) if is_packed else None
         labels = _followed_by(labels, label_after)
-        end = rows.facts.images_end
-        return GrownRows(input_ids, positions, image_mask, attention_mask, labels, packed_ids, end)
+        return GrownRows(
+            *(input_ids, positions, image_mask, attention_mask, labels, packed_ids),
+            images_end=rows.facts.images_end,
+            last_position=rows.facts.last_position,
+            has_padding=attention_mask is not None and rows.facts.masked > 0,
+            plain_from=rows.facts.plain_from,
+        )
 
     if attention_mask is not None and padding_mask is None:
         raise ValueError(
@@ -160,7 +172,8 @@ def grow_rows(
         return values.gather(1, source).masked_fill(is_fill, fill)
 
     grown_positions = grow(positions, 0)
-    if padding_mask is None and bool((width.sum(1) != length).any()):
+    is_uneven = rows.facts.shortest != length
+    if padding_mask is None and is_uneven:
         if is_packed:
             raise ValueError(
                 f"rows given with position_ids and without attention_mask grow to different "
@@ -180,6 +193,9 @@ def grow_rows(
         labels=labels,
         packed_position_ids=_count_within_samples(grown_positions) if is_packed else None,
         images_end=rows.facts.images_end,
+        last_position=rows.facts.last_position,
+        has_padding=padding_mask is not None and (is_uneven or rows.facts.masked > 0),
+        plain_from=max(rows.facts.plain_from, length - rows.facts.shortest),
     )
 
 
@@ -333,6 +349,8 @@ class _Facts(NamedTuple):
     steps_back: int
     images_end: int
     length: int
+    shortest: int
+    plain_from: int
 
 
 class _ReadRows(NamedTuple):
@@ -406,9 +424,18 @@ def _read_rows(
     misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
     none = input_ids.new_zeros(())
     ends = width.cumsum(dim=1)
-    length = ends[:, -1].amax()
+    length, shortest = ends[:, -1].amax(), ends[:, -1].amin()
     ends = ends + length - ends[:, -1:]  # one column after each id, in the grown rows
+    # What does not go on from the id before it.
+    is_break = spans.is_inside | spans.is_begin | spans.is_end
+    steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
+    if not past_length or position_ids is not None:
+        steps[:, 0] = 0  # from what is cached, it is not known
+    is_break = is_break | (steps != 1)
+    if current_mask is not None:
+        is_break = is_break | (current_mask == 0)
     facts = {
+        "plain_from": ends.masked_fill(~is_break, 0).amax(),
         "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
         "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
         "found": spans.is_begin.sum(),
@@ -419,6 +446,7 @@ def _read_rows(
         "last_position": positions.amax(),
         "images_end": ends.masked_fill(~spans.is_end, 0).amax(),
         "length": length,
+        "shortest": shortest,
     }
     if labels is not None:
         every = labels if label_after is None else torch.cat((labels, label_after), dim=1)
@@ -478,6 +506,8 @@ def _facts_in_graph(
     images = num_images or 0
     expected = dict.fromkeys(_Facts._fields, 0)
     expected |= {"begins": images, "ends": images, "found": images, "misfit": 1, "length": length}
+    # How much of a mask is padding is not known, nor how far positions go.
+    expected |= {"shortest": length, "plain_from": length, "masked": int("masked" in facts)}
     # Where the last image ends is not known: at the end of the rows, to be on the safe side.
     return _Facts(**(expected | {"images_end": length if images else 0}))
 
@@ -548,12 +578,7 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
             f"{facts.unknown_positions} rows of the cache are not rows as this model filled them: "
             "what position comes next in them is not known; give position_ids"
         )
-    if facts.last_position >= image_format.max_positions:
-        raise ValueError(
-            f"a row reaches position {facts.last_position}, but the position table ends at "
-            f"{image_format.max_positions - 1} (seq_length {image_format.max_positions}): shorten "
-            "the row"
-        )
+    check_position(facts.last_position, image_format.max_positions)
     if facts.labels_inside and num_items_in_batch is not None:
         # As a Trainer counts them, which knows nothing of images. The only further transfer.
         counted, divisor = int((labels[:, 1:] != -100).sum()), int(num_items_in_batch)
@@ -564,6 +589,14 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
                 f"{counted} labels, others of one step may have the rest): the loss would be "
                 "divided by too much; set labels inside images to -100"
             )
+
+
+def check_position(last_position: int, max_positions: int) -> None:
+    if last_position >= max_positions:
+        raise ValueError(
+            f"a row reaches position {last_position}, but the position table ends at "
+            f"{max_positions - 1} (seq_length {max_positions}): shorten the row"
+        )
 
 
 def _without_strays(

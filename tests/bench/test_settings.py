@@ -48,6 +48,10 @@ from tests.helpers.tiny import golden_json, tiny_model
         ({"trained": "qlora", "zero_stage": 0}, "qlora is not compiled.*add --no-compile"),
         ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
         ({"trained": "full", "reuse_features": True}, "full trains the vision tower"),
+        ({"from_files": "big"}, "from_files is 'big'; expected pixels as 4000x3000"),
+        ({"from_files": "4000x0"}, "from_files is '4000x0'; expected pixels"),
+        ({"from_files": "9x9", "packed": True, "liger": True}, "recipe's own liger, packed: leave"),
+        ({"model": "folder"}, "model is folder, without from_files"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options, message):
@@ -105,24 +109,6 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
     for liger, expected in ((False, []), (True, [{"rms_norm": True, "swiglu": True}])):
         worker._build(replace(settings, liger=liger), tiny_model().config, dtype=torch.bfloat16)
         assert asked == expected
-
-
-def test_the_limit_holds_while_the_model_is_built_unless_it_is_quantised(monkeypatch):
-    done = []
-    settings, config = Settings(trained="lm", compile=False), tiny_model().config
-    build = worker.GLM4VForCausalLM._from_config
-    monkeypatch.setattr(worker, "_cap_memory", lambda settings: done.append("limit"))
-    monkeypatch.setattr(worker, "quantise", lambda *given: done.append("quantise"))
-    monkeypatch.setattr(
-        worker.GLM4VForCausalLM,
-        "_from_config",
-        lambda *given, **options: done.append("build") or build(*given, **options),
-    )
-    worker._build(settings, config, dtype=torch.bfloat16)
-    assert done == ["limit", "build"]
-    done.clear()
-    worker._build(settings, config, dtype=torch.bfloat16, quantization_config={}, device_map={})
-    assert done == ["build", "quantise", "limit"]
 
 
 @pytest.mark.parametrize(

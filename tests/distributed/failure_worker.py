@@ -20,7 +20,11 @@ from transformers import AutoModel
 
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.legacy_repository import count_labels_of_small_images, image_row
+from tests.helpers.legacy_repository import (
+    count_labels_of_small_images,
+    image_row,
+    remote_code_under,
+)
 from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
 
 # The second step runs on DeepSpeed's finished trace of the parameters, the first does not.
@@ -100,8 +104,7 @@ def train(model, run: dict) -> dict:
     return {"losses": losses, "gradients": gradients}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     start_deepspeed()
     # DeepSpeed replaces F.linear for good when a model is made under zero.Init, as from_pretrained
     # does; since 0.19.3 always. Only then are Linear weights saved for backward as they are.
@@ -121,4 +124,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with remote_code_under(Path(sys.argv[1], "modules")):
+        main(Path(sys.argv[1]))

@@ -38,16 +38,9 @@ from torch.nn.utils.rnn import pad_sequence
 from glm4v_patched import __version__
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.demo.pictures import draw_data_set
-from glm4v_patched.demo.tiny_model import (
-    IMAGE_SIDE,
-    PATCH_SIDE,
-    build_processor,
-    tiny_config,
-)
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, tiny_config
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import Engine, start
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
@@ -151,8 +144,8 @@ def prepare(folder: Path, size: Size) -> dict:
     for messages in conversations:
         (wording,) = rng.choices(list(WORDINGS), list(WORDINGS.values()))
         messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
-    processor = build_processor([m["content"] for messages in conversations for m in messages])
-    processor.image_processor = ChatGLMImageProcessor(size=size.image_side, patch_size=PATCH_SIDE)
+    texts = [m["content"] for messages in conversations for m in messages]
+    processor = build_processor(texts, size.image_side)
     collator = ConversationCollator(processor)
     rows, images = collator.encode(conversations)
     data = {
@@ -161,13 +154,7 @@ def prepare(folder: Path, size: Size) -> dict:
         "pixel_values": images["pixel_values"].to(torch.bfloat16),
     }
     torch.save(data, folder / "data.pt")
-    tiny = tiny_config(processor.tokenizer).to_dict()
-    tower = tiny["vision_config"] | size.tower
-    tower |= {
-        "image_size": size.image_side,
-        "num_positions": (size.image_side // PATCH_SIDE) ** 2 + 1,
-    }
-    config = ChatGLMConfig.from_dict(tiny | size.language | {"vision_config": tower})
+    config = tiny_config(processor.tokenizer, size.image_side, size.language, size.tower)
     for seed in SEEDS:
         torch.manual_seed(seed)
         model = GLM4VForCausalLM(config).to(torch.bfloat16)

@@ -33,6 +33,7 @@ from tests.helpers.processes import (
     WORKERS,
     cpu_environment,
     gpu_environment,
+    run_warm,
     run_with_limit,
     two_processes,
 )
@@ -88,11 +89,12 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
         (folder / "cells.json").write_text(json.dumps([asdict(cell) for cell in rest]))
         for rows in folder.glob("rows.*.jsonl"):
             rows.unlink()
-        ended = run_with_limit(
-            two_processes(WORKERS / "cell_worker.py", str(folder)),
-            SECONDS_TO_START + SECONDS_A_CELL * len(rest),
-            gpu_environment() if on_gpus else cpu_environment(),
-        )
+        worker = WORKERS / "cell_worker.py"
+        seconds = SECONDS_TO_START + SECONDS_A_CELL * len(rest)
+        if on_gpus:
+            ended = run_with_limit(two_processes(worker, str(folder)), seconds, gpu_environment())
+        else:
+            ended = run_warm(str(worker), str(folder), seconds=seconds)
         news = _outcomes(folder, ended)
         if not news:
             raise RuntimeError(f"the worker ended before its first cell\n{ended.output[-4000:]}")

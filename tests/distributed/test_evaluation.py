@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.preflight import Placement
-from tests.helpers.recipes import drawn_recipe, train_here
+from tests.helpers.recipes import drawn_recipe, launch_warm, train_here
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +21,7 @@ def test_two_sharded_processes_find_the_loss_that_one_finds(tmp_path):
     changes |= {"trainer.eval_steps": 1}  # what is gathered to answer is trained again
     drawn = drawn.override(changes | {"trainer.per_device_eval_batch_size": 1})
     one = train_here(drawn.override({"engine.zero_stage": 0, "out": str(tmp_path / "one")}))
-    launch(drawn, Placement(2, on_cpu=True))
+    launch_warm(drawn)
     two = json.loads((tmp_path / "out" / "training.json").read_text())
     for found in (one, two):
         [_, entry] = found["evaluations"]

@@ -79,10 +79,8 @@ def results(tmp_path_factory) -> Path:
     write_legacy_repository(folder / "legacy")
     tiny_model().save_pretrained(folder / "ours")
     (folder / "runs.json").write_text(json.dumps(RUNS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_MODULES_CACHE", str(folder / "modules"))
-        # DeepSpeed compiles its CPU collectives the first time: up to 75 s on two cores.
-        run_two_processes("failure_worker.py", str(folder), seconds=400)
+    # DeepSpeed compiles its CPU collectives the first time: up to 75 s on two cores.
+    run_two_processes("failure_worker.py", str(folder), seconds=400)
     return folder
 
 

@@ -28,8 +28,7 @@ from tests.helpers.processes import (
     WORKERS,
     cpu_environment,
     heed_ctrl_c,
-    run_with_limit,
-    two_processes,
+    run_warm,
 )
 from tests.helpers.recipes import drawn_recipe
 
@@ -50,8 +49,8 @@ def train(recipe: Recipe, *arguments: str):
     settings = Path(recipe.out, "recipe.json")
     recipe.write(settings)
     check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
-    command = two_processes(WORKERS / "fault_worker.py", str(settings), *arguments)
-    return run_with_limit(command, SECONDS_TO_RUN)
+    worker = str(WORKERS / "fault_worker.py")
+    return run_warm(worker, str(settings), *arguments, seconds=SECONDS_TO_RUN)
 
 
 def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:

@@ -1,7 +1,6 @@
 """A recipe that packs trains as one that pads."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
-from tests.helpers.processes import run_with_limit
+from tests.helpers.processes import run_warm
 
-# Idle, a run takes some 8 seconds.
 SECONDS_TO_RUN = 300
 
 
@@ -22,9 +20,8 @@ def losses(recipe: Recipe) -> list[float]:
     Path(recipe.out).mkdir()
     recipe.write(Path(recipe.out, "recipe.json"))
     check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    command += ["1", "-m", "glm4v_patched.finetune.trainer", str(Path(recipe.out, "recipe.json"))]
-    ended = run_with_limit(command, SECONDS_TO_RUN)
+    trainer = ["-m", "glm4v_patched.finetune.trainer", str(Path(recipe.out, "recipe.json"))]
+    ended = run_warm(*trainer, seconds=SECONDS_TO_RUN, processes=1)
     assert ended.status == 0, ended.output[-8000:]
     history = json.loads(Path(recipe.out, "training.json").read_text())["history"]
     return [entry["loss"] for entry in history]

@@ -3,7 +3,6 @@ after a stop."""
 
 import json
 import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.processes import WORKERS, cpu_environment, run_with_limit, two_processes
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.processes import WORKERS, run_warm
+from tests.helpers.recipes import drawn_recipe, launch_warm
 
-# On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
 # fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
 ATOL = 2e-4
@@ -57,21 +55,9 @@ def recipe(tmp_path_factory) -> Recipe:
     )
 
 
-def train(recipe: Recipe, *options: str) -> list[float]:
-    """By the command line, on two processes or, without ZeRO, on one; the losses."""
-    Path(recipe.out).mkdir(exist_ok=True)
-    settings = Path(recipe.out, "mine.json")
-    recipe.write(settings)
-    command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(settings)]
-    command += [
-        "--processes",
-        "2" if recipe.engine.zero_stage else "1",
-        "--device",
-        "cpu",
-        *options,
-    ]
-    ended = run_with_limit(command, SECONDS_TO_RUN, cpu_environment())
-    assert ended.status == 0, ended.output[-8000:]
+def train(recipe: Recipe, resume: bool = False) -> list[float]:
+    """On two processes or, without ZeRO, on one; the losses."""
+    launch_warm(recipe, resume)
     return losses_of(recipe)
 
 
@@ -209,8 +195,8 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
         mine.write(settings)
         check_data(mine).write(Path(mine.out, CHECKED_DATA))
         worker = [str(WORKERS / "fault_worker.py"), str(settings), *arguments]
-        command = two_processes(*worker) if mine.engine.zero_stage else [sys.executable, *worker]
-        ended = run_with_limit(command, SECONDS_TO_RUN, cpu_environment())
+        processes = 2 if mine.engine.zero_stage else None
+        ended = run_warm(*worker, seconds=SECONDS_TO_RUN, processes=processes)
         assert ended.status == 0, ended.output[-8000:]
         (file,) = Path(mine.out).glob("*model.safetensors")
         return load_file(file)
@@ -243,7 +229,7 @@ def test_selective_policies_survive_zero_3_without_compilation(recipe, tmp_path)
     assert train(selective) == pytest.approx(want, abs=ATOL)
     resumed = selective.override({"out": str(tmp_path / "resumed")})
     shutil.copytree(Path(selective.out, "checkpoint-2"), Path(resumed.out, "checkpoint-2"))
-    assert train(resumed, "--resume") == pytest.approx(want, abs=ATOL)
+    assert train(resumed, resume=True) == pytest.approx(want, abs=ATOL)
 
 
 @pytest.mark.slow

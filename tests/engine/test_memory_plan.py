@@ -246,4 +246,4 @@ def test_free_memory_is_the_least_of_all_processes(mine, monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     assert free_memory() == min(mine, other)
     # A limit of this process is the others', too.
-    assert free_memory(limit=5 * GIB) == 5 * GIB + OUTSIDE_TORCH
+    assert free_memory(limit=5) == 5 * GIB + OUTSIDE_TORCH

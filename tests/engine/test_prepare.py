@@ -11,9 +11,10 @@ from transformers import TrainingArguments
 
 import glm4v_patched
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.engine import prepare, trainable
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.environment import training_environment
-from glm4v_patched.engine.memory_plan import Batch, decide
+from glm4v_patched.engine.memory_plan import GIB, Batch, decide
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
 from glm4v_patched.finetune.trainer import OPTIMIZERS, options_of
@@ -159,3 +160,28 @@ def test_what_a_continued_run_may_change_changes_no_group_of_a_checkpoint(policy
     """ZeRO-3 saves and loads fp32 weights by its groups."""
     options = replace(PLAIN, tower=policy, language=policy, compile=compiled)
     assert deepspeed_config(options)["zero_optimization"]["sub_group_size"] == 5e8
+
+
+def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantised(monkeypatch):
+    done, total = [], 100 * GIB
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, total))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", done.append)
+
+    def build(**given):
+        done.append("build")
+        return tiny_model(dtype=given["dtype"])
+
+    options = replace(PLAIN, trained="lora_lm", memory_limit=25.0)
+    prepare_model(options, build)
+    assert done[:2] == [0.25, "build"]
+    done.clear()
+    monkeypatch.setattr(prepare, "quantization_options", lambda *given: {})
+    monkeypatch.setattr(trainable, "require_packages", lambda choice: None)
+    prepare_model(replace(options, trained="qlora"), build)
+    assert done == ["build", 0.25]
+    done.clear()
+    prepare_model(replace(options, memory_limit=None), build)
+    assert done == ["build"]

@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from glm4v_patched.cli import main
 from glm4v_patched.finetune import disk, progress
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.progress import LossPlot, ProgressBar
+from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
 from glm4v_patched.finetune.summary import show_sample
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here
@@ -92,6 +92,29 @@ def test_the_loss_is_drawn_as_it_trains(drawn, tmp_path, monkeypatch):
     for _ in range(3):
         plot.on_log(args, TrainerState(is_world_process_zero=True), TrainerControl())
     assert len(drawn_after) == 1
+
+
+def test_speed_is_that_of_steps_without_what_comes_between(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr("glm4v_patched.finetune.progress.time.monotonic", lambda: clock["now"])
+    measurements = Measurements(batch=8)
+
+    def step(seconds: float) -> None:
+        clock["now"] += seconds
+        measurements.on_step_end(None, None, None)
+
+    assert measurements.found() == {"samples_per_s": None}
+    for seconds in (60, 9, 9, 9):  # layers are compiled, workers start
+        step(seconds)
+    assert measurements.found() == {"samples_per_s": None}
+    step(2)
+    measurements.on_evaluate(None, None, None)
+    step(100)
+    step(3)
+    measurements.on_save(None, None, None)
+    step(50)
+    step(1)
+    assert measurements.found() == {"samples_per_s": 3 * 8 / (2 + 3 + 1)}
 
 
 def test_the_bar_shows_loss_rate_and_speed(tmp_path, monkeypatch):

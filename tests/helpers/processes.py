@@ -1,4 +1,4 @@
-"""Start real training processes; a hang or an orphan is a failure and not a stuck run."""
+"""Run real training processes; a hang or an orphan is a failure and not a stuck run."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from glm4v_patched.engine.environment import path_of_processes
+from tests.helpers import warm
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ROOT / "tests" / "distributed"
@@ -91,9 +92,30 @@ def run_with_limit(
     return Ended(process.returncode, output)
 
 
-def run_two_processes(worker: str, *arguments: str, seconds: float) -> str:
-    """Run a worker of tests/distributed on two processes; a hang or an error fails the test."""
-    ended = run_with_limit(two_processes(WORKERS / worker, *arguments), seconds)
+def run_warm(
+    *command: str,
+    seconds: float,
+    processes: int | None = 2,
+    environment: dict[str, str] | None = None,
+) -> Ended:
+    """Run a script, or ``-m`` and a module, on forks of warm processes (:mod:`warm`).
+
+    ``processes`` is ``None`` for a single one that no launcher has started.
+    """
+    environment = cpu_environment() if environment is None else environment
+    return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
+
+
+def run_two_processes(worker: str, *arguments: str, seconds: float, fresh: bool = False) -> str:
+    """Run a worker of tests/distributed on two processes; a hang or an error fails the test.
+
+    They are forks of warm ones, or ``fresh`` ones that torch's launcher starts.
+    """
+    path = WORKERS / worker
+    if fresh:
+        ended = run_with_limit(two_processes(path, *arguments), seconds)
+    else:
+        ended = run_warm(str(path), *arguments, seconds=seconds)
     if ended.status is None:
         pytest.fail(f"{worker} hung: not done after {seconds} s\n{ended.output[-4000:]}")
     assert ended.status == 0, ended.output[-8000:]

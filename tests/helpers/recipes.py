@@ -1,8 +1,10 @@
 """Recipes for tests. Used by the tests of all folders."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 from torch import nn
 
@@ -12,7 +14,9 @@ from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.processes import cpu_environment, run_warm
 
 LEAST = {
     "model": "m",
@@ -54,6 +58,30 @@ def train_here(recipe: Recipe, *arguments, **options) -> dict:
     check_data(recipe).write(out / CHECKED_DATA)
     train(recipe, *arguments, **options)
     return json.loads((out / "training.json").read_text())
+
+
+def launch_warm(recipe: Recipe, resume: bool = False) -> None:
+    """:func:`launch`, on the CPU, with forks of warm processes in place of those of torch's
+    launcher; on two, or without ZeRO on one."""
+    from glm4v_patched.finetune import launch
+
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        processes, trainer = None, command[command.index("-m") :]
+        if "torch.distributed.run" in trainer:
+            processes = int(trainer[trainer.index("--nproc_per_node") + 1])
+            trainer = trainer[1:][trainer[1:].index("-m") :]
+        trainer.remove("--end-with-stdin")  # theirs is empty
+        ended = run_warm(*trainer, seconds=300, processes=processes, environment=environment)
+        print(ended.output)
+        assert ended.status is not None, "it hung"
+        return ended.status
+
+    placement = Placement(2 if recipe.engine.zero_stage else 1, on_cpu=True)
+    with (
+        mock.patch.dict(os.environ, cpu_environment()),
+        mock.patch.object(launch, "_run", run),
+    ):
+        launch.launch(recipe, placement, resume)
 
 
 def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:

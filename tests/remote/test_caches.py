@@ -138,15 +138,63 @@ def test_rows_that_this_model_did_not_fill_need_positions(model):
         stepped(model, cache, STEP, mask)
 
 
-def test_a_cropped_cache_needs_positions(model, want):
+# Columns that all rows have behind their last image.
+PLAIN = 3
+
+
+@pytest.mark.parametrize("order", ORDERS[:3], ids=str)
+def test_a_cropped_cache_goes_on_within_plain_text(model, want, order):
     cache, mask = filled(model)
-    stepped(model, cache, STEP + 1, mask)
-    cache.crop(-1)
-    with pytest.raises(ValueError, match="was filled to .* give position_ids"):
-        stepped(model, cache, STEP, mask)
-    positions = mask.sum(1, keepdim=True) - torch.tensor([[0], [3], [6]])
-    got = stepped(model, cache, STEP, mask, position_ids=positions)
-    assert (got - want).abs().max() <= ATOL
+    tried = STEP + 1
+    for _ in range(2):
+        stepped(model, cache, tried, mask)
+        stepped(model, cache, tried, torch.cat((mask, torch.ones(3, 1)), 1).long())
+        cache.crop(-2)
+    again = torch.tensor([row[-PLAIN:] for row in ROWS])
+    cache.crop(-PLAIN)
+    order = torch.tensor(order)
+    cache.reorder_cache(order)
+    mask = mask[order, :-PLAIN]
+    stepped(model, cache, again[order], mask)
+    mask = torch.cat((mask, torch.ones(3, PLAIN)), 1).long()
+    got = stepped(model, cache, STEP[order], mask)
+    assert (got - want[order]).abs().max() <= ATOL
+
+
+def test_a_cache_that_was_cropped_into_an_image_needs_positions(model):
+    cache, mask = filled(model)
+    stepped(model, cache, STEP, mask)
+    cache.crop(-PLAIN - 2)
+    with pytest.raises(ValueError, match="was filled to 21, .* from 17 to 21.*give position_ids"):
+        stepped(model, cache, STEP, mask[:, : -PLAIN - 1])
+    positions = torch.tensor([[9], [9], [9]])
+    stepped(model, cache, STEP, mask[:, : -PLAIN - 1], position_ids=positions)
+
+
+@torch.no_grad()
+def test_a_turn_is_taken_back_with_its_image(model):
+    """And another one takes its place."""
+    first = [*text(2, seed=1), *grown_image(), *text(3, seed=2)]
+    turns = [[*text(4, seed=seed), *grown_image(), *text(2, seed=seed + 1)] for seed in (3, 5)]
+    images = pictures(3)
+    cache = model(torch.tensor([first]), pixel_values=images[:1]).past_key_values
+    for turn, image in zip(turns, images[1:], strict=True):
+        cache.crop(min(len(first) - cache.get_seq_length(), 0))
+        got = [
+            model(torch.tensor([part]), past_key_values=cache, pixel_values=of)
+            for part, of in ((turn, image[None]), (text(2, seed=9), None))
+        ]
+        want = model(
+            torch.tensor([[*first, *turn, *text(2, seed=9)]]),
+            pixel_values=torch.stack((images[0], image)),
+        )
+        logits = torch.cat([output.logits for output in got], dim=1)[0]
+        assert (logits - want.logits[0, len(first) :]).abs().max() <= ATOL
+    conversation = torch.tensor([[*first, *turns[1], *text(2, seed=9), 3]])
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
+    want = model.generate(conversation, pixel_values=images[[0, 2]], **options)
+    got = model.generate(conversation, past_key_values=cache, **options)
+    assert torch.equal(got, want)
 
 
 def test_an_emptied_cache_is_as_new(model):

@@ -280,17 +280,6 @@ def test_rows_of_one_length_that_grow_differently_generate_as_alone(model, with_
     assert new_tokens(model, batch, use_cache=use_cache).tolist() == alone
 
 
-@FORMS
-def test_a_static_cache_sized_by_generate_is_refused_for_rows_that_grow(model, image):
-    batch = {"input_ids": torch.tensor([rows_with(image)[1]]), "pixel_values": pictures(1)}
-    if len(image) == 3:
-        with pytest.raises(ValueError, match="cache has room for .* positions but the rows take"):
-            new_tokens(model, batch, cache_implementation="static")
-    else:
-        got = new_tokens(model, batch, cache_implementation="static")
-        assert torch.equal(got, new_tokens(model, batch))
-
-
 def test_prompt_tuning_generates(model):
     from peft import PromptTuningConfig, get_peft_model
 
@@ -305,16 +294,6 @@ def test_prompt_tuning_generates(model):
         ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
         mask = torch.ones_like(ids)
     assert got[:, -4:].tolist() == ids[:, -4:].tolist()
-
-
-def test_refuses_a_cropped_cache_without_positions(model):
-    row, step = torch.tensor([rows_with(grown_image())[1]]), torch.tensor([[5]])
-    cache = model(input_ids=row, pixel_values=pictures(1), use_cache=True).past_key_values
-    full = cache.get_seq_length()
-    cache.crop(-2)
-    with pytest.raises(ValueError, match=f"holds {full - 2} positions but was filled to {full}"):
-        model(input_ids=step, past_key_values=cache)
-    model(input_ids=step, past_key_values=cache, position_ids=torch.tensor([[9]]))
 
 
 class Draws(LogitsProcessor):

@@ -20,6 +20,7 @@ REMOTE = Path(sys.modules[GLM4VForCausalLM.__module__].__file__).parent
 INV_FREQ = "transformer.rotary_pos_emb.inv_freq"
 CODE = [
     "attention.py",
+    "cached_rows.py",
     "checkpointing.py",
     "configuration_chatglm.py",
     "loss.py",

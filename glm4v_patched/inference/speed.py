@@ -1,0 +1,182 @@
+"""``glm4v-patched bench --generate``: how fast answers are generated, ours and the original's code.
+
+Each code is measured in a process of its own, which builds the model with random weights.
+"""
+
+import argparse
+import json
+import shlex
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from typing import Any
+
+from ..atomic import write_atomically
+from ..bench.settings import Settings
+from ..engine.environment import python_module, training_environment
+
+CACHES = ("static", "dynamic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What is measured, and how.
+
+    Attributes:
+        batch: Numbers of rows, each of which gets rows of its own.
+        new_tokens: Of each answer.
+        prompt_tokens: Ids of text in a prompt, beside its picture.
+        cache: ``static`` compiles a step on a GPU, ``dynamic`` runs it as it is.
+        compile_options: Inductor's options that are laid over ours, as JSON.
+        kernel: Of attention to the cache; ``None``: as the model chooses.
+        repeats: Timed answers of each batch; their median counts.
+        config: ``config.json`` of another size.
+        against: Folder of the published repository; ``None``: ours.
+    """
+
+    batch: tuple[int, ...] = (1, 8, 32)
+    new_tokens: int = 128
+    prompt_tokens: int = 40
+    cache: str = "static"
+    compile_options: str = "{}"
+    kernel: str | None = None
+    attn_implementation: str = "sdpa"
+    repeats: int = 3
+    config: str | None = None
+    against: str | None = None
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "new_tokens", "prompt_tokens", "repeats"):
+            given = getattr(self, name)
+            least = 2 if name == "new_tokens" else 1
+            if not given or min(given if isinstance(given, tuple) else [given]) < least:
+                raise ValueError(f"{_flag(name)} is {given}; expected at least {least}")
+        try:
+            is_object = isinstance(json.loads(self.compile_options), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise ValueError(
+                f"--compile-options is {self.compile_options!r}; expected a JSON object as "
+                """'{"max_autotune": true}'"""
+            )
+        if self.device == "cpu" and self.config is None:
+            raise ValueError(
+                "--device cpu with the real model, of 13.9 billion weights: expected --config of "
+                "a small one"
+            )
+        if self.against is not None and not Path(self.against, "config.json").is_file():
+            raise ValueError(
+                f"--against {self.against} has no config.json: expected a folder with the "
+                "published repository"
+            )
+
+
+DEFAULTS = Speed(config="")
+
+
+def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("--generate").add_argument
+    add("--generate", action="store_true", help="measure generation, not training")
+    add("--batch", type=int, nargs="+", help="rows at once (default: 1 8 32)")
+    add("--new-tokens", type=int, help="of each answer (default: 128)")
+    add("--prompt-tokens", type=int, help="beside a prompt's picture (default: 40)")
+    add("--cache", choices=CACHES, help="static: compiled steps (default)")
+    add("--compile-options", metavar="JSON", help="laid over ours for inductor")
+    add("--kernel", metavar="NAME", help="attention to the cache (default: by the batch)")
+    add("--repeats", type=int, help="timed answers of each batch (default: 3)")
+    add("--python", metavar="FILE", help="Python that has the original's transformers")
+
+
+def measure_speed(options: argparse.Namespace) -> None:
+    """Measure ours and, with ``--against``, the original's code; print the rows and add them to
+    ``--out``. Raises ``ValueError`` for what cannot be measured, before anything runs."""
+    names = {each.name for each in fields(Speed)}
+    for each in fields(Settings):
+        value = getattr(options, each.name)
+        if each.name not in names and value not in (each.default, [each.default]):
+            raise ValueError(f"{_flag(each.name)} is of training: leave it out with --generate")
+    given = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    given["batch"] = tuple(given.get("batch", DEFAULTS.batch))
+    original = given.pop("against", None)
+    asked = [Speed(**given)]
+    if original is not None:
+        asked.append(Speed(**given | {"against": original}))
+    if options.out:
+        _rows_of(options.out)
+    for speed in asked:
+        rows = _measure(speed, options.python, options.timeout * len(speed.batch))
+        if options.out:
+            write_atomically(options.out, _format([*_rows_of(options.out), *rows]))
+
+
+def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
+    """A row of each batch; ``error`` where there is none. What the process says is printed."""
+    command = python_module("glm4v_patched.inference.speed_worker")
+    if speed.against is not None and python is not None:
+        command = [python, *command[1:]]
+    error = None
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        environment = training_environment(1, speed.device == "cpu")
+        arguments = [json.dumps(asdict(speed)), str(out)]
+        with Popen(command + arguments, env=environment) as process:
+            try:
+                if process.wait(timeout):
+                    error = f"the process ended with {process.returncode}"
+            except TimeoutExpired:
+                error = f"not done after {timeout:.0f} s"
+                process.kill()
+        rows = json.loads(out.read_text()) if out.exists() else []
+    whole = command_of(speed)
+    implementation = "ours" if speed.against is None else "original"
+    common = {"workload": "generate", "implementation": implementation}
+    measured = {row["batch"] for row in rows}
+    if error is not None:
+        missing = [batch for batch in speed.batch if batch not in measured]
+        print(f"{implementation}, batch {missing}: {error}")
+        rows += [{"batch": batch, "error": error} for batch in missing]
+    return [common | row | {"command": whole} for row in rows]
+
+
+def command_of(speed: Speed) -> str:
+    """The shortest command line that measures these rows."""
+    arguments = []
+    for each in fields(Speed):
+        value = getattr(speed, each.name)
+        if value != each.default:
+            values = value if isinstance(value, tuple) else [value]
+            arguments += [_flag(each.name), *map(str, values)]
+    return "glm4v-patched bench --generate " + shlex.join(arguments)
+
+
+def _flag(name: str) -> str:
+    return f"--{name}".replace("_", "-")
+
+
+def _rows_of(path: Path) -> list[dict]:
+    """The rows of a file, which may be new. Raises ``ValueError`` if it holds something else."""
+    if not path.exists():
+        if not path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"{path.absolute().parent} is no folder; make it first")
+        return []
+    try:
+        rows: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no file of rows ({error})") from error
+    is_ours = isinstance(rows, list) and all(
+        isinstance(row, dict) and row.get("workload") == "generate" for row in rows
+    )
+    if not is_ours:
+        raise ValueError(
+            f"{path} holds something else than rows of bench --generate; expected what it writes, "
+            "or a new file"
+        )
+    return rows
+
+
+def _format(rows: list[dict]) -> str:
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

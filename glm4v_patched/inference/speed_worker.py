@@ -1,0 +1,217 @@
+"""Measures generation: the process that ``speed.py`` starts for each code.
+
+``python -m glm4v_patched.inference.speed_worker SETTINGS OUT``. What it imports at the top must be
+there in the published code's old transformers, too.
+"""
+
+import json
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+# Versions of transformers that run the published code; later ones lack what it calls.
+PUBLISHED_RUNS_ON = "4.44"
+
+
+def measure(settings: dict, out: Path) -> None:
+    """Build the model, measure every batch, and write a row after each."""
+    device = torch.device(settings["device"])
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth(device)
+    say(f"{bandwidth / 1e9:,.0f} GB/s in a copy")
+    began = time.perf_counter()
+    model = build_original(settings) if settings["against"] else build(settings)
+    weights = bytes_a_token(model)
+    say(f"model of {weights / 1e9:.1f} GB a token built in {time.perf_counter() - began:.0f} s")
+    rows: list[dict] = []
+    for batch in settings["batch"]:
+        row = {"batch": batch, "new_tokens": settings["new_tokens"], "cache": settings["cache"]}
+        row |= {"prompt_tokens": settings["prompt_tokens"], "device": name_of(device)}
+        row |= {"versions": versions(), "weights_gb": weights / 1e9}
+        try:
+            row |= measure_batch(model, settings, batch, device)
+            share = weights * row["steps_per_s"] / bandwidth
+            row |= {"bandwidth_share": share, "bandwidth_gb_s": bandwidth / 1e9}
+            say(told(row))
+        except torch.OutOfMemoryError as error:
+            row["error"] = f"out of memory: {error}"[:300]
+            say(f"batch {batch}: {row['error']}")
+        rows.append(row)
+        out.write_text(json.dumps(rows))
+
+
+def told(row: dict) -> str:
+    peak = row["peak_allocated_gib"]
+    memory = "" if peak is None else f", {peak:.1f} GiB"
+    return (
+        f"batch {row['batch']}: {row['tokens_per_s']:,.1f} tokens/s "
+        f"({row['bandwidth_share']:.0%} of the bandwidth), first token after "
+        f"{row['first_token_s']:.3f} s{memory}, ready after {row['ready_s']:.0f} s"
+    )
+
+
+def build(settings: dict) -> Any:
+    """Ours, with random weights in bf16, made on the device; fp32 on a CPU."""
+    from ..remote import attention
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
+
+    kernel, file = settings["kernel"], settings["config"]
+    if kernel is not None and kernel not in attention.KERNELS:
+        raise ValueError(f"--kernel {kernel}: expected one of {', '.join(attention.KERNELS)}")
+    attention.forced_kernel = kernel
+    sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    options = {"attn_implementation": settings["attn_implementation"]}
+    on_gpu = settings["device"] != "cpu"
+    with torch.device(settings["device"]):
+        model = GLM4VForCausalLM._from_config(
+            ChatGLMConfig(**sizes), dtype=torch.bfloat16 if on_gpu else torch.float32, **options
+        )
+    return model.eval().requires_grad_(False)
+
+
+def build_original(settings: dict) -> Any:
+    """The published code's, the same way. Raises ``RuntimeError`` naming the versions, if this
+    transformers does not run it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, on_gpu = settings["against"], settings["device"] != "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        with torch.device(settings["device"]):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=True, torch_dtype=dtype
+            )
+        torch.set_default_dtype(default)
+        with torch.no_grad():
+            for parameter in model.parameters():  # it leaves them as the memory was
+                parameter.normal_(std=0.02)
+        if not hasattr(model, "generate"):
+            raise AttributeError("the model has no generate")
+    except Exception as error:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} does not run the published code "
+            f"({type(error).__name__}: {error}); it was made for {PUBLISHED_RUNS_ON}: name a "
+            "Python that has it by --python"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) -> dict:
+    """Seconds to the first token, and tokens a second after it."""
+    inputs = prompts(model.config, settings, batch, device)
+    new, caches, positions = settings["new_tokens"], None, 0
+    if settings["cache"] == "static" and settings["against"] is None:
+        from .static_cache import StaticCaches
+
+        caches = StaticCaches(model, json.loads(settings["compile_options"]))
+        images = model.config.vision.num_image_tokens + 2
+        positions = images + settings["prompt_tokens"] + new
+
+    def seconds(tokens: int) -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        given = {} if caches is None else caches.options(batch, positions)
+        with torch.no_grad():
+            ids = model.generate(
+                **inputs, **given, max_new_tokens=tokens, do_sample=False, eos_token_id=None,
+                pad_token_id=model.config.pad_token_id,
+            )  # fmt: skip
+        synchronize(device)
+        assert ids.shape[1] == inputs["input_ids"].shape[1] + tokens
+        return time.perf_counter() - began
+
+    began = time.perf_counter()
+    seconds(min(6, new))  # compiles, and records a CUDA graph
+    seconds(min(6, new))
+    ready = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    firsts = [seconds(1) for _ in range(settings["repeats"])]
+    wholes = [seconds(new) for _ in range(settings["repeats"])]
+    first, whole = statistics.median(firsts), statistics.median(wholes)
+    steps_per_s = (new - 1) / (whole - first)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    return {
+        "tokens_per_s": batch * steps_per_s,
+        "steps_per_s": steps_per_s,
+        "first_token_s": first,
+        "answers_s": {"fastest": min(wholes), "slowest": max(wholes)},
+        "ready_s": ready,
+        "peak_allocated_gib": peak,
+    }
+
+
+def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor]:
+    """Rows of text around a picture each, in the three-id form that both codes take."""
+    generator = torch.Generator().manual_seed(0)
+    begin, end = config.boi_token_id, config.eoi_token_id
+    image = torch.tensor([[begin, config.pad_token_id, end]]).repeat(batch, 1)
+    most = min(begin, config.pad_token_id)
+    text = torch.randint(0, most, (batch, settings["prompt_tokens"]), generator=generator)
+    ids = torch.cat((text[:, :2], image, text[:, 2:]), dim=1)
+    vision = config.vision_config
+    side = vision["image_size"] if isinstance(vision, dict) else vision.image_size
+    pixels = torch.randn(batch, 3, side, side, generator=generator)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = "images" if settings["against"] else "pixel_values"
+    mask = torch.ones_like(ids)
+    inputs = {"input_ids": ids, "attention_mask": mask, name: pixels.to(dtype)}
+    if settings["against"]:
+        inputs["position_ids"] = torch.arange(ids.shape[1]).repeat(batch, 1)
+    return {name: values.to(device) for name, values in inputs.items()}
+
+
+def bytes_a_token(model: Any) -> int:
+    """Of the weights that one decoding step reads: the language model's, without its embeddings."""
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if ".vision." not in name and ".embedding." not in name
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes."""
+    size = 2**32 if device.type == "cuda" else 2**27
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(6):
+        synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2 * size / min(times)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    return found | {name: version(name) for name in ("torch", "transformers")}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    measure(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,264 @@
+"""What generation knows of rows whose keys are in a cache: their positions, pictures and padding.
+
+A cache holds keys and values only. An image has more entries there than positions, so what position
+comes next cannot be told from its length.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .sequence import GrownRows
+
+# Shapes: B rows, R length of the grown rows, N new ids, K keys: as many as the cache has room for
+# if it is static, as many as it holds if not.
+
+
+class CachedRows(NamedTuple):
+    """What a cache's entries do not say, of one time that rows were put there.
+
+    Attributes:
+        anchor: Positions up to the last that is no plain text. All that lie behind it are text,
+            each at the position after that of the id before it.
+        length: Positions up to which that holds.
+        next_position: ``(B, 1)``, the position that follows ``anchor``.
+        anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``: by them rows
+            are found again that were reordered, selected, repeated or copied since. ``None`` for a
+            cache that does not keep keys as they are.
+        num_images: Pictures in all rows up to ``length``; ``None`` if not known.
+        images_end: Positions up to the end of the last of them.
+    """
+
+    anchor: int
+    length: int
+    next_position: Tensor
+    anchor_keys: Tensor | None
+    num_images: int | None
+    images_end: int
+
+    def reaches(self, length: int) -> bool:
+        return self.anchor <= length <= self.length
+
+
+CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CachedRows, the latest last
+
+
+def cached_length(cache: Cache | None) -> int:
+    # A static cache answers with a tensor, which in transformers 5 is the counter itself.
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def is_static(cache: Cache | None) -> bool:
+    """Whether the cache has a fixed size, and its length is known to the device alone."""
+    return cache is not None and bool(cache.is_compileable)
+
+
+def room_of(cache: Cache | None) -> int | None:
+    """The positions that a static cache has room for."""
+    layers = [] if cache is None else cache.layers
+    return getattr(layers[0], "max_cache_len", None) if layers else None
+
+
+def check_room(cache: Cache | None, length: int) -> None:
+    room = room_of(cache)
+    if room is not None and room < length:
+        raise ValueError(
+            f"the cache has room for {room} positions but the rows take {length}: make it larger, "
+            "as large as the rows with their images grown and the answer together"
+        )
+
+
+def _known(cache: Cache | None) -> list[CachedRows]:
+    return getattr(cache, CACHED_ROWS, [])
+
+
+def images_up_to(cache: Cache | None, length: int) -> int | None:
+    """Pictures in the cache as far as that; ``None`` if not known."""
+    for known in reversed(_known(cache)):
+        if known.images_end <= length <= known.length:
+            return known.num_images
+    return None
+
+
+def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
+    """Rows were put into the cache behind ``past_length`` positions.
+
+    What was remembered of positions that were cropped since is forgotten.
+    """
+    length = past_length + rows.input_ids.shape[1]
+    earlier = [
+        known._replace(length=min(known.length, past_length))
+        for known in _known(cache)
+        if known.anchor <= past_length
+    ]
+    earlier_images = images_up_to(cache, past_length) if past_length else 0
+    if earlier and past_length and not rows.plain_from and earlier[-1].length == past_length:
+        earlier[-1] = earlier[-1]._replace(length=length)
+    else:
+        images_end = past_length + rows.images_end if num_images else 0
+        if not num_images and earlier and past_length:
+            images_end = earlier[-1].images_end
+        anchor = past_length + max(rows.plain_from, 1)
+        last_B1 = rows.position_ids.amax(dim=1, keepdim=True)
+        known = CachedRows(
+            anchor=anchor,
+            length=length,
+            next_position=last_B1 + 1 - (length - anchor),
+            anchor_keys=_keys_before(cache, anchor, length),
+            num_images=None if earlier_images is None else earlier_images + num_images,
+            images_end=images_end,
+        )
+        earlier = [*earlier, known] if past_length else [known]
+    setattr(cache, CACHED_ROWS, earlier)
+
+
+def remember_drawn(cache: Cache, length: int) -> None:
+    """The cache is about to hold that many positions, the last of them drawn one by one."""
+    known = _known(cache)
+    if known:
+        setattr(cache, CACHED_ROWS, [*known[:-1], known[-1]._replace(length=length)])
+
+
+def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
+    # The last layer's, for they depend on the whole row; layers that were left out have none.
+    layers: list[Any] = [*cache.layers]
+    filled = [layer for layer in layers if layer.is_initialized]
+    keys = filled[-1].keys if filled else None
+    if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[2] < length:
+        return None
+    return keys[:, :, anchor - 1].flatten(1).clone().view(torch.uint8)
+
+
+def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
+    """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
+    if cache is None or not past_length:
+        return None
+    every = _known(cache)
+    if not every:
+        raise ValueError(
+            f"the cache holds {past_length} positions that were not put there by this model, or "
+            "it was made anew from its tensors: what position comes next is not known (an image "
+            "has more entries than positions); give position_ids"
+        )
+    known = next((known for known in reversed(every) if known.reaches(past_length)), None)
+    if known is None:
+        plain = ", ".join(f"from {known.anchor} to {known.length}" for known in every)
+        raise ValueError(
+            f"the cache holds {past_length} positions but was filled to {every[-1].length}, with "
+            f"plain text {plain}: what position comes next is known there alone, not within or "
+            "before images and padding; give position_ids"
+        )
+    keys = _keys_before(cache, known.anchor, past_length)
+    if keys is None or known.anchor_keys is None:
+        raise ValueError(
+            f"a {type(cache).__name__} with {past_length} positions does not show its keys, by "
+            "which its rows are known again: give position_ids"
+        )
+    if keys.shape[1] != known.anchor_keys.shape[1]:
+        return known.next_position.new_full((len(keys), 1), -1)
+    is_same = (keys[:, None] == known.anchor_keys.to(keys.device)).all(dim=-1)
+    # Layers may stand on several devices.
+    follows_B1 = known.next_position + (past_length - known.anchor)
+    return torch.where(is_same.to(follows_B1.device), follows_B1.T, -1).amax(dim=1, keepdim=True)
+
+
+def holds_images(cache: Cache | None, past_length: int) -> bool:
+    """Whether images are known to be in the cache: generate's positions count them too long."""
+    return bool(past_length and images_up_to(cache, past_length))
+
+
+def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
+    layers: list[Any] = [*cache.layers] if cache is not None and past_length else []
+    keys = layers[0].keys if layers else None
+    if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != len(input_ids):
+        raise ValueError(
+            f"the cache holds {len(keys)} rows but {len(input_ids)} are given: select or repeat "
+            "the rows of both alike"
+        )
+
+
+def possible_numbers(
+    images: Tensor | None, cache: Cache | None, past_length: int, is_drawing: bool
+) -> list[tuple[int, int]] | int | None:
+    """How many images whole rows may hold, and how many of them may come after the cache.
+
+    The given images are those of the whole rows or of what follows the cache; once a token was
+    drawn they are in it.
+    """
+    given = 0 if images is None else len(images)
+    if not past_length:
+        return given
+    in_cache = images_up_to(cache, past_length)
+    if in_cache is None:
+        return None
+    if is_drawing:
+        return [(in_cache, 0)]
+    return [(given, given - in_cache), (in_cache + given, given)]
+
+
+@dataclass(eq=False)
+class GrownPrompt:
+    """A prompt that ``generate`` answers: grown once, and what every drawn token needs of it.
+
+    Beams and several answers change places only among copies of one row, so nothing here follows
+    them. Everything that counts is on the host.
+
+    Attributes:
+        input_ids: ``(B, L)`` as given, by which the prompt is known again.
+        rows: The same, grown.
+        num_filled: Positions that were put into a static cache; 0 before it is filled.
+    """
+
+    input_ids: Tensor
+    rows: GrownRows
+    num_filled: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.rows.input_ids.shape[1]
+
+    def num_drawn(self, input_ids: Tensor) -> int:
+        return input_ids.shape[1] - self.input_ids.shape[1]
+
+    def num_new(self, input_ids: Tensor, cache: Cache | None) -> int:
+        """Drawn ids that are not in the cache yet; 0 if something else has to be computed, too."""
+        num_drawn = self.num_drawn(input_ids)
+        if cache is None or num_drawn < 1 or len(input_ids) != len(self.input_ids):
+            return 0
+        num_filled = self.num_filled if is_static(cache) else cached_length(cache)
+        num_new = self.length + num_drawn - num_filled
+        return num_new if 0 < num_new <= num_drawn else 0
+
+    def positions(self, num_drawn: int, num_new: int) -> Tensor:
+        """``(B, N)`` of the last drawn ids."""
+        last_B1 = self.rows.position_ids[:, -1:]
+        if num_new == 1:
+            return last_B1 + num_drawn
+        return last_B1 + torch.arange(num_drawn - num_new + 1, num_drawn + 1, device=last_B1.device)
+
+    def padding_mask(self, num_keys: int) -> Tensor | None:
+        """``(B, K)`` int64, 0 at padding; ``None`` if there is none."""
+        if not self.rows.has_padding:
+            return None
+        assert self.rows.attention_mask is not None
+        return F.pad(self.rows.attention_mask, (0, num_keys - self.length), value=1)
+
+
+def mask_of_drawn(
+    padding_mask: Tensor | None, num_keys: int, past_length: int, num_new: int, device
+) -> Tensor | None:
+    """True where a new id may look, ``(B or 1, 1, N, K)``; ``None`` if that is everywhere."""
+    mask = None
+    if num_keys > past_length + 1:
+        columns = torch.arange(num_keys, device=device)
+        last = past_length + torch.arange(num_new, device=device)[:, None] if num_new > 1 else None
+        mask = columns <= (past_length if last is None else last)
+        mask = mask.view(1, 1, num_new, num_keys)
+    if padding_mask is not None:
+        visible = padding_mask.bool()[:, None, None]
+        mask = visible.expand(-1, -1, num_new, -1) if mask is None else mask & visible
+    return mask

@@ -1,0 +1,180 @@
+"""Draws lines of made-up text as small pictures, for :mod:`reading_task`. Needs no torch.
+
+A line is a word of random letters, consonants and vowels in turn, or ends in a number: what is not
+seen cannot be guessed. The fonts are the twelve text faces of DejaVu, which matplotlib brings.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+OBLIQUE = ("", "-Bold", "-Oblique", "-BoldOblique")
+FACES = {
+    "DejaVuSans": OBLIQUE,
+    "DejaVuSansMono": OBLIQUE,
+    "DejaVuSerif": ("", "-Bold", "-Italic", "-BoldItalic"),
+}
+DIGITS = "0123456789"
+QUESTION = "Read."
+# In pixels.
+SIZES_OF_FONTS = 22, 30
+MARGINS = 3, 10
+DOWN = 8
+ROWS_A_TASK = 500
+# Shorter ones are few, and many of them come again and again.
+SHORTEST_HELD_OUT = 5
+ONE_IN = 20
+
+
+@dataclass(frozen=True)
+class Script:
+    """What words are made of; ``last`` may end one."""
+
+    consonants: str
+    vowels: str
+    last: str
+
+    @property
+    def characters(self) -> str:
+        return "".join(dict.fromkeys(self.consonants + self.vowels + self.last + DIGITS))
+
+
+SCRIPTS = {
+    "latin": Script("bcdfghjklmnpqrstvwxz", "aeiouy", "nrst"),
+    "greek": Script("βγδζθκλμνξπρστφχψ", "αεηιουω", "νς"),
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some rows of a set: lines of ``shortest`` to ``longest`` characters."""
+
+    rows: int
+    script: str
+    shortest: int
+    longest: int
+    plain: float = 0.0
+    """So many of them are drawn plainly: :func:`draw_line`."""
+    held_out: bool = False
+    """Whether its lines are those of :func:`is_held_out`, or all others."""
+
+
+def make_text(script: Script, length: int, rng: random.Random) -> str:
+    """A word of ``length`` characters; one in six of four or more ends in a number."""
+    if length == 1:
+        return rng.choice(script.characters)
+    digits = rng.randint(1, 3) if length >= 4 and rng.random() < 1 / 6 else 0
+    begin = rng.randrange(2)
+    word = [
+        rng.choice(script.vowels if place % 2 else script.consonants)
+        for place in range(begin, begin + length - digits)
+    ]
+    if length >= 3 and not digits and rng.random() < 0.3:
+        word[-1] = rng.choice(script.last)
+    return "".join([*word, *rng.choices(DIGITS, k=digits)])
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a line is never trained on."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return len(text) >= SHORTEST_HELD_OUT and int.from_bytes(digest[:8], "big") % ONE_IN == 0
+
+
+@cache
+def font_files() -> tuple[str, ...]:
+    from matplotlib import get_data_path
+
+    folder = Path(get_data_path(), "fonts", "ttf")
+    return tuple(str(folder / f"{name}{face}.ttf") for name in FACES for face in FACES[name])
+
+
+@cache
+def font(path: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(path, size)
+
+
+def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> Image.Image:
+    """A grey square of ``side`` pixels with the line in it: from the left, halfway down, but never
+    in quite the same place, and in one of several sizes.
+
+    Args:
+        plain: Black on white, without blur and noise.
+    """
+    file = rng.choice(font_files())
+    margin = rng.uniform(*MARGINS)
+    widest = (side - margin - MARGINS[0]) / font(file, 100).getlength(text) * 100
+    face = font(file, int(min(rng.uniform(*SIZES_OF_FONTS), widest)))
+    ground, ink = 255, 0
+    if not plain:
+        dark, bright = rng.randint(0, 80), rng.randint(175, 255)
+        ground, ink = (bright, dark) if rng.random() < 0.8 else (dark, bright)
+    image = Image.new("L", (side, side), ground)
+    height = side / 2 + rng.uniform(-DOWN, DOWN)
+    ImageDraw.Draw(image).text((margin, height), text, font=face, fill=ink, anchor="lm")
+    if plain:
+        return image
+    image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 0.7)))
+    noise = np.random.default_rng(rng.getrandbits(32)).normal(0, rng.uniform(0, 10), (side, side))
+    return Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+
+
+def draw_rows(share: Share, seed: int, folder: Path, side: int) -> list[dict]:
+    """Draw a share as JPEG files in ``folder``; returns its rows, for a file beside it."""
+    rng, rows = random.Random(seed), []
+    for number in range(share.rows):
+        while True:
+            length = rng.randint(share.shortest, share.longest)
+            text = make_text(SCRIPTS[share.script], length, rng)
+            if is_held_out(text) == share.held_out:
+                break
+        name = f"{folder.name}/{seed}-{number}.jpg"
+        image = draw_line(text, side, rng, plain=rng.random() < share.plain)
+        image.save(folder.parent / name, quality=85)
+        user = {"role": "user", "image": name, "content": QUESTION}
+        rows.append({"messages": [user, {"role": "assistant", "content": text}]})
+    return rows
+
+
+def draw_set(file: Path, shares: Sequence[Share], seed: int, side: int, processes: int) -> int:
+    """Draw a set of rows, the shares mixed: JSONL, and a folder of pictures beside it.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ValueError: a share is to be held out, and has lines too short for that.
+    """
+    folder = file.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for share in shares:
+        if share.held_out and share.shortest < SHORTEST_HELD_OUT:
+            raise ValueError(
+                f"lines of {share.shortest} characters cannot be held out; expected at least "
+                f"{SHORTEST_HELD_OUT}"
+            )
+        for start in range(0, share.rows, ROWS_A_TASK):
+            number = min(ROWS_A_TASK, share.rows - start)
+            parts.append(Share(**vars(share) | {"rows": number}))
+    seeds = [seed * 10**6 + part for part in range(len(parts))]
+    rest = [folder] * len(parts), [side] * len(parts)
+    if processes == 1:
+        drawn = map(draw_rows, parts, seeds, *rest)
+        rows = [row for part in drawn for row in part]
+    else:
+        # Not forked: this process may have threads.
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            rows = [row for part in pool.map(draw_rows, parts, seeds, *rest) for row in part]
+    random.Random(seed).shuffle(rows)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    file.write_text(text, encoding="utf-8")  # last: who finds it finds all of its pictures
+    return len(rows)

@@ -1,0 +1,260 @@
+"""A drawn token costs nothing but its layers: no wait for the device, no row grown, one graph.
+
+What is drawn is in test_generation.py and test_generation_modes.py.
+"""
+
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig, StaticCache
+
+from glm4v_patched.remote import attention
+from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
+
+FIXED = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
+GREEDY = FIXED | {"do_sample": False}
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "two samples": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+}
+IMAGES = {"text": [], "three ids": three_id_image(), "grown": grown_image()}
+
+
+def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
+    """Unlike numbers of images and, if there are two rows, unlike padding."""
+    rows = [
+        [*image, *text(4, seed=3), *image, *text(2, seed=4)],
+        [*text(6, seed=1), *image, *text(9, seed=2)],
+    ][:num_rows]
+    number = sum(row.count(image[0]) for row in rows) if image else 0
+    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls that read a tensor on the host, with what they were called on."""
+
+    NAMES = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy")
+    NAMES += ("nonzero", "unique", "masked_select", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in self.NAMES:
+            self.waits.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators; those that wait for the device apart."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.waits = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        self.names.append(name)
+        # An index of flags waits for their number.
+        flags = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in self.WAITS or flags:
+            self.waits.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of all that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in (made,) if isinstance(x, torch.Tensor)}
+        return made
+
+
+class Counted:
+    """What every step of ``generate`` does in the model's own code; the first one is the prompt."""
+
+    def __init__(self):
+        self.waits, self.outside = [], []
+
+    @contextmanager
+    def of(self, model):
+        in_layers = []
+
+        def counting(function, is_new_step):
+            @wraps(function)  # generate reads their signatures
+            def counted(*args, **kwargs):
+                if is_new_step:
+                    self.waits.append([])
+                    self.outside.append([])
+                with Calls() as calls, Operators() as operators:
+                    in_layers.append(operators)
+                    result = function(*args, **kwargs)
+                self.waits[-1] += calls.waits + operators.waits
+                self.outside[-1] += operators.names
+                return result
+
+            return counted
+
+        def enter(_, given):
+            in_layers[-1].before = len(in_layers[-1].names)
+
+        def leave(_, given, made):
+            del in_layers[-1].names[in_layers[-1].before :]
+
+        with ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name in ("prepare_inputs_for_generation", "forward"):
+                is_new_step = name == "prepare_inputs_for_generation"
+                patch.setattr(model, name, counting(getattr(model, name), is_new_step))
+            for layer in model.transformer.encoder.layers:
+                stack.callback(layer.register_forward_pre_hook(enter).remove)
+                stack.callback(layer.register_forward_hook(leave).remove)
+            yield self
+
+
+# Measured with transformers 4.57.6 and 5.23.0: up to 38, of which 11 are the position's angles and
+# 6 the norm at the end. Rows that were grown again took 203.
+MOST_OPERATORS = 40
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_rows, cache):
+    options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
+    with Counted().of(model) as counted:
+        model.generate(**batch_of(IMAGES[image], num_rows), **options)
+    assert counted.waits[0], "the prompt is checked, which the device has to say"
+    assert counted.waits[1:] == [[]] * 5
+    assert max(map(len, counted.outside[1:])) <= MOST_OPERATORS < len(counted.outside[0])
+
+
+def compiling(backend="aot_eager") -> CompileConfig:
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.fixture
+def fresh_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, num_rows):
+    """With left padding and without, pictures in either form, greedy and sampled."""
+    static = {"cache_implementation": "static", "compile_config": compiling()}
+    for image in IMAGES.values():
+        batch = batch_of(image, num_rows)
+        for mode in ("greedy", "sampled"):
+            options = FIXED | MODES[mode]
+            torch.manual_seed(0)
+            want = model.generate(**batch, **options)
+            torch.manual_seed(0)
+            got = model.generate(**batch, **options, **static)
+            assert torch.equal(got, want)
+            torch.manual_seed(0)
+            assert torch.equal(model.generate(**batch, **options, use_cache=False), want)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_a_static_cache_holds_rows_that_grow(model):
+    batch = batch_of(three_id_image())
+    output = model.generate(
+        **batch, **GREEDY, cache_implementation="static", return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, model.generate(**batch, **GREEDY))
+    grown = model(**batch).logits.shape[1]
+    assert int(output.past_key_values.get_seq_length()) == grown + 5
+    room = output.past_key_values.layers[0].max_cache_len
+    assert room == 64 and grown > batch["input_ids"].shape[1]
+
+
+def test_a_cache_that_is_too_small_is_refused(model):
+    batch = batch_of(three_id_image(), 1)
+    grown = model(**batch).logits.shape[1]
+    for room in (grown - 1, grown + 2):
+        cache = StaticCache(config=model.config, max_cache_len=room)
+        with pytest.raises(ValueError, match=f"has room for {room} positions but the rows take"):
+            model.generate(**batch, **GREEDY, past_key_values=cache)
+
+
+def test_a_drawn_token_beyond_the_position_table_is_refused():
+    model = tiny_model(seq_length=16)
+    ids = torch.tensor([text(13)])
+    with pytest.raises(ValueError, match="reaches position 16, but the position table ends at 15"):
+        model.generate(ids, **GREEDY)
+    assert model.generate(ids, **(GREEDY | {"max_new_tokens": 4})).shape[1] == 17
+
+
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("masked", ["none", "all alike", "by row"])
+def test_every_kernel_gives_the_attention_of_repeated_keys(kernel, rows, masked, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, 8, 1, 16, generator=generator)
+    key, value = torch.randn(2, rows, 2, 40, 16, generator=generator)
+    mask = torch.rand(rows if masked == "by row" else 1, 1, 1, 40, generator=generator) < 0.7
+    mask = None if masked == "none" else mask
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, *(x.repeat_interleave(4, dim=1) for x in (key, value)), attn_mask=mask
+    )
+    monkeypatch.setattr(attention, "forced_kernel", kernel)
+    got = attention.attend_to_cache(query, key, value, mask)
+    assert got.shape == (rows, 1, 8, 16)
+    # fp32. Measured 6e-7.
+    assert (got - want.transpose(1, 2)).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 2, 6], ids="{} rows".format)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_drawn_token_repeats_no_keys(model, cache, num_rows):
+    """Whatever the mask and the kernel: nothing is as large as the keys of all query heads."""
+    batch = padded([text(20 + i, seed=i) for i in range(num_rows)], "left")
+    options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
+    seen, step = [], model.transformer._decode
+
+    def seen_step(*args, **kwargs):
+        with Shapes() as shapes:
+            result = step(*args, **kwargs)
+        seen.append(shapes.seen)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.transformer, "_decode", seen_step)
+        model.generate(**batch, **options)
+    heads = model.config.num_attention_heads
+    assert len(seen) == 5 and heads > model.config.num_key_value_heads
+    assert not [
+        shape
+        for of in seen
+        for shape in of
+        if len(shape) == 4 and shape[2] > 20 and shape[1] == heads
+    ]
