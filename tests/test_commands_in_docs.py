@@ -41,6 +41,7 @@ ELSEWHERE = {
     ".venv/bin/pytest": ".ci/run: its second block",
     "apt-get install g++": ".ci/run",
     'pip install -e ".[train]"': ".ci/run: its first block",
+    'pip install -e ".[serve]"': ".ci/run: in [dev]",
     "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
@@ -396,6 +397,30 @@ def test_adapters_load_and_are_merged(given, reader, trained):
     without_package = "import sys\nsys.modules['glm4v_patched'] = None\n"
     adapters = load.replace("my_adapter", "trained")
     reader.python(without_package + adapters + MERGED_IS_THE_SAME)
+
+
+@pytest.mark.slow
+@runs("glm4v-patched serve ", "import base64")
+def test_a_model_is_served(given, reader):
+    [code] = [text for text in given if text.startswith("import")]
+    [command] = [text for text in given if text.endswith(" trained")]
+    log = reader.folder / "serve.log"
+    command = command.replace("trained", "tiny --served-model-name trained")
+    shell = ["bash", "-c", f"exec {command} --port 0 --device cpu --max-new-tokens 3"]
+    with log.open("w") as output:
+        serving = subprocess.Popen(
+            shell, cwd=reader.folder, env=reader.environment, stdout=output, stderr=output
+        )
+    try:
+        end = time.monotonic() + 120
+        while not (found := re.search(r"is served at (\S+)", log.read_text())):
+            assert serving.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        assert "http://127.0.0.1:8000/v1" in code
+        reader.python(code.replace("http://127.0.0.1:8000/v1", found[1]))
+    finally:
+        serving.kill()
+        serving.wait()
 
 
 @pytest.mark.slow

@@ -46,6 +46,12 @@ def add_commands(commands) -> None:
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
     _add_generation(chat, 512, beams=False)
 
+    serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
+    serve.set_defaults(run=_serve)
+    _add_source(serve)
+    _add_server(serve)
+    _add_generation(serve, 512, beams=False)
+
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
@@ -54,6 +60,24 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
     bits = "hold the weights in 4 bits, on a GPU that they do not fit on"
     parser.add_argument("--load-in-4bit", action="store_true", help=bits)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    engine = "what computes; auto: vllm on a GPU where it is installed (default: auto)"
+    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 is any that is free (default: 8000)")
+    name = "what clients call the model (default: MODEL_OR_ADAPTER)"
+    add("--served-model-name", metavar="NAME", help=name)
+    key = "what clients have to send; GLM4V_PATCHED_API_KEY in the environment is the same"
+    add("--api-key", metavar="KEY", help=key)
+    fetched = "fetch pictures that clients name by http(s), from wherever this machine reaches"
+    add("--allow-urls", action="store_true", help=fetched)
+    body = "millions of bytes that a request may have (default: 32)"
+    add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
+    pixels = "millions of pixels that a picture may have (default: 50)"
+    add("--max-picture-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -178,4 +202,37 @@ def _chat(options: argparse.Namespace) -> None:
         in_4_bit=options.load_in_4bit,
         generation=_generation(options),
         system=options.system,
+    )
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from .serving.limits import MOST_MEGAPIXELS, Limits
+    from .serving.serve import Request, api_key_of, hosts_of, serve
+
+    key = api_key_of(options.api_key, "GLM4V_PATCHED_API_KEY")
+    if options.max_picture_megapixels > MOST_MEGAPIXELS:
+        raise ValueError(
+            f"--max-picture-megapixels {options.max_picture_megapixels}: more than "
+            f"{MOST_MEGAPIXELS} are refused by Pillow"
+        )
+    limits = Limits(
+        api_key=key,
+        hosts=hosts_of(options.host, key),
+        max_body_bytes=options.max_body_mb * 10**6,
+        max_pixels=options.max_picture_megapixels * 10**6,
+        allow_urls=options.allow_urls,
+    )
+    serve(
+        Request(
+            model=options.model,
+            name=options.served_model_name or options.model,
+            revision=options.revision,
+            device=options.device,
+            in_4_bit=options.load_in_4bit,
+            engine=options.engine,
+            host=options.host,
+            port=options.port,
+            generation=_generation(options),
+            limits=limits,
+        )
     )
