@@ -6,9 +6,10 @@ Imports no torch before it must.
 import importlib.util
 import ipaddress
 import os
+import shlex
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...finetune.preflight import place
@@ -16,6 +17,7 @@ from ...printed import pip_install
 from ..questions import Generation
 from ..source import find_source
 from .limits import Limits
+from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
 
 ENGINES = ("auto", "transformers", "vllm")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -51,6 +53,67 @@ def serve(request: Request) -> None:
     Raises:
         ValueError: the model, the address or the options cannot be used, before torch is imported.
         RuntimeError: a package or a GPU is missing.
+    """
+    engine, program = choose_engine(request)
+    if engine == "vllm":
+        serve_by_vllm(request, program)
+    else:
+        serve_by_transformers(request)
+
+
+def choose_engine(request: Request) -> tuple[str, str]:
+    """ "vllm" or "transformers", and vLLM's program.
+
+    Raises:
+        ValueError: vLLM cannot do what is asked for; RuntimeError: it is not installed.
+    """
+    program = find_vllm() or ""
+    cannot = [
+        told
+        for is_asked, told in (
+            (request.device == "cpu", "--device cpu"),
+            (request.in_4_bit, "--load-in-4bit"),
+            (request.port == 0, "--port 0"),
+        )
+        if is_asked
+    ]
+    if request.engine == "transformers":
+        return "transformers", program
+    if request.engine == "auto":
+        return "vllm" if program and not cannot else "transformers", program
+    if cannot:
+        raise ValueError(
+            f"--engine vllm does not take {' and '.join(cannot)}; leave it out, or take --engine "
+            "transformers"
+        )
+    if not program:
+        raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
+    return "vllm", program
+
+
+def serve_by_vllm(request: Request, program: str) -> None:
+    """Become vLLM's server.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`serve`.
+    """
+    require_plugin()
+    place(1, request.device)
+    listen(request.host, request.port).close()
+    base = find_source(request.model, request.revision)
+    address = request.host, request.port
+    command = vllm_command(program, base, request.name, address, request.generation)
+    command += media_options(request.limits)
+    print(f"vLLM serves {request.name}: {shlex.join(command)}", flush=True)
+    limits = replace(request.limits, most_at_once=None, reads_pictures=True)
+    os.execve(command[0], command, environment_of(limits))
+
+
+def serve_by_transformers(request: Request) -> None:
+    """Serve with this package's own code.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`serve`.
     """
     require_packages()
     placement = place(1, request.device)
