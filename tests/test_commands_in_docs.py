@@ -42,6 +42,8 @@ ELSEWHERE = {
     "apt-get install g++": ".ci/run",
     'pip install -e ".[train]"': ".ci/run: its first block",
     'pip install -e ".[serve]"': ".ci/run: in [dev]",
+    'pip install -e ".[web]"': "tests/inference/test_web.py: skipped where it is missing",
+    "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
     "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
@@ -427,10 +429,10 @@ def test_a_model_is_served(given, reader):
 @runs(
     "glm4v-patched answer ",
     "glm4v-patched evaluate ",
-    "glm4v-patched chat ",
+    "glm4v-patched chat trained",
     ".venv/bin/glm4v-patched answer ",
     ".venv/bin/glm4v-patched evaluate ",
-    ".venv/bin/glm4v-patched chat ",
+    ".venv/bin/glm4v-patched chat trained",
     "def starts_right",
 )
 def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):

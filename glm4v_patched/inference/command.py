@@ -41,6 +41,11 @@ def add_commands(commands) -> None:
     chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
     chat.set_defaults(run=_chat)
     _add_source(chat)
+    second = "a second model for --web, shown beside the first"
+    chat.add_argument("other", nargs="?", metavar="MODEL2", help=second)
+    page = "show a page in the browser, which only this machine reaches"
+    chat.add_argument("--web", action="store_true", help=page)
+    chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
     shown = "a picture that the first question shows; several are allowed"
     chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
@@ -192,11 +197,32 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    if options.web:
+        return _chat_in_browser(options)
+    for given, name in ((options.other, "a second model"), (options.port, "--port")):
+        if given is not None:
+            raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
     from .chat import chat
 
     chat(
         options.model,
         options.image,
+        revision=options.revision,
+        device=options.device,
+        in_4_bit=options.load_in_4bit,
+        generation=_generation(options),
+        system=options.system,
+    )
+
+
+def _chat_in_browser(options: argparse.Namespace) -> None:
+    if options.image:
+        raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
+    from .web import chat_in_browser
+
+    chat_in_browser(
+        [options.model] if options.other is None else [options.model, options.other],
+        port=7860 if options.port is None else options.port,
         revision=options.revision,
         device=options.device,
         in_4_bit=options.load_in_4bit,
