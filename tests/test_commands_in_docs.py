@@ -59,6 +59,7 @@ ELSEWHERE = {
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
+    "pip install torchao": "tests/inference/test_weights.py: skipped where it is missing",
     "pip install liger-kernel": "tests/patch/test_kernels_gpu.py, on a GPU",
     # Needs an environment of its own, or other machines.
     "glm4v-patched compare": "tests/compare/test_compare.py",

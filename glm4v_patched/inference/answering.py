@@ -46,7 +46,7 @@ class Job:
 
     base: Base
     device: str
-    in_4_bit: bool
+    weights: str | None
     generation: Generation
 
     def to_json(self) -> str:
@@ -191,7 +191,7 @@ def serve(text: str) -> None:
     job = Job.from_json(text)
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout, sys.stderr
-    answerer = Answerer(load(job.base, job.device, job.in_4_bit), job.generation)
+    answerer = Answerer(load(job.base, job.device, job.weights), job.generation)
 
     def answer(question: dict) -> dict:
         try:

@@ -63,8 +63,14 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
     device = "cpu: without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
-    bits = "hold the weights in 4 bits, on a GPU that they do not fit on"
-    parser.add_argument("--load-in-4bit", action="store_true", help=bits)
+    fewer = parser.add_argument_group("weights in fewer bytes; one of these")
+    held = fewer.add_mutually_exclusive_group()
+    for bits in ("4", "8"):
+        told = f"hold the layers' weights in {bits} bits (bitsandbytes, on a GPU)"
+        name, value = f"--load-in-{bits}bit", f"{bits}bit"
+        held.add_argument(name, dest="weights", action="store_const", const=value, help=told)
+    told = "hold the layers' weights in 8 bits, as integers or floating point (torchao)"
+    held.add_argument("--torchao", dest="weights", choices=("int8", "fp8"), help=told)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +153,7 @@ def _request(options: argparse.Namespace):
         device=options.device,
         processes=options.processes,
         batch_size=options.batch_size,
-        in_4_bit=options.load_in_4bit,
+        weights=options.weights,
         generation=_generation(options),
     )
 
@@ -209,7 +215,7 @@ def _chat(options: argparse.Namespace) -> None:
         options.image,
         revision=options.revision,
         device=options.device,
-        in_4_bit=options.load_in_4bit,
+        weights=options.weights,
         generation=_generation(options),
         system=options.system,
     )
@@ -225,7 +231,7 @@ def _chat_in_browser(options: argparse.Namespace) -> None:
         port=7860 if options.port is None else options.port,
         revision=options.revision,
         device=options.device,
-        in_4_bit=options.load_in_4bit,
+        weights=options.weights,
         generation=_generation(options),
         system=options.system,
     )
@@ -254,7 +260,7 @@ def _serve(options: argparse.Namespace) -> None:
             name=options.served_model_name or options.model,
             revision=options.revision,
             device=options.device,
-            in_4_bit=options.load_in_4bit,
+            weights=options.weights,
             engine=options.engine,
             host=options.host,
             port=options.port,

@@ -16,7 +16,7 @@ from .serving.errors import ApiError
 from .serving.limits import Limits
 from .serving.pictures import require_size
 from .serving.serve import is_installed, listen
-from .source import find_source
+from .source import check_weights, find_source
 
 if TYPE_CHECKING:
     from .serving.engine import Engine
@@ -34,7 +34,7 @@ def chat_in_browser(
     port: int = 7860,
     revision: str | None = None,
     device: Any = "cuda",
-    in_4_bit: bool = False,
+    weights: str | None = None,
     generation: Generation | None = None,
     system: str | None = None,
 ) -> None:
@@ -51,12 +51,11 @@ def chat_in_browser(
     """
     if not is_installed("gradio"):
         raise RuntimeError(f"--web needs gradio: {pip_install('gradio')}")
-    if in_4_bit and device == "cpu":
-        raise ValueError("--load-in-4bit needs a GPU, and --device is cpu: leave one out")
+    check_weights(weights, device)
     placement = place(1, device)
     with listen(HOST, port) as listener:  # gradio takes no socket, only its number
         port = listener.getsockname()[1]
-    bases = [find_source(model, revision, in_4_bit) for model in models]
+    bases = [find_source(model, revision, weights) for model in models]
 
     from ..remote.configuration_chatglm import ChatGLMConfig
     from .answering import Answerer
@@ -66,7 +65,7 @@ def chat_in_browser(
     generation = generation or Generation()
     engines = []
     for base in bases:
-        loaded = load(base, "cpu" if placement.on_cpu else "cuda", in_4_bit)
+        loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
         config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
         engines.append(Engine(Answerer(loaded, generation), config.seq_length))
     with tempfile.TemporaryDirectory(prefix="glm4v_patched_web") as folder:

@@ -15,7 +15,7 @@ from typing import Any
 from ...finetune.preflight import place
 from ...printed import pip_install
 from ..questions import Generation
-from ..source import find_source
+from ..source import check_weights, find_source
 from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
 
@@ -39,7 +39,7 @@ class Request:
     name: str
     revision: str | None = None
     device: Any = "cuda"
-    in_4_bit: bool = False
+    weights: str | None = None
     engine: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -72,7 +72,7 @@ def choose_engine(request: Request) -> tuple[str, str]:
         told
         for is_asked, told in (
             (request.device == "cpu", "--device cpu"),
-            (request.in_4_bit, "--load-in-4bit"),
+            (request.weights is not None, "weights in fewer bytes"),
             (request.port == 0, "--port 0"),
         )
         if is_asked
@@ -116,11 +116,10 @@ def serve_by_transformers(request: Request) -> None:
         ValueError, RuntimeError: as :func:`serve`.
     """
     require_packages()
+    check_weights(request.weights, request.device)
     placement = place(1, request.device)
-    if request.in_4_bit and placement.on_cpu:
-        raise ValueError("--load-in-4bit needs a GPU, and --device is cpu: leave one out")
     listener = listen(request.host, request.port)
-    base = find_source(request.model, request.revision, request.in_4_bit)
+    base = find_source(request.model, request.revision, request.weights)
 
     import uvicorn
 
@@ -132,7 +131,7 @@ def serve_by_transformers(request: Request) -> None:
 
     if request.limits.api_key is None and not is_local(request.host):
         print(f"whoever reaches {request.host} may use this server: there is no --api-key")
-    loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.in_4_bit)
+    loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
     limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
     engine = Engine(Answerer(loaded, request.generation), limit, _log)
 
