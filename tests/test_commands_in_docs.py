@@ -43,6 +43,7 @@ ELSEWHERE = {
     'pip install -e ".[train]"': ".ci/run: its first block",
     'pip install -e ".[serve]"': ".ci/run: in [dev]",
     'pip install -e ".[web]"': "tests/inference/test_web.py: skipped where it is missing",
+    "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
     "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
     "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
