@@ -41,6 +41,10 @@ ELSEWHERE = {
     ".venv/bin/pytest": ".ci/run: its second block",
     "apt-get install g++": ".ci/run",
     'pip install -e ".[train]"': ".ci/run: its first block",
+    'pip install -e ".[serve]"': ".ci/run: in [dev]",
+    'pip install -e ".[web]"': "tests/inference/test_web.py: skipped where it is missing",
+    "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
+    "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
     "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
@@ -57,6 +61,7 @@ ELSEWHERE = {
     "PYTHONPATH=. python -m tests.distributed.reading": "tests/distributed/test_reading_task.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
+    "pip install torchao": "tests/inference/test_weights.py: skipped where it is missing",
     "pip install liger-kernel": "tests/patch/test_kernels_gpu.py, on a GPU",
     # vLLM, in an environment of its own.
     'pip install "glm4v-patched[vllm]"': "by hand: it takes gigabytes",
@@ -406,13 +411,37 @@ def test_adapters_load_and_are_merged(given, reader, trained):
 
 
 @pytest.mark.slow
+@runs("glm4v-patched serve ", "import base64")
+def test_a_model_is_served(given, reader):
+    [code] = [text for text in given if text.startswith("import")]
+    [command] = [text for text in given if text.endswith(" trained")]
+    log = reader.folder / "serve.log"
+    command = command.replace("trained", "tiny --served-model-name trained")
+    shell = ["bash", "-c", f"exec {command} --port 0 --device cpu --max-new-tokens 3"]
+    with log.open("w") as output:
+        serving = subprocess.Popen(
+            shell, cwd=reader.folder, env=reader.environment, stdout=output, stderr=output
+        )
+    try:
+        end = time.monotonic() + 120
+        while not (found := re.search(r"is served at (\S+)", log.read_text())):
+            assert serving.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        assert "http://127.0.0.1:8000/v1" in code
+        reader.python(code.replace("http://127.0.0.1:8000/v1", found[1]))
+    finally:
+        serving.kill()
+        serving.wait()
+
+
+@pytest.mark.slow
 @runs(
     "glm4v-patched answer ",
     "glm4v-patched evaluate ",
-    "glm4v-patched chat ",
+    "glm4v-patched chat trained",
     ".venv/bin/glm4v-patched answer ",
     ".venv/bin/glm4v-patched evaluate ",
-    ".venv/bin/glm4v-patched chat ",
+    ".venv/bin/glm4v-patched chat trained",
     "def starts_right",
 )
 def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):

@@ -61,7 +61,7 @@ class PictureFiles:
                 f"image is {as_words(picture)}; expected the path of one picture{cure}"
             )
         if picture[:5].lower() == "data:":
-            return self._written(_from_data_url(picture))
+            return self._written(from_data_url(picture))
         if picture[:8].lower().startswith(("http://", "https://")):
             return self._fetched(picture)
         if "://" in picture[:12]:
@@ -79,7 +79,7 @@ class PictureFiles:
         path = self._store() / name
         if path.is_file():
             return str(path)
-        content = _fetch(url)
+        content = fetch(url)
         _require_picture(url, content)
         return self._write(path, content)
 
@@ -113,7 +113,8 @@ class PictureFiles:
         return str(path)
 
 
-def _from_data_url(url: str) -> bytes:
+def from_data_url(url: str) -> bytes:
+    """Raises ``ValueError`` if it is no base64."""
     head, comma, content = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise ValueError(f"image is {as_words(url)}; expected data:image/...;base64,...")
@@ -124,17 +125,22 @@ def _from_data_url(url: str) -> bytes:
         raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
 
 
-def _fetch(url: str) -> bytes:
+def fetch(url: str, most: int = MOST_BYTES_FETCHED) -> bytes:
+    """What lies behind an URL of http(s).
+
+    Raises:
+        ValueError: it cannot be fetched, or has more than ``most`` bytes.
+    """
     # Some hosts refuse Python's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "glm4v-patched"})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
-            content = answer.read(MOST_BYTES_FETCHED + 1)
+            content = answer.read(most + 1)
             missing = answer.length or 0  # of what was announced; read() says nothing of it
     except (OSError, HTTPException, ValueError) as error:
         raise ValueError(f"the image {as_words(url)} cannot be fetched: {error}") from None
-    if len(content) > MOST_BYTES_FETCHED:
-        raise ValueError(f"the image {as_words(url)} has over {MOST_BYTES_FETCHED:,} bytes")
+    if len(content) > most:
+        raise ValueError(f"the image {as_words(url)} has over {most:,} bytes")
     if missing:
         raise ValueError(
             f"the image {as_words(url)} cannot be fetched: the connection ended after "

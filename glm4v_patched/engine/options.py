@@ -38,6 +38,7 @@ PACKAGES = {
     "qlora": ["peft", "bitsandbytes"],
     "adamw_8bit": ["bitsandbytes"],
     "liger": ["liger_kernel"],
+    "torchao": ["torchao"],
 }
 
 

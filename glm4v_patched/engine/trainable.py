@@ -106,11 +106,16 @@ def upcast_trained(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def quantization_options(dtype: torch.dtype, device: torch.device | str) -> dict:
-    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does."""
+def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
+    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does.
+
+    Args:
+        bits: 4, or 8 (LLM.int8), which is for inference.
+    """
     require_packages("qlora")
     config = BitsAndBytesConfig(
-        load_in_4bit=True,
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,

@@ -20,7 +20,7 @@ from .questions import (
     digest_questions,
     read_questions,
 )
-from .source import find_source
+from .source import check_weights, find_source
 
 if TYPE_CHECKING:
     from .answering import Answer
@@ -43,16 +43,13 @@ class Request:
     device: Any = "cuda"
     processes: int | None = None
     batch_size: int = 8
-    in_4_bit: bool = False
+    weights: str | None = None
     generation: Generation = Generation()
     cache: str = "auto"
 
     def place(self) -> Placement:
         """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
-        if self.in_4_bit and self.device == "cpu":
-            raise ValueError(
-                "--load-in-4bit needs a GPU, and --device is cpu; leave one of them out"
-            )
+        check_weights(self.weights, self.device)
         return place(self.processes, self.device)
 
 
@@ -67,7 +64,7 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
             loaded; RuntimeError: answering failed, and what was answered is in ``out``.
     """
     placement = request.place()
-    base = find_source(request.model, request.revision, request.in_4_bit)
+    base = find_source(request.model, request.revision, request.weights)
     questions = read_questions(request.data)
     settings = settings_of(request, base, questions, digest_pictures(questions))
     return answer_questions(request, placement, base, questions, settings, out, overwrite)
@@ -116,7 +113,9 @@ def settings_of(
     Args:
         pictures: Of :func:`questions.digest_pictures`.
     """
-    options = asdict(request.generation) | {"load_in_4bit": request.in_4_bit}
+    options = asdict(request.generation) | {"load_in_4bit": request.weights == "4bit"}
+    if request.weights not in (None, "4bit"):
+        options["weights"] = request.weights
     data = digest_questions(questions, pictures)
     return {"model": identify(base), "data": data, "options": options}
 
@@ -142,13 +141,13 @@ def answers(
     if number == 1:
         from .loading import load
 
-        loaded = load(base, device, request.in_4_bit)
+        loaded = load(base, device, request.weights)
         answerer = Answerer(loaded, request.generation, cache)
         for part in parts:
             replies = answerer.answer([q.prompt for q in part], part[0].row)
             yield from zip(part, replies, strict=True)
         return
-    job = Job(base, device, request.in_4_bit, request.generation, cache)
+    job = Job(base, device, request.weights, request.generation, cache)
     command = python_module("glm4v_patched.inference.answering", job.to_json())
     asked = [
         {"prompts": [q.prompt for q in part], "number": part[0].row, "rows": [q.row for q in part]}

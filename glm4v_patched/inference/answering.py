@@ -50,7 +50,7 @@ class Job:
 
     base: Base
     device: str
-    in_4_bit: bool
+    weights: str | None
     generation: Generation
     cache: str = "dynamic"
 
@@ -84,10 +84,7 @@ class Answerer:
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
         self.end_ids = [ends] if isinstance(ends, int) else list(ends)
-        # All of it anew: what the folder says of sampling and lengths is for other uses.
-        self.model.generation_config = GenerationConfig(
-            **generation.given(), eos_token_id=self.end_ids, pad_token_id=config.pad_token_id
-        )
+        self._generate_by(generation)
 
     def answer(
         self, prompts: Sequence[list[dict]], number: int = 0, streamer: "Words | None" = None
@@ -103,34 +100,59 @@ class Answerer:
         Raises:
             RuntimeError: the GPU's memory does not suffice.
         """
-        batch = self.encode(prompts)
-        if self.generation.do_sample:
-            torch.manual_seed(self.generation.seed * 1_000_003 + number)
+        new = self.generate(self.encode(prompts), self.generation, number, streamer=streamer)
+        texts = self.processor.batch_decode(new, skip_special_tokens=True)
+        return [
+            Answer(text.strip(), "stop" if end else "length")
+            for text, end in zip(texts, self.have_ended(new), strict=True)
+        ]
+
+    def generate(
+        self, batch, generation: Generation, number: int = 0, **options: Any
+    ) -> torch.Tensor:
+        """The new ids of each row, ``[B, R]``.
+
+        Args:
+            batch: Of :meth:`encode`.
+            number: As :meth:`answer` takes it.
+            **options: Of ``generate``.
+
+        Raises:
+            RuntimeError: the GPU's memory does not suffice.
+        """
+        self._generate_by(generation)
+        if generation.do_sample:
+            torch.manual_seed(generation.seed * 1_000_003 + number)
+        rows, length = batch["input_ids"].shape
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
-                ids = self.model.generate(
-                    **batch, **self._cache_options(batch["input_ids"]), streamer=streamer
-                )
+                kept = self._cache_options(rows, length + generation.max_new_tokens)
+                ids = self.model.generate(**batch, **kept, **options)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"the GPU's memory does not suffice for {len(prompts)} rows at once: lower "
+                f"the GPU's memory does not suffice for {rows} rows at once: lower "
                 f"--batch-size, or --max-new-tokens ({error})"
             ) from None
-        new = ids[:, batch["input_ids"].shape[1] :]
-        texts = self.processor.batch_decode(new, skip_special_tokens=True)
-        ends = torch.isin(new, torch.tensor(self.end_ids, device=new.device)).any(-1).tolist()
-        return [
-            Answer(text.strip(), "stop" if end else "length")
-            for text, end in zip(texts, ends, strict=True)
-        ]
+        return ids[:, length:]
 
-    def _cache_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
-        rows, length = input_ids.shape
+    def have_ended(self, new: torch.Tensor) -> list[bool]:
+        """Whether each of the rows of new ids ended by itself, and was not cut."""
+        return torch.isin(new, torch.tensor(self.end_ids, device=new.device)).any(-1).tolist()
+
+    def _generate_by(self, generation: Generation) -> None:
+        # All of it anew: what the folder says of sampling and lengths is for other uses.
+        self.model.generation_config = GenerationConfig(
+            **generation.given(),
+            eos_token_id=self.end_ids,
+            pad_token_id=self.model.config.pad_token_id,
+        )
+
+    def _cache_options(self, rows: int, positions: int) -> dict[str, Any]:
         self.rows = self.rows or rows
         if self.caches is None or rows != self.rows:
             return {}
-        return self.caches.options(rows, length + self.generation.max_new_tokens)
+        return self.caches.options(rows, positions)
 
     def encode(self, prompts: Sequence[list[dict]]):
         """Model inputs, padded on the left, on the model's device."""
@@ -188,7 +210,7 @@ def serve(text: str) -> None:
     job = Job.from_json(text)
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout, sys.stderr
-    answerer = Answerer(load(job.base, job.device, job.in_4_bit), job.generation, job.cache)
+    answerer = Answerer(load(job.base, job.device, job.weights), job.generation, job.cache)
 
     def answer(question: dict) -> dict:
         try:

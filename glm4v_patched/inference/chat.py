@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from ..data.decoding import find_fault
 from ..finetune.preflight import place
 from .questions import Generation
-from .source import find_source
+from .source import check_weights, find_source
 
 if TYPE_CHECKING:
     from .answering import Answerer
@@ -26,7 +26,7 @@ def chat(
     *,
     revision: str | None = None,
     device="cuda",
-    in_4_bit: bool = False,
+    weights: str | None = None,
     generation: Generation | None = None,
     system: str | None = None,
     cache: str = "auto",
@@ -46,17 +46,16 @@ def chat(
     """
     for image in images:
         check_picture(image)
-    if in_4_bit and device == "cpu":
-        raise ValueError("--load-in-4bit needs a GPU, and --device is cpu: leave one out")
+    check_weights(weights, device)
     placement = place(1, device)
-    base = find_source(model, revision, in_4_bit)
+    base = find_source(model, revision, weights)
 
     from ..remote.configuration_chatglm import ChatGLMConfig
     from .answering import Answerer
     from .loading import load
     from .static_cache import chosen
 
-    loaded = load(base, "cpu" if placement.on_cpu else "cuda", in_4_bit)
+    loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
     limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
     generation = generation or Generation()
     kept = chosen(cache, "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens)

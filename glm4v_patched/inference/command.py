@@ -13,6 +13,7 @@ def add_commands(commands) -> None:
     answer = commands.add_parser("answer", help="answer every row of a data file")
     answer.set_defaults(run=_answer)
     _add_source(answer)
+    _add_cache(answer)
     _add_data(answer)
     answer.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL to write")
     replaced = "replace what --out has, instead of continuing it"
@@ -22,6 +23,7 @@ def add_commands(commands) -> None:
     evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
     evaluate.set_defaults(run=_evaluate)
     _add_source(evaluate)
+    _add_cache(evaluate)
     _add_data(evaluate)
     folder = "folder for answers, picture sheet and metrics.json; default: nothing is written"
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help=folder)
@@ -43,10 +45,22 @@ def add_commands(commands) -> None:
     chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
     chat.set_defaults(run=_chat)
     _add_source(chat)
+    _add_cache(chat)
+    second = "a second model for --web, shown beside the first"
+    chat.add_argument("other", nargs="?", metavar="MODEL2", help=second)
+    page = "show a page in the browser, which only this machine reaches"
+    chat.add_argument("--web", action="store_true", help=page)
+    chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
     shown = "a picture that the first question shows; several are allowed"
     chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
     _add_generation(chat, 512, beams=False)
+
+    serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
+    serve.set_defaults(run=_serve)
+    _add_source(serve)
+    _add_server(serve)
+    _add_generation(serve, 512, beams=False)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +68,37 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
     device = "cpu: without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+    fewer = parser.add_argument_group("weights in fewer bytes; one of these")
+    held = fewer.add_mutually_exclusive_group()
+    for bits in ("4", "8"):
+        told = f"hold the layers' weights in {bits} bits (bitsandbytes, on a GPU)"
+        name, value = f"--load-in-{bits}bit", f"{bits}bit"
+        held.add_argument(name, dest="weights", action="store_const", const=value, help=told)
+    told = "hold the layers' weights in 8 bits, as integers or floating point (torchao)"
+    held.add_argument("--torchao", dest="weights", choices=("int8", "fp8"), help=told)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    told = "of keys and values (default: auto)"
+    parser.add_argument("--cache", choices=CACHES, default="auto", help=told)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--cache", choices=CACHES, default="auto", help="of keys and values (default: auto)")
-    bits = "hold the weights in 4 bits, on a GPU that they do not fit on"
-    parser.add_argument("--load-in-4bit", action="store_true", help=bits)
+    engine = "what computes; auto: vllm on a GPU where it is installed (default: auto)"
+    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 is any that is free (default: 8000)")
+    name = "what clients call the model (default: MODEL_OR_ADAPTER)"
+    add("--served-model-name", metavar="NAME", help=name)
+    key = "what clients have to send; GLM4V_PATCHED_API_KEY in the environment is the same"
+    add("--api-key", metavar="KEY", help=key)
+    fetched = "fetch pictures that clients name by http(s), from wherever this machine reaches"
+    add("--allow-urls", action="store_true", help=fetched)
+    body = "millions of bytes that a request may have (default: 32)"
+    add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
+    pixels = "millions of pixels that a picture may have (default: 50)"
+    add("--max-picture-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +163,7 @@ def _request(options: argparse.Namespace):
         device=options.device,
         processes=options.processes,
         batch_size=options.batch_size,
-        in_4_bit=options.load_in_4bit,
+        weights=options.weights,
         generation=_generation(options),
         cache=options.cache,
     )
@@ -173,6 +214,11 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    if options.web:
+        return _chat_in_browser(options)
+    for given, name in ((options.other, "a second model"), (options.port, "--port")):
+        if given is not None:
+            raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
     from .chat import chat
 
     chat(
@@ -180,8 +226,61 @@ def _chat(options: argparse.Namespace) -> None:
         options.image,
         revision=options.revision,
         device=options.device,
-        in_4_bit=options.load_in_4bit,
+        weights=options.weights,
         generation=_generation(options),
         system=options.system,
         cache=options.cache,
+    )
+
+
+def _chat_in_browser(options: argparse.Namespace) -> None:
+    if options.image:
+        raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
+    if options.cache == "static":
+        raise ValueError(
+            "--cache static with --web: CUDA graphs belong to one thread; leave it out"
+        )
+    from .web import chat_in_browser
+
+    chat_in_browser(
+        [options.model] if options.other is None else [options.model, options.other],
+        port=7860 if options.port is None else options.port,
+        revision=options.revision,
+        device=options.device,
+        weights=options.weights,
+        generation=_generation(options),
+        system=options.system,
+    )
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from .serving.limits import MOST_MEGAPIXELS, Limits
+    from .serving.serve import Request, api_key_of, hosts_of, serve
+
+    key = api_key_of(options.api_key, "GLM4V_PATCHED_API_KEY")
+    if options.max_picture_megapixels > MOST_MEGAPIXELS:
+        raise ValueError(
+            f"--max-picture-megapixels {options.max_picture_megapixels}: more than "
+            f"{MOST_MEGAPIXELS} are refused by Pillow"
+        )
+    limits = Limits(
+        api_key=key,
+        hosts=hosts_of(options.host, key),
+        max_body_bytes=options.max_body_mb * 10**6,
+        max_pixels=options.max_picture_megapixels * 10**6,
+        allow_urls=options.allow_urls,
+    )
+    serve(
+        Request(
+            model=options.model,
+            name=options.served_model_name or options.model,
+            revision=options.revision,
+            device=options.device,
+            weights=options.weights,
+            engine=options.engine,
+            host=options.host,
+            port=options.port,
+            generation=_generation(options),
+            limits=limits,
+        )
     )

@@ -44,7 +44,7 @@ def evaluate(
     """
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
     placement = request.place()
-    base = find_source(request.model, request.revision, request.in_4_bit)
+    base = find_source(request.model, request.revision, request.weights)
     questions = read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])

@@ -17,13 +17,13 @@ class Loaded(NamedTuple):
     processor: ChatGLMProcessor
 
 
-def load(base: Base, device: str = "cuda", in_4_bit: bool = False) -> Loaded:
+def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded:
     """Load what :func:`source.find_source` found, in the dtype that it was saved in.
 
     Args:
         device: As torch takes it. Weights go straight to a GPU.
-        in_4_bit: Hold the weights of the layers in 4 bits (NF4), as ``qlora`` trains them; on a
-            GPU.
+        weights: How those of the layers are held: one of :data:`source.WEIGHTS`, or None for as
+            they were saved. Of vision adapter, embeddings and output layer they stay as they are.
 
     Raises:
         RuntimeError: torch has no such device.
@@ -34,14 +34,34 @@ def load(base: Base, device: str = "cuda", in_4_bit: bool = False) -> Loaded:
             "the CPU all the same: --device cpu"
         )
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
-    if in_4_bit:
-        options |= quantization_options(torch.bfloat16, torch.device(device))
-    elif device != "cpu":
+    by_torchao = weights if weights in ("int8", "fp8") else None
+    if weights in ("4bit", "8bit"):
+        bits = int(weights.removesuffix("bit"))
+        options |= quantization_options(torch.bfloat16, torch.device(device), bits)
+    elif device != "cpu" and by_torchao is None:
         options["device_map"] = {"": torch.device(device)}
     model: Any = GLM4VForCausalLM.from_pretrained(base.model, **options)
+    if by_torchao is not None:
+        _hold_by_torchao(model, by_torchao, device)
     if base.adapters is not None:
         model = continue_adapters(model, base.adapters)
     return Loaded(model.eval().requires_grad_(False), load_processor(base))
+
+
+def _hold_by_torchao(model: Any, kind: str, device: str) -> None:
+    """Hold the layers' weights in 8 bits, and move the model, layer by layer: the GPU never holds
+    it in full."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    kinds = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}
+    stacks = ("transformer.encoder.", "transformer.vision.transformer.")
+
+    def is_of_layer(module: torch.nn.Module, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and name.startswith(stacks)
+
+    # Settings of torch's compiler are the process's, and not this model's.
+    quantize_(model, kinds[kind](set_inductor_config=False), is_of_layer, device=device)
+    model.to(device)
 
 
 def load_processor(base: Base) -> ChatGLMProcessor:

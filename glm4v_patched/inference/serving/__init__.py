@@ -1,0 +1,1 @@
+"""``glm4v-patched serve``: a server that speaks OpenAI's API."""

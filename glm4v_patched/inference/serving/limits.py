@@ -1,0 +1,52 @@
+"""What clients of a server may do; needs no torch."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+VARIABLE = "GLM4V_PATCHED_LIMITS"
+"""Hands the limits on to vLLM's processes, whose middleware takes no arguments."""
+
+MOST_MEGAPIXELS = 178
+"""Twice Pillow's ``MAX_IMAGE_PIXELS``: more is an error of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a request may have.
+
+    Args:
+        api_key: That clients have to send; None asks for none.
+        hosts: Names that clients may call the server by; None is any. A page of the web that had
+            its own name lead to this machine is refused by it.
+        max_body_bytes: Of a request.
+        max_pixels: Of each picture.
+        allow_urls: Whether pictures are fetched by http(s).
+        most_at_once: Requests that wait or are answered; None is any number.
+        reads_pictures: Whether :class:`guard.Guard` looks at pictures, for an application that does
+            not check them by these limits itself.
+    """
+
+    api_key: str | None = None
+    hosts: tuple[str, ...] | None = None
+    max_body_bytes: int = 32 * 10**6
+    max_pixels: int = 50 * 10**6
+    allow_urls: bool = False
+    most_at_once: int | None = 64
+    reads_pictures: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_environment() -> "Limits":
+        """Raises ``RuntimeError`` if there are none: a server without limits must not start."""
+        try:
+            values = json.loads(os.environ[VARIABLE])
+            hosts = values.pop("hosts")
+            return Limits(hosts=None if hosts is None else tuple(hosts), **values)
+        except (KeyError, ValueError, TypeError) as error:
+            raise RuntimeError(
+                f"{VARIABLE} does not hold the limits of the server ({error!r}): start it by "
+                "glm4v-patched serve"
+            ) from None

@@ -1,0 +1,225 @@
+"""``glm4v-patched serve``: what is wrong is told, then one of two servers is started.
+
+Imports no torch before it must.
+"""
+
+import importlib.util
+import ipaddress
+import os
+import shlex
+import socket
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...finetune.preflight import place
+from ...printed import pip_install
+from ..questions import Generation
+from ..source import check_weights, find_source
+from .limits import Limits
+from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
+
+ENGINES = ("auto", "transformers", "vllm")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+SECONDS_TO_END = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for.
+
+    Args:
+        model: Folder of a model or of adapters, or an id of the Hub.
+        name: Of the model, for clients.
+        engine: One of :data:`ENGINES`; "auto" is vLLM on a GPU where it is installed.
+        port: 0 for any that is free.
+    """
+
+    model: str
+    name: str
+    revision: str | None = None
+    device: Any = "cuda"
+    weights: str | None = None
+    engine: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    generation: Generation = Generation()
+    limits: Limits = Limits()
+
+
+def serve(request: Request) -> None:
+    """Serve until the process is told to end.
+
+    Raises:
+        ValueError: the model, the address or the options cannot be used, before torch is imported.
+        RuntimeError: a package or a GPU is missing.
+    """
+    engine, program = choose_engine(request)
+    if engine == "vllm":
+        serve_by_vllm(request, program)
+    else:
+        serve_by_transformers(request)
+
+
+def choose_engine(request: Request) -> tuple[str, str]:
+    """ "vllm" or "transformers", and vLLM's program.
+
+    Raises:
+        ValueError: vLLM cannot do what is asked for; RuntimeError: it is not installed.
+    """
+    program = find_vllm() or ""
+    cannot = [
+        told
+        for is_asked, told in (
+            (request.device == "cpu", "--device cpu"),
+            (request.weights is not None, "weights in fewer bytes"),
+            (request.port == 0, "--port 0"),
+        )
+        if is_asked
+    ]
+    if request.engine == "transformers":
+        return "transformers", program
+    if request.engine == "auto":
+        return "vllm" if program and not cannot else "transformers", program
+    if cannot:
+        raise ValueError(
+            f"--engine vllm does not take {' and '.join(cannot)}; leave it out, or take --engine "
+            "transformers"
+        )
+    if not program:
+        raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
+    return "vllm", program
+
+
+def serve_by_vllm(request: Request, program: str) -> None:
+    """Become vLLM's server.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`serve`.
+    """
+    require_plugin()
+    place(1, request.device)
+    listen(request.host, request.port).close()
+    base = find_source(request.model, request.revision)
+    address = request.host, request.port
+    command = vllm_command(program, base, request.name, address, request.generation)
+    command += media_options(request.limits)
+    print(f"vLLM serves {request.name}: {shlex.join(command)}", flush=True)
+    limits = replace(request.limits, most_at_once=None, reads_pictures=True)
+    os.execve(command[0], command, environment_of(limits))
+
+
+def serve_by_transformers(request: Request) -> None:
+    """Serve with this package's own code.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`serve`.
+    """
+    require_packages()
+    check_weights(request.weights, request.device)
+    placement = place(1, request.device)
+    listener = listen(request.host, request.port)
+    base = find_source(request.model, request.revision, request.weights)
+
+    import uvicorn
+
+    from ...remote.configuration_chatglm import ChatGLMConfig
+    from ..answering import Answerer
+    from ..loading import load
+    from .app import make_app
+    from .engine import Engine
+
+    if request.limits.api_key is None and not is_local(request.host):
+        print(f"whoever reaches {request.host} may use this server: there is no --api-key")
+    loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
+    limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
+    engine = Engine(Answerer(loaded, request.generation), limit, _log)
+
+    def tell() -> None:
+        listener.listen()
+        print(f"{request.name} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)
+
+    app = make_app(engine, request.name, request.generation, request.limits, tell)
+    config = uvicorn.Config(
+        app, log_level="warning", lifespan="on", timeout_graceful_shutdown=SECONDS_TO_END
+    )
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *signal: Any) -> None:
+            engine.stop()  # else it would be waited for, and cut off
+            super().handle_exit(*signal)
+
+    Server(config).run(sockets=[listener])
+
+
+def _log(line: str) -> None:
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def require_packages() -> None:
+    """Raise ``RuntimeError`` if a package of the extra ``serve`` is missing."""
+    names = ("starlette", "uvicorn")
+    missing = [name for name in names if not is_installed(name)]
+    if missing:
+        raise RuntimeError(f"serve needs {' and '.join(missing)}: {pip_install(*missing)}")
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # None stands for it in sys.modules, as for one that must not be imported
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at the address, which takes no connections yet.
+
+    Raises:
+        ValueError: there is no such address here, or it is in use.
+    """
+    if not 0 <= port <= 65535:  # getaddrinfo() takes the lower 16 bits of others
+        raise ValueError(f"--port {port}: expected 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        told = error.strerror or error
+        raise ValueError(
+            f"--host {host} --port {port} cannot be listened at: {told}; give another, or --port 0 "
+            "for one that is free"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """What clients take as ``base_url``."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def hosts_of(host: str, api_key: str | None) -> tuple[str, ...] | None:
+    """Names that clients may call the server by: those of this machine, where it alone may ask and
+    nothing else keeps others out."""
+    return None if api_key or not is_local(host) else tuple(dict.fromkeys((*LOCAL_NAMES, host)))
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def api_key_of(given: str | None, variable: str) -> str | None:
+    """The key from the command line, or from the environment, where other users do not see it."""
+    key = given if given is not None else os.environ.get(variable)
+    if key is None:
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        where = "--api-key" if given is not None else variable
+        raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
+    return key

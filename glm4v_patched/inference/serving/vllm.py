@@ -1,0 +1,113 @@
+"""``vllm serve`` with our plug-in, our limits, and the options of ``glm4v-patched serve``.
+
+The plug-in (an entry point of this package) gives images the positions that they have; limits that
+vLLM does not have are kept by :class:`guard.Guard`, as its middleware. Imports neither torch nor
+vLLM.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from ...finetune.disk import read_header
+from ...finetune.identity import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
+from ...printed import own_command, pip_install
+from ..questions import Generation
+from .guard import Guard
+from .limits import VARIABLE, Limits
+
+GROUP = "vllm.general_plugins"
+MIDDLEWARE = f"{Guard.__module__}.{Guard.__name__}"
+# vLLM takes an empty list for "any": no host has this name (RFC 6761).
+NO_DOMAIN = "fetching.is.invalid"
+
+
+def find_vllm() -> str | None:
+    """The program, of this Python's environment or on PATH."""
+    beside = Path(sys.executable).with_name("vllm")
+    return str(beside) if beside.is_file() else shutil.which("vllm")
+
+
+def require_plugin() -> None:
+    """Raise ``RuntimeError`` if vLLM would not find our plug-in, and compute other positions."""
+    if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
+        raise RuntimeError(
+            f"vLLM would compute other positions than glm-4v has: this installation of "
+            f"glm4v-patched has no plug-in for it ({GROUP}); install it again: "
+            f"{pip_install('--force-reinstall', '--no-deps', 'glm4v-patched')}"
+        )
+
+
+def vllm_command(
+    program: str, base: Base, name: str, address: tuple[str, int], generation: Generation
+) -> list[str]:
+    """The command of vLLM's server.
+
+    Args:
+        base: Of :func:`source.find_source`.
+        name: Of the model, for clients.
+        address: Host and port.
+
+    Raises:
+        ValueError: the adapters are not only on the language model.
+    """
+    host, port = address
+    command = [program, "serve", base.model, "--trust-remote-code"]
+    command += ["--host", host, "--port", str(port)]
+    if base.revision is not None:
+        command += ["--revision", base.revision]
+    if base.adapters is None:
+        command += ["--served-model-name", name]
+    else:
+        rank = _rank_on_language_model(base.adapters)
+        command += ["--served-model-name", f"{name}:base", "--enable-lora"]
+        command += ["--lora-modules", f"{name}={base.adapters}", "--max-lora-rank", str(rank)]
+    # What the model's folder says of sampling is for other uses, as in our other commands.
+    command += ["--generation-config", "vllm"]
+    command += ["--override-generation-config", json.dumps(_defaults(generation))]
+    command += ["--seed", str(generation.seed)]
+    return [*command, "--middleware", MIDDLEWARE]
+
+
+def media_options(limits: Limits) -> list[str]:
+    """What vLLM itself is told about fetching."""
+    return [] if limits.allow_urls else ["--allowed-media-domains", NO_DOMAIN]
+
+
+def environment_of(limits: Limits) -> dict[str, str]:
+    """The environment of vLLM's server; a key is not in its command, which other users see."""
+    held = limits.to_json()
+    variables = {VARIABLE: held, "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
+    if limits.api_key is not None:
+        variables["VLLM_API_KEY"] = limits.api_key
+    return os.environ | variables
+
+
+def _defaults(generation: Generation) -> Mapping[str, float | int]:
+    given = generation.given()
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+    told = {name: given[name] for name in names if name in given}
+    return told if generation.do_sample else told | {"temperature": 0}
+
+
+def _rank_on_language_model(folder: Path) -> int:
+    """The adapters' largest rank.
+
+    Raises:
+        ValueError: they are on the vision tower, too.
+    """
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    header, _ = read_header(folder / ADAPTER_WEIGHTS)
+    on_tower = sum(".vision." in name for name in header)
+    if on_tower:
+        merge = own_command("merge", str(folder), "--out", "merged")
+        raise ValueError(
+            f"{folder}: {on_tower} of the adapters' weights are on the vision tower, where vLLM "
+            f"does not compute adapters; merge them ({merge}) and serve that, or take --engine "
+            "transformers"
+        )
+    return max([config["r"], *config.get("rank_pattern", {}).values()])

@@ -1,0 +1,184 @@
+"""``glm4v-patched serve`` where vLLM is installed: the command, and the limits that it lacks."""
+
+import asyncio
+import json
+import os
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference.serving import serve, vllm
+from glm4v_patched.inference.serving.guard import Guard
+from glm4v_patched.inference.serving.limits import VARIABLE, Limits
+from tests.inference.test_serve import about, data_url, png
+
+
+@pytest.fixture
+def executed(monkeypatch, tmp_path) -> list:
+    """What vLLM is started with, on a machine that has it and a GPU."""
+    program = tmp_path / "vllm"
+    program.touch()
+    found: list = []
+    plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.GROUP)
+    monkeypatch.setattr(vllm, "entry_points", lambda group: [plugin] if group == vllm.GROUP else [])
+    monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
+    monkeypatch.setattr(serve, "place", lambda processes, device: None)
+    monkeypatch.setattr(serve, "listen", lambda host, port: open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr(os, "execve", lambda *given: found.append(given))
+    monkeypatch.delenv("GLM4V_PATCHED_API_KEY", raising=False)
+    return found
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path):
+    arguments = ["--api-key", "secret", "--max-body-mb", "3", "--max-new-tokens", "7"]
+    assert main(["serve", str(files.model), *arguments]) == 0
+    [(program, command, environment)] = executed
+    assert (
+        command[:3]
+        == [program, "serve", str(files.model)]
+        == [
+            str(tmp_path / "vllm"),
+            "serve",
+            str(files.model),
+        ]
+    )
+    assert option(command, "--served-model-name") == str(files.model)
+    defaults = json.loads(option(command, "--override-generation-config"))
+    assert defaults == {"max_new_tokens": 7, "temperature": 0}
+    assert option(command, "--generation-config") == "vllm"
+    assert option(command, "--allowed-media-domains").endswith(".invalid")
+    module, _, name = option(command, "--middleware").rpartition(".")
+    assert (module, name) == (Guard.__module__, "Guard")
+    # Not in the command, which other users of the machine see.
+    assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
+    limits = json.loads(environment[VARIABLE])
+    assert limits["max_body_bytes"] == 3_000_000 and limits["reads_pictures"]
+
+
+def write_adapters(folder: Path, model: Path, name: str, rank: int) -> None:
+    from safetensors.torch import save_file
+
+    LoraConfig(r=rank, base_model_name_or_path=str(model)).save_pretrained(folder)
+    save_file({f"base_model.model.{name}.lora_A.weight": torch.ones(1)},
+              folder / "adapter_model.safetensors")  # fmt: skip
+
+
+def test_adapters_are_served_beside_their_model(files, executed, tmp_path, capsys):
+    folder = tmp_path / "adapters"
+    write_adapters(folder, files.model, "transformer.encoder.layers.0", 4)
+    assert main(["serve", str(folder), "--served-model-name", "mine", "--temperature", "2"]) == 0
+    [(_, command, _)] = executed
+    assert command[2] == str(files.model) and "--enable-lora" in command
+    assert option(command, "--lora-modules") == f"mine={folder}"
+    assert option(command, "--max-lora-rank") == "4"
+    assert json.loads(option(command, "--override-generation-config"))["temperature"] == 2
+    write_adapters(folder, files.model, "transformer.vision.layers.0", 4)
+    assert main(["serve", str(folder)]) == 1
+    assert "1 of the adapters' weights are on the vision tower" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "vllm", "--device", "cpu"], "--engine vllm does not take --device cpu"),
+        (["--engine", "vllm", "--port", "0"], "--engine vllm does not take --port 0"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(files, executed, capsys, arguments, message):
+    assert main(["serve", str(files.model), *arguments]) == 1
+    assert message in capsys.readouterr().err and not executed
+
+
+def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(files, executed, monkeypatch):
+    def chosen(**changes) -> str:
+        return serve.choose_engine(serve.Request(model="m", name="m", **changes))[0]
+
+    assert chosen() == "vllm"
+    assert chosen(device="cpu") == chosen(engine="transformers") == "transformers"
+    monkeypatch.setattr(serve, "find_vllm", lambda: None)
+    assert chosen() == "transformers"
+    with pytest.raises(RuntimeError, match="vllm is not installed"):
+        chosen(engine="vllm")
+
+
+def test_without_the_plugin_vllm_is_not_started(files, executed, monkeypatch, capsys):
+    monkeypatch.setattr(vllm, "entry_points", lambda group: [])
+    assert main(["serve", str(files.model)]) == 1
+    assert "would compute other positions" in capsys.readouterr().err and not executed
+
+
+async def _echo(request: Request) -> JSONResponse:
+    return JSONResponse(await request.json())
+
+
+def post(body: object, limits: Limits, monkeypatch, **headers: str) -> tuple[int, dict]:
+    """Send a request to an application with the middleware as vLLM adds it."""
+    monkeypatch.setenv(VARIABLE, limits.to_json())
+    app = Starlette(routes=[Route("/v1/chat/completions", _echo, methods=["POST"])])
+    app.add_middleware(Guard)
+    content = json.dumps(body).encode()
+    given = {"content-type": "application/json", "host": "localhost:8000"} | headers
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+    }
+    sent: list = []
+
+    async def receive():
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_the_middleware_lets_through_what_is_allowed(monkeypatch):
+    body = {"messages": about(data_url(png()))}
+    assert post(body, Limits(reads_pictures=True), monkeypatch) == (200, body)
+    url = {"messages": about("https://example.org/a.png")}
+    allowed = Limits(reads_pictures=True, allow_urls=True)
+    assert post(url, allowed, monkeypatch) == (200, url)
+
+
+@pytest.mark.parametrize(
+    ("url", "limits", "status", "code"),
+    [
+        ("https://example.org/a.png", {}, 400, "url_not_allowed"),
+        ("HTTP://example.org/a.png", {}, 400, "url_not_allowed"),
+        ("file:///etc/passwd", {"allow_urls": True}, 400, "invalid_image"),
+        (data_url(png()), {"max_pixels": 4799}, 400, "image_too_large"),
+        # vLLM reads a picture whatever its type is said to be.
+        (data_url(png()).replace("image/png", "x/y"), {"max_pixels": 4799}, 400, "image_too_large"),
+        (data_url(png()), {"max_body_bytes": 100}, 413, "request_too_large"),
+        (data_url(png()), {"api_key": "secret"}, 401, "invalid_api_key"),
+        (data_url(png()), {"hosts": ("127.0.0.1",)}, 403, None),
+        (data_url(png()), {"most_at_once": 0}, 429, None),
+    ],
+)
+def test_the_middleware_refuses_what_vllm_would_take(monkeypatch, url, limits, status, code):
+    limits = Limits(reads_pictures=True, **limits)
+    got, body = post({"messages": about(url)}, limits, monkeypatch)
+    assert (got, body["error"]["code"]) == (status, code)
+
+
+def test_a_server_without_limits_does_not_start(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match="does not hold the limits"):
+        Guard(_echo)
