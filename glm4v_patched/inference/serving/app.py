@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -119,23 +119,30 @@ class _Server:
         events: asyncio.Queue[Event] = asyncio.Queue()
         ask = Ask(wanted, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
         self.engine.submit(ask)
+        looked = loop.time()
         try:
             while True:
-                try:
+                event = None
+                with suppress(TimeoutError):
                     event = await asyncio.wait_for(events.get(), SECONDS_BETWEEN_LOOKS)
-                except TimeoutError:
-                    if await request.is_disconnected():
-                        raise ApiError(499, "the client is gone") from None
-                    if not self.engine.is_alive:
-                        raise ApiError(503, "the server is being stopped") from None
-                    continue
+                # Of a whole answer nothing is sent meanwhile, and its words may come fast.
+                if loop.time() - looked >= SECONDS_BETWEEN_LOOKS:
+                    await self._require_both_there(request)
+                    looked = loop.time()
                 if isinstance(event, Failed):
                     raise event.error
-                yield event
+                if event is not None:
+                    yield event
                 if isinstance(event, Ended):
                     return
         finally:
             ask.cancelled.set()
+
+    async def _require_both_there(self, request: Request) -> None:
+        if await request.is_disconnected():
+            raise ApiError(499, "the client is gone")
+        if not self.engine.is_alive:
+            raise ApiError(503, "the server is being stopped")
 
 
 class _Reply:
