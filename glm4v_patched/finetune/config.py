@@ -325,7 +325,7 @@ def _any_of(choices: Sequence[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _some(names: Sequence[str], last: str = "and", most: int = 10) -> str:
+def _some(names: Sequence[str], last: str = "and", most: int = 12) -> str:
     """The names, or the first of many."""
     if len(names) > most:
         return f"{', '.join(names[:most])} ... ({len(names)} fields: glm4v-patched train --help)"

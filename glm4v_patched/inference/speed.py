@@ -31,7 +31,6 @@ class Speed:
         cache: ``static`` compiles a step on a GPU, ``dynamic`` runs it as it is.
         compile_options: Inductor's options that are laid over ours, as JSON.
         compile_layers: Compile the layers of tower and decoder for the prompt, too.
-        kernel: Of attention to the cache; ``None``: as the model chooses.
         repeats: Timed answers of each batch; their median counts.
         config: ``config.json`` of another size.
         against: Folder of the published repository; ``None``: ours.
@@ -43,7 +42,6 @@ class Speed:
     cache: str = "static"
     compile_options: str = "{}"
     compile_layers: bool = False
-    kernel: str | None = None
     attn_implementation: str = "sdpa"
     repeats: int = 3
     config: str | None = None
@@ -102,7 +100,6 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache", choices=CACHES, help="static: compiled steps (default)")
     add("--compile-options", metavar="JSON", help="laid over ours for inductor")
     add("--compile-layers", action="store_true", help="compile what reads the prompt, too")
-    add("--kernel", metavar="NAME", help="attention to the cache (default: by the batch)")
     add("--repeats", type=int, help="timed answers of each batch (default: 3)")
     add("--python", metavar="FILE", help="Python that has the original's transformers")
 

@@ -59,14 +59,10 @@ def told(row: dict) -> str:
 
 def build(settings: dict) -> Any:
     """Ours, with random weights in bf16, made on the device; fp32 on a CPU."""
-    from ..remote import attention
     from ..remote.configuration_chatglm import ChatGLMConfig
     from ..remote.modeling_chatglm import GLM4VForCausalLM
 
-    kernel, file = settings["kernel"], settings["config"]
-    if kernel is not None and kernel not in attention.KERNELS:
-        raise ValueError(f"--kernel {kernel}: expected one of {', '.join(attention.KERNELS)}")
-    attention.forced_kernel = kernel
+    file = settings["config"]
     sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     options = {"attn_implementation": settings["attn_implementation"]}
     on_gpu = settings["device"] != "cpu"

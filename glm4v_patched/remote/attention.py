@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
@@ -167,83 +166,6 @@ def _is_drawn(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None)
     return is_one and has_groups and is_for_all_heads
 
 
-def grouped_products(
-    query_BGHC: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Attention as two matrix products a group; its scores are rounded to the inputs' dtype."""
-    scores_BGHK = query_BGHC * query_BGHC.shape[-1] ** -0.5 @ key_BGKC.transpose(-1, -2)
-    if mask is not None:
-        scores_BGHK = scores_BGHK.masked_fill(~mask, -torch.inf)
-    weights_BGHK = torch.softmax(scores_BGHK, dim=-1, dtype=torch.float32)
-    return weights_BGHK.to(value_BGKC.dtype) @ value_BGKC
-
-
-def grouped_products_in_fp32(
-    query_BGHC: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
-) -> Tensor:
-    """The same with scores in fp32, as torch's fused kernels have them."""
-    if query_BGHC.dtype == torch.float32 or query_BGHC.device.type != "cuda":
-        query, key, value = query_BGHC.float(), key_BGKC.float(), value_BGKC.float()
-        return grouped_products(query, key, value, mask).to(query_BGHC.dtype)
-    scores = torch.bmm(
-        query_BGHC.flatten(0, 1), key_BGKC.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32
-    )
-    scores_BGHK = scores.unflatten(0, query_BGHC.shape[:2]) * query_BGHC.shape[-1] ** -0.5
-    if mask is not None:
-        scores_BGHK = scores_BGHK.masked_fill(~mask, -torch.inf)
-    return torch.softmax(scores_BGHK, dim=-1).to(value_BGKC.dtype) @ value_BGKC
-
-
-def fused_in_groups(
-    query_BGHC: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
-) -> Tensor:
-    """torch's fused kernel, with the heads of a group in the place of queries."""
-    return F.scaled_dot_product_attention(query_BGHC, key_BGKC, value_BGKC, attn_mask=mask)
-
-
-def fused_with_groups(
-    query_BGHC: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
-) -> Tensor:
-    """torch's fused kernel, which is told of the groups."""
-    out_BH1C = F.scaled_dot_product_attention(
-        *(query_BGHC.flatten(1, 2)[:, :, None], key_BGKC, value_BGKC),
-        attn_mask=mask,
-        enable_gqa=True,
-    )
-    return out_BH1C.view(query_BGHC.shape)
-
-
-def split_over_keys(
-    query_BGHC: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
-) -> Tensor:
-    """flex attention, which spreads the keys of a row over the GPU; only where it is compiled."""
-
-    def visible(score, row, head, query, key):
-        assert mask is not None
-        row = row if mask.shape[0] > 1 else row * 0
-        return torch.where(mask[row, 0, 0, key], score, -torch.inf)
-
-    out_BH1C = flex_attention(
-        *(query_BGHC.flatten(1, 2)[:, :, None], key_BGKC, value_BGKC),
-        score_mod=None if mask is None else visible,
-        enable_gqa=True,
-    )
-    return out_BH1C.view(query_BGHC.shape)
-
-
-KERNELS = {
-    "products": grouped_products,
-    "products_fp32": grouped_products_in_fp32,
-    "groups": fused_in_groups,
-    "gqa": fused_with_groups,
-    "flex": split_over_keys,
-}
-# One of KERNELS instead of what is chosen by the number of rows.
-forced_kernel: str | None = None
-# Measured on an H200, 2,304 places: products are faster for 1 row, the fused kernel from 8 rows on.
-ROWS_FOR_PRODUCTS = 4
-
-
 def attend_to_cache(
     query_BH1C: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
 ) -> Tensor:
@@ -255,10 +177,9 @@ def attend_to_cache(
     Returns:
         ``(B, 1, H, C)``.
     """
-    kernel = forced_kernel
-    if kernel is None:
-        kernel = "products" if len(query_BH1C) <= ROWS_FOR_PRODUCTS else "gqa"
-    groups = key_BGKC.shape[1]
-    query_BGHC = query_BH1C.unflatten(1, (groups, -1)).squeeze(3)
-    out_BGHC = KERNELS[kernel](query_BGHC, key_BGKC, value_BGKC, mask)
-    return out_BGHC.flatten(1, 2)[:, None]
+    # torch's fused kernel, told of the groups: 17 us a layer on an H200 for one row of 1,792 places
+    # in bf16, products of matrices a group 19 to 26.
+    out_BH1C = F.scaled_dot_product_attention(
+        query_BH1C, key_BGKC, value_BGKC, attn_mask=mask, enable_gqa=True
+    )
+    return out_BH1C.transpose(1, 2)

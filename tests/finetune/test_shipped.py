@@ -1,12 +1,20 @@
 """Each recipe that ships trains, at tiny size; a name that does not ship is answered at once."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.engine.memory_plan import Batch, count_trained, decide, estimate
+from glm4v_patched.engine.memory_plan import (
+    GIB,
+    Batch,
+    count_trained,
+    decide,
+    estimate,
+    within_limit,
+)
 from glm4v_patched.engine.options import is_lora
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.config import Recipe
@@ -95,3 +103,21 @@ def test_a_file_of_that_name_comes_first(monkeypatch, tmp_path):
     assert find_recipe(Path("full_2x141gb")).parent == FOLDER
     with pytest.raises(RecipeError, match="there.yaml: No such file"):
         preflight.check(find_recipe(Path("there.yaml")))
+
+
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "recipes_h200_x2.json"
+
+
+@pytest.mark.parametrize("row", json.loads(MEASURED.read_text()), ids=lambda row: row["recipe"])
+def test_memory_of_the_real_size_is_what_was_predicted(row):
+    options = row["command"].split()
+    changes = [text for text in options if text.startswith(("engine.", "trainer."))]
+    recipe = shipped(row["recipe"], *changes)
+    rows = recipe.trainer.per_device_train_batch_size
+    batch = Batch(rows=rows, row_length=2114, processes=row["gpus"])
+    # An H200's memory, less what the driver has of it.
+    free = within_limit(139.8 * GIB, recipe.engine.memory_limit)
+    asked = replace(options_of(recipe), **row["policies"])
+    chosen = decide(ChatGLMConfig(), asked, batch, free)
+    predicted = estimate(ChatGLMConfig(), chosen, batch) / GIB
+    assert predicted == pytest.approx(row["peak_allocated_gib"], rel=0.15)

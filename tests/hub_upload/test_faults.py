@@ -14,7 +14,7 @@ from huggingface_hub import CommitOperationAdd
 
 from hub_upload import files
 from hub_upload.errors import reason_of
-from hub_upload.layout import MANIFEST
+from hub_upload.layout import MANIFEST, our_code
 from hub_upload.load_check import STEPS
 from hub_upload.verify import CHECKS
 from tests.helpers.full_disk import files_of_at_most
@@ -195,8 +195,12 @@ KINDS = {
     "half an answer": {"cut_response": 10},
     "silence": {"call": lambda: time.sleep(0.4)},
 }
-# Of a sound run. verify asks for each file in the same way, so some of them stand for all.
-REQUESTS = {"publish": range(17), "verify": [*range(3), *range(3, 41, 6), *range(41, 53)]}
+# Of a sound run. verify asks for each file in the same way, twice: some of them stand for all.
+OF_FILES = 3 + 2 * (len(our_code()) + 8)
+REQUESTS = {
+    "publish": range(17),
+    "verify": [*range(3), *range(3, OF_FILES, 6), *range(OF_FILES, OF_FILES + 12)],
+}
 
 
 def pairs(command: str) -> list:

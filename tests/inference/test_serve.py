@@ -347,9 +347,7 @@ def test_a_client_that_goes_away_stops_its_answer(server):
     stream.response.close()
     hasty = server.client().with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
-        server.client().with_options(timeout=0.3).chat.completions.create(
-            messages=messages, **asked
-        )
+        hasty.chat.completions.create(messages=messages, **asked)
     # One that is waiting when others leave is answered.
     assert server.ask(messages, max_tokens=2).usage.completion_tokens == 2
     lines = [line for line in server.log.read_text().splitlines() if "went away" in line]
