@@ -328,6 +328,9 @@ def test_what_is_timed_is_timed(given, reader):
         reader.shell(re.sub(r"2000 1152 864", "3 64 48", command))
 
 
+GENERATION = "--config tiny/config.json --device cpu --new-tokens 4 --prompt-tokens 8 --repeats 1"
+
+
 @pytest.mark.slow
 @runs("glm4v-patched bench")
 def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
@@ -338,8 +341,8 @@ def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
     for command in given:
         if command == "glm4v-patched bench":
             continue  # its name, in running text
-        reading = "--rows" in command
-        reader.shell(command if reading else f"{command} {small}")
+        tiny = GENERATION if "--generate" in command else small
+        reader.shell(command if "--rows" in command else f"{command} {tiny}")
         if "--pictures" in command:
             drawn = sorted(path.name for path in (reader.folder / "pictures").iterdir())
             assert drawn == ["memory.png", "speed.png"]
