@@ -28,7 +28,7 @@ from .errors import AGAIN, printable, shorten
 from .files import Contents, File, look_at, read_folder
 from .layout import ID, MANIFEST
 from .manifest import Manifest, read_manifest
-from .verify import Target, refuse_what_fails
+from .verify import OF_GIT, Target, refuse_what_fails
 
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 UPLOAD = "build with --weights FOLDER, to upload them"
@@ -41,7 +41,7 @@ def say(line: str) -> None:
 
 def read_build(folder: Path) -> tuple[Manifest, dict[str, File]]:
     """A built folder as build left it; weights are compared when they are sent."""
-    files = read_folder(folder)
+    files = {name: file for name, file in read_folder(folder).items() if name not in OF_GIT}
     manifest = Contents(str(folder), files).read_manifest()
     refuse_what_fails(Target(str(folder), files, manifest))
     for name, listed in manifest.weights.items():
@@ -176,9 +176,9 @@ class Publication:
     def additions(self) -> list[CommitOperationAdd]:
         """Small files as they were read, weights as the manifest lists them."""
         files = {name: self.files[name] for name in self.uploaded}
-        weights = {n: f.path for n, f in files.items() if f.content is None and f.path}
-        before = {name: state_of(path) for name, path in weights.items()}
-        added = [CommitOperationAdd(n, f.content or weights[n]) for n, f in files.items()]
+        paths = {n: f.path for n, f in files.items() if f.content is None and f.path}
+        before = {name: state_of(path) for name, path in paths.items()}
+        added = [CommitOperationAdd(n, paths.get(n) or f.content or b"") for n, f in files.items()]
         for addition in added:
             name, found = addition.path_in_repo, addition.upload_info.sha256.hex()
             if found != files[name].sha256:
@@ -186,7 +186,7 @@ class Publication:
                 raise ValueError(f"{told}: nothing was sent, build again")
         # Weights are read once more to be sent, and not every server compares what arrives.
         self.api.preupload_lfs_files(self.repo, added)
-        if changed := [name for name in weights if state_of(weights[name]) != before[name]]:
+        if changed := [name for name in paths if state_of(paths[name]) != before[name]]:
             told = f"{shorten(changed)} changed while it was sent: nothing was committed"
             raise ValueError(f"{told}; build again, and let nothing write to the folder meanwhile")
         return added

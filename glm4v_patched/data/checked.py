@@ -45,6 +45,11 @@ class BatchRows(NamedTuple):
     shares: list[list[int]] | None
     """The conversations of each, of packed ones."""
 
+    @property
+    def samples_per_row(self) -> float:
+        """Conversations, in the mean."""
+        return 1 if self.shares is None else sum(map(len, self.shares)) / len(self.shares)
+
 
 class Picture(NamedTuple):
     path: str

@@ -76,7 +76,9 @@ def launch(
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
     if dry_run:
-        with _checked(recipe, placement, resume, overwrite, accept_changed_data):
+        with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
+            if resume:
+                print(_describe_start(found.recipe, found.checkpoint), flush=True)
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
         return
     with prepared(recipe, placement, resume, overwrite, accept_changed_data) as start:

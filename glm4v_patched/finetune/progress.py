@@ -24,10 +24,10 @@ class ProgressBar(ProgressCallback):
     that is left.
 
     Args:
-        batch: Samples of an update of the weights, of all processes.
+        batch: Samples of an update of the weights, of all processes; the mean, if they are packed.
     """
 
-    def __init__(self, batch: int):
+    def __init__(self, batch: float):
         super().__init__()
         self.batch = batch
         self._last = (0, time.monotonic())
@@ -55,13 +55,13 @@ class Measurements(TrainerCallback):
     """How fast training is, and how much memory it takes.
 
     Args:
-        batch: Samples of an update of the weights, of all processes.
+        batch: Samples of an update of the weights, of all processes; the mean, if they are packed.
     """
 
     # In the first steps layers are compiled, workers start and kernels are chosen.
     WARM_UP = 3
 
-    def __init__(self, batch: int):
+    def __init__(self, batch: float):
         self.batch = batch
         self._steps, self._seconds = 0, 0.0
         self._seen = 0

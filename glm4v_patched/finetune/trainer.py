@@ -37,6 +37,7 @@ from ..data.feature_cache import TowerFeatures
 from ..data.loading import loader_options
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
+from ..engine.deepspeed.shared_memory import remove_own_buffer
 from ..engine.memory_plan import GIB, Batch, decide, estimate, free_memory
 from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
@@ -297,11 +298,12 @@ def train(
         callbacks=callbacks_of(recipe, origin),
     )
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
-    measurements = Measurements(batch * arguments.world_size)
+    batch *= arguments.world_size * rows_of_batches.samples_per_row
+    measurements = Measurements(batch)
     trainer.add_callback(measurements)
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(ProgressBar(batch * arguments.world_size))
+        trainer.add_callback(ProgressBar(batch))
     error = None
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
@@ -518,6 +520,7 @@ def leave(status: int = 0) -> None:
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    remove_own_buffer()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

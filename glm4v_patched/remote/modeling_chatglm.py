@@ -1117,6 +1117,13 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         rows = self._grow_whole_rows(
             *(input_ids, images, cache, cached_length(cache)), *map(model_kwargs.get, names)
         )
+        if rows.has_padding:
+            assert rows.attention_mask is not None
+            if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
+                raise ValueError(
+                    f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
+                    'pad prompts on the left (padding_side="left")'
+                )
         return GrownPrompt(input_ids, rows)
 
     def _prepare_cache_for_generation(

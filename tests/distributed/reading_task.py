@@ -45,7 +45,7 @@ LENGTHS = 5, 7  # of held-out lines
 MAX_NEW_TOKENS = 16
 MOST_PROCESSES = 48
 FEW_ROWS = 100  # are drawn before another process has started
-WARM_UP = 0.3  # of all steps
+WARM_UP = 0.15  # of all steps
 LARGEST_PICTURE = 200_000  # bytes
 
 

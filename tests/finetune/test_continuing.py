@@ -50,6 +50,12 @@ def stopped(trained, tmp_path) -> Recipe:
     return trained.override({name: str(tmp_path / "run" / p) for name, p in places.items()})
 
 
+def test_a_dry_run_says_from_where_it_would_continue(stopped, capsys):
+    launch(stopped, Placement(1, on_cpu=True), resume=True, dry_run=True)
+    told = capsys.readouterr().out
+    assert f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2" in told
+
+
 def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped):
     changed = stopped.override({"trainer.save_steps": 1, "trainer.logging_steps": 2})
     report = train_here(changed, starting_point(changed, 1, True))

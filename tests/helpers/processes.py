@@ -16,6 +16,8 @@ from glm4v_patched.engine.environment import path_of_processes
 from tests.helpers import warm
 
 ROOT = Path(__file__).parents[2]
+# In which two processes have opened each other's buffers.
+SECONDS_TO_START = 5
 WORKERS = ROOT / "tests" / "distributed"
 
 
@@ -91,7 +93,7 @@ def run_with_limit(
         output, _ = process.communicate()
         return Ended(None, output)
     finally:
-        remove_left_buffers()
+        remove_left_buffers(SECONDS_TO_START)
     return Ended(process.returncode, output)
 
 
@@ -109,7 +111,7 @@ def run_warm(
     try:
         return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
     finally:
-        remove_left_buffers()
+        remove_left_buffers(SECONDS_TO_START)
 
 
 def run_command_warm(command: list[str], seconds: float, environment: dict[str, str]) -> Ended:

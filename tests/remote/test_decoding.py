@@ -205,6 +205,12 @@ def test_a_cache_that_is_too_small_is_refused(model):
             model.generate(**batch, **GREEDY, past_key_values=cache)
 
 
+def test_prompts_that_are_padded_on_the_right_are_refused(model):
+    batch = padded([text(9), text(4), text(7)], "right")
+    with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
+        model.generate(**batch, **GREEDY)
+
+
 def test_a_drawn_token_beyond_the_position_table_is_refused():
     model = tiny_model(seq_length=16)
     ids = torch.tensor([text(13)])
