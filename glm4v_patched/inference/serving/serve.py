@@ -20,7 +20,7 @@ from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
 
 ENGINES = ("auto", "transformers", "vllm")
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+LOCAL_NAME = "localhost"
 SECONDS_TO_END = 3
 
 
@@ -201,9 +201,12 @@ def url_of(listener: socket.socket) -> str:
 
 
 def hosts_of(host: str, api_key: str | None) -> tuple[str, ...] | None:
-    """Names that clients may call the server by: those of this machine, where it alone may ask and
-    nothing else keeps others out."""
-    return None if api_key or not is_local(host) else tuple(dict.fromkeys((*LOCAL_NAMES, host)))
+    """Names that clients may call the server by, where no key keeps the web's pages out: those of
+    this machine, if others reach it, and what it was told to listen at."""
+    if api_key:
+        return None
+    others = () if is_local(host) else (socket.gethostname().lower(),)
+    return tuple(dict.fromkeys((LOCAL_NAME, *others, host.lower())))
 
 
 def is_local(host: str) -> bool:
@@ -211,7 +214,7 @@ def is_local(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == LOCAL_NAME
 
 
 def api_key_of(given: str | None, variable: str) -> str | None:
