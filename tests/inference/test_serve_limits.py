@@ -19,7 +19,7 @@ from glm4v_patched.inference.serving.guard import Guard
 from glm4v_patched.inference.serving.limits import Limits
 from glm4v_patched.inference.serving.pictures import require_size
 from glm4v_patched.inference.serving.requests import read_request
-from glm4v_patched.inference.serving.serve import hosts_of
+from glm4v_patched.inference.serving.serve import hosts_of, listen
 from tests.inference.test_serve import about, data_url, png
 
 
@@ -98,6 +98,15 @@ def test_without_a_key_other_names_are_refused(host, called, is_refused):
         guard = Guard(application, Limits(api_key=key, hosts=hosts_of(host, key)))
         asyncio.run(guard(scope, None, send))
     assert statuses[0] == (403 if is_refused else 200) and statuses[-1] == 200
+
+
+def test_of_two_that_start_at_once_the_second_is_told():
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=f"--port {port} cannot be listened at: Address already"
+        ):
+            listen("127.0.0.1", port)
 
 
 async def status_of(app, body: object) -> int:

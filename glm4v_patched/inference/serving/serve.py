@@ -136,7 +136,6 @@ def serve_by_transformers(request: Request) -> None:
     engine = Engine(Answerer(loaded, request.generation), limit, _log)
 
     def tell() -> None:
-        listener.listen()
         print(f"{request.name} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)
 
     app = make_app(engine, request.name, request.generation, request.limits, tell)
@@ -172,7 +171,7 @@ def is_installed(name: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, which takes no connections yet.
+    """A socket at the address. Connections wait in it until they are accepted.
 
     Raises:
         ValueError: there is no such address here, or it is in use.
@@ -185,6 +184,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # At once: until one listens, others may bind the same address (SO_REUSEADDR), and would
+        # fail when they have loaded a model.
+        listener.listen()
     except OSError as error:
         told = error.strerror or error
         raise ValueError(
