@@ -8,6 +8,7 @@ import binascii
 import hashlib
 import io
 import os
+import time
 import urllib.request
 import warnings
 from http.client import HTTPException
@@ -21,8 +22,18 @@ from .memory import default_path
 from .messages import as_words, refuse_keys
 
 SECONDS_TO_ANSWER = 60
+SECONDS_TO_ARRIVE = 600
 MOST_BYTES_FETCHED = 256 * 2**20
 URL_CURE = "expected a path: save the picture beside the rows, or set data.allow_urls: true"
+
+
+class _OnlyToHttp(urllib.request.HTTPRedirectHandler):
+    """Python's own follows to ftp, too."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        if not newurl[:8].lower().startswith(("http://", "https://")):
+            raise ValueError(f"it leads to {as_words(newurl)}; expected http or https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 class PictureFiles:
@@ -125,8 +136,11 @@ def from_data_url(url: str) -> bytes:
         raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
 
 
-def fetch(url: str, most: int = MOST_BYTES_FETCHED) -> bytes:
+def fetch(url: str, most: int = MOST_BYTES_FETCHED, seconds: float = SECONDS_TO_ARRIVE) -> bytes:
     """What lies behind an URL of http(s).
+
+    Args:
+        seconds: In which all of it has to arrive, once the answer has begun.
 
     Raises:
         ValueError: it cannot be fetched, or has more than ``most`` bytes.
@@ -134,8 +148,9 @@ def fetch(url: str, most: int = MOST_BYTES_FETCHED) -> bytes:
     # Some hosts refuse Python's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "glm4v-patched"})
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
-            content = answer.read(most + 1)
+        opener = urllib.request.build_opener(_OnlyToHttp)
+        with opener.open(request, timeout=SECONDS_TO_ANSWER) as answer:
+            content = _read(answer, most + 1, seconds)
             missing = answer.length or 0  # of what was announced; read() says nothing of it
     except (OSError, HTTPException, ValueError) as error:
         raise ValueError(f"the image {as_words(url)} cannot be fetched: {error}") from None
@@ -147,6 +162,17 @@ def fetch(url: str, most: int = MOST_BYTES_FETCHED) -> bytes:
             f"{len(content):,} of {len(content) + missing:,} bytes; start again"
         )
     return content
+
+
+def _read(answer, most: int, seconds: float) -> bytes:
+    """Up to ``most`` bytes; the timeout of a connection is for each of its parts."""
+    content = bytearray()
+    end = time.monotonic() + seconds
+    while len(content) < most and (part := answer.read1(min(most - len(content), 2**16))):
+        content += part
+        if time.monotonic() > end:
+            raise ValueError(f"its first {len(content):,} bytes took over {seconds:g} s")
+    return bytes(content)
 
 
 def _require_picture(url: str, content: bytes) -> None:

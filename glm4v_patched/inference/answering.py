@@ -122,7 +122,8 @@ class Answerer:
         """
         self._generate_by(generation)
         if generation.do_sample:
-            torch.manual_seed(generation.seed * 1_000_003 + number)
+            # As torch takes it, whatever the seed.
+            torch.manual_seed((generation.seed * 1_000_003 + number) % 2**64)
         rows, length = batch["input_ids"].shape
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.

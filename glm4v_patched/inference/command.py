@@ -97,8 +97,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--allow-urls", action="store_true", help=fetched)
     body = "millions of bytes that a request may have (default: 32)"
     add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
-    pixels = "millions of pixels that a picture may have (default: 50)"
+    pixels = "millions of pixels that a picture may have, a request 4 times (default: 50)"
     add("--max-picture-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
+    pictures = "pictures that a request may have (default: 16)"
+    add("--max-pictures", type=_at_least_one, default=16, metavar="N", help=pictures)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +270,7 @@ def _serve(options: argparse.Namespace) -> None:
         hosts=hosts_of(options.host, key),
         max_body_bytes=options.max_body_mb * 10**6,
         max_pixels=options.max_picture_megapixels * 10**6,
+        max_pictures=options.max_pictures,
         allow_urls=options.allow_urls,
     )
     serve(

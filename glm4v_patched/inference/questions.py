@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 from ..data.messages import pictures_of, replace_pictures, shorten, text_of, without_marks
 from ..data.sources import Fault, Row, Source, describe_faults, read_rows
 
+# Below, logits in fp32 become infinite, and no token can be drawn.
+LEAST_TEMPERATURE = 1e-3
+LEAST_PENALTY, MOST_PENALTY = 1e-2, 1e2
+
 
 class Question(NamedTuple):
     """A row of a data file, without the answer that it ends with.
@@ -56,13 +60,16 @@ class Generation:
             return value is not None and math.isfinite(value) and value > 0
 
         yield "max_new_tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"
-        greedy = "a number above 0 (without it, answers are greedy)"
-        yield "temperature", self.temperature, above(self.temperature), greedy
+        greedy = f"at least {LEAST_TEMPERATURE:g} (without it, answers are greedy)"
+        hot = above(self.temperature) and (self.temperature or 0) >= LEAST_TEMPERATURE
+        yield "temperature", self.temperature, hot, greedy
         top_p = above(self.top_p) and (self.top_p or 0) <= 1
         yield "top_p", self.top_p, top_p, "a number above 0, at most 1"
         yield "top_k", self.top_k, (self.top_k or 0) > 0, "at least 1"
         penalty = self.repetition_penalty
-        yield "repetition_penalty", penalty, above(penalty), "a number above 0"
+        mild = LEAST_PENALTY <= (penalty or 0) <= MOST_PENALTY
+        between = f"a number from {LEAST_PENALTY:g} to {MOST_PENALTY:g}"
+        yield "repetition_penalty", penalty, mild, between
         yield "num_beams", self.num_beams, self.num_beams > 0, "at least 1"
 
     @property

@@ -3,7 +3,10 @@
 import base64
 import io
 import json
+import socket
 import threading
+import time
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +16,7 @@ from PIL import Image
 
 from glm4v_patched.data import sources
 from glm4v_patched.data.messages import pictures_of
-from glm4v_patched.data.pictures import PictureFiles
+from glm4v_patched.data.pictures import PictureFiles, fetch
 from glm4v_patched.data.sets import Source
 from glm4v_patched.data.sources import Fault, read_conversations, read_rows
 
@@ -228,6 +231,43 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
         assert kept.read_bytes() == drawn("blue") and len([*kept.parent.iterdir()]) == 2
         server.shutdown()
     assert files.path_of(url) == path
+
+
+def test_pictures_are_fetched_by_http_alone_and_not_for_ever():
+    """Whatever a server answers."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *of):
+            pass
+
+        def do_GET(self):
+            if self.path == "/ftp":
+                self.send_response(302)
+                self.send_header("Location", f"ftp://127.0.0.1:{other.getsockname()[1]}/a")
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(50):
+                    self.wfile.write(b"a")
+                    time.sleep(0.1)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server,
+    ):
+        other.settimeout(0)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ValueError, match="leads to .ftp://.*; expected http or https"):
+            fetch(f"{url}/ftp")
+        with pytest.raises(BlockingIOError):
+            other.accept()
+        with pytest.raises(ValueError, match=r"first \d+ bytes took over 0.3 s"):
+            fetch(f"{url}/slow", seconds=0.3)
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

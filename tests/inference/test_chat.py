@@ -162,7 +162,7 @@ def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
         (["--image", "none.png"], "none.png cannot be read"),
         (["--image", "text.png"], "text.png cannot be decoded"),
         (["--load-in-4bit"], "--load-in-4bit needs a GPU"),
-        (["--temperature", "0"], "--temperature 0.0: expected a number above 0"),
+        (["--temperature", "0"], "--temperature 0.0: expected at least 0.001"),
     ],
 )
 def test_mistakes_are_told_before_the_model_is_loaded(

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import openai
@@ -26,6 +27,9 @@ from glm4v_patched.inference import loading
 from glm4v_patched.inference.answering import Answerer
 from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving.engine import Ask, Ended, Engine, Failed
+from glm4v_patched.inference.serving.limits import Limits
+from glm4v_patched.inference.serving.requests import read_request
 from glm4v_patched.inference.source import find_source
 from tests.helpers.processes import ROOT, cpu_environment, heed_ctrl_c
 
@@ -87,7 +91,7 @@ def endless(files, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(endless):
     options = ["--api-key", KEY, "--served-model-name", "tiny", "--max-new-tokens", str(NEW)]
-    options += ["--max-body-mb", "2"]
+    options += ["--max-body-mb", "2", "--max-pictures", "3"]
     with started(endless.parent, str(endless), *options) as (url, log, process):
         yield Server(url, log, endless, process)
 
@@ -123,7 +127,11 @@ def text_of(reply) -> str:
         (["--port", "70000"], "--port 70000: expected 0 to 65535"),
         (["--host", "no.such.invalid"], "--host no.such.invalid --port 0 cannot be listened at"),
         (["--api-key", ""], "--api-key is empty"),
-        (["--temperature", "0"], "--temperature 0.0: expected a number above 0"),
+        (["--temperature", "0"], "--temperature 0.0: expected at least 0.001"),
+        (
+            ["--repetition-penalty", "101"],
+            "penalty 101.0: expected a number from 0.01",
+        ),
         (["--load-in-4bit"], "--load-in-4bit needs a GPU"),
         (["--max-picture-megapixels", "179"], "more than 178 are refused by Pillow"),
     ],
@@ -217,6 +225,9 @@ def test_what_is_drawn_depends_on_the_seed(server):
     assert drawn(**hot, seed=1) == drawn(**hot, seed=1) != drawn(**hot, seed=2)
     assert len({drawn(**hot) for _ in range(3)}) == 3
     assert drawn(temperature=1, extra_body={"top_k": 1}) == greedy
+    for seed in (2**63 - 1, -(2**63)):  # OpenAI's
+        assert drawn(**hot, seed=seed) == drawn(**hot, seed=seed)
+    assert drawn(temperature=1e-3) and drawn(**hot, extra_body={"repetition_penalty": 0.01})
 
 
 def test_the_model_is_listed(server):
@@ -269,6 +280,38 @@ def test_a_body_that_is_too_large_is_refused(server):
         assert error.status_code == 413
 
 
+def test_more_pictures_than_allowed_are_refused(server):
+    tiny = data_url(png((1, 1)))
+    assert text_of(server.ask(about(*[tiny] * 3), max_tokens=2))
+    error = refused(
+        server,
+        about(*[tiny] * 4, tiny),
+        openai.BadRequestError,
+        r"have 4 pictures or more; this server takes 3 \(--max-pictures\)",
+    )
+    assert (error.code, error.param) == ("too_many_images", "messages")
+
+
+def test_only_errors_of_the_messages_are_the_clients(endless, answerer, monkeypatch):
+    def failed() -> Failed:
+        events: SimpleQueue = SimpleQueue()
+        body = {"messages": [{"role": "user", "content": QUESTION}]}
+        engine.submit(Ask(read_request(body, "m", Generation(), Limits()), events.put))
+        while not isinstance(event := events.get(timeout=60), Failed):
+            assert not isinstance(event, Ended)
+        return event.error
+
+    def fail(*given, **options):
+        raise ValueError("no good")
+
+    engine = Engine(answerer, 1024, lambda line: None)
+    monkeypatch.setattr(answerer, "generate", fail)
+    assert (failed().status, failed().param) == (500, None)
+    monkeypatch.setattr(answerer, "encode", fail)
+    assert (failed().status, failed().param) == (400, "messages")
+    engine.stop()
+
+
 LOCAL = str(ROOT / "docs" / "loss.png")
 
 
@@ -302,6 +345,13 @@ def test_pictures_that_cannot_be_used_are_refused(server, url, match):
         ({"max_tokens": 1024}, "of the model's 1024 positions .* answer of 1024 tokens"),
         ({"extra_body": {"top_q": 1}}, "top_q: is not read; expected one of messages, model"),
         ({"stop": ""}, "stop.*at least 1 character"),
+        ({"stop": ["a", "b" * 1001]}, "stop: a text has 1,001 characters; .* takes 1,000"),
+        ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
+        ({"seed": 2**63}, "seed: .*less than or equal to 9223372036854775807, and it is 9223"),
+        (
+            {"extra_body": {"repetition_penalty": 1e-42}},
+            "penalty: .*equal to 0.01, and",
+        ),
     ],
 )
 def test_what_the_server_cannot_do_is_refused(server, options, match):

@@ -67,10 +67,10 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     assert limits["max_body_bytes"] == 3_000_000 and limits["reads_pictures"]
 
 
-def write_adapters(folder: Path, model: Path, name: str, rank: int) -> None:
+def write_adapters(folder: Path, model: Path, name: str, rank: int, **more) -> None:
     from safetensors.torch import save_file
 
-    LoraConfig(r=rank, base_model_name_or_path=str(model)).save_pretrained(folder)
+    LoraConfig(r=rank, base_model_name_or_path=str(model), **more).save_pretrained(folder)
     save_file({f"base_model.model.{name}.lora_A.weight": torch.ones(1)},
               folder / "adapter_model.safetensors")  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_adapters_are_served_beside_their_model(files, executed, tmp_path, capsy
     [(_, command, _)] = executed
     assert command[2] == str(files.model) and "--enable-lora" in command
     assert option(command, "--lora-modules") == f"mine={folder}"
-    assert option(command, "--max-lora-rank") == "4"
+    assert option(command, "--max-lora-rank") == "8"  # vLLM takes no 4
     assert json.loads(option(command, "--override-generation-config"))["temperature"] == 2
     write_adapters(folder, files.model, "transformer.vision.layers.0", 4)
     assert main(["serve", str(folder)]) == 1
@@ -90,8 +90,36 @@ def test_adapters_are_served_beside_their_model(files, executed, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
+    ("rank", "taken"), [(1, 1), (8, 8), (9, 16), (24, 32), (257, 320), (512, 512)]
+)
+def test_the_rank_is_the_next_that_vllm_takes(files, executed, tmp_path, rank, taken):
+    write_adapters(tmp_path / "adapters", files.model, "transformer.encoder.layers.0", rank)
+    assert main(["serve", str(tmp_path / "adapters")]) == 0
+    [(_, command, _)] = executed
+    assert option(command, "--max-lora-rank") == str(taken)
+
+
+@pytest.mark.parametrize(
+    ("rank", "more", "message"),
+    [
+        (513, {}, "the adapters have rank 513, and vLLM takes 512 at most; merge them ("),
+        (4, {"alpha_pattern": {"dense": 2}}, "alpha_pattern names 1 modules, which not every vLLM"),
+        (4, {"rank_pattern": {"dense": 2}}, "rank_pattern names 1 modules, which not every vLLM"),
+    ],
+)
+def test_adapters_that_vllm_cannot_take_are_refused(
+    files, executed, tmp_path, capsys, rank, more, message
+):
+    folder = tmp_path / "adapters"
+    write_adapters(folder, files.model, "transformer.encoder.layers.0", rank, **more)
+    assert main(["serve", str(folder)]) == 1
+    assert message in capsys.readouterr().err and not executed
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--seed", "4294967296"], "--seed 4294967296: vLLM takes 0 to 4294967295"),
         (["--engine", "vllm", "--device", "cpu"], "--engine vllm does not take --device cpu"),
         (["--engine", "vllm", "--port", "0"], "--engine vllm does not take --port 0"),
     ],
@@ -155,6 +183,8 @@ def test_the_middleware_lets_through_what_is_allowed(monkeypatch):
     url = {"messages": about("https://example.org/a.png")}
     allowed = Limits(reads_pictures=True, allow_urls=True)
     assert post(url, allowed, monkeypatch) == (200, url)
+    told = body | {"metadata": {"url": "https://example.org"}}
+    assert post(told, Limits(reads_pictures=True), monkeypatch) == (200, told)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +198,14 @@ def test_the_middleware_lets_through_what_is_allowed(monkeypatch):
         (data_url(png()).replace("image/png", "x/y"), {"max_pixels": 4799}, 400, "image_too_large"),
         (data_url(png()), {"max_body_bytes": 100}, 413, "request_too_large"),
         (data_url(png()), {"api_key": "secret"}, 401, "invalid_api_key"),
-        (data_url(png()), {"hosts": ("127.0.0.1",)}, 403, None),
+        (data_url(png()), {"hosts": ("other",)}, 403, None),
+        (data_url(png()), {"max_pictures": 0}, 400, "too_many_images"),
+        (
+            "https://example.org/a.png",
+            {"allow_urls": True, "max_pictures": 0},
+            400,
+            "too_many_images",
+        ),
         (data_url(png()), {"most_at_once": 0}, 429, None),
     ],
 )

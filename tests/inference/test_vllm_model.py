@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm4v_patched.inference.serving.vllm import LORA_RANKS
 from tests.helpers.processes import ROOT, gpu_environment, run_with_limit
 
 SCRIPT = ROOT / "tests" / "inference" / "compare_with_vllm.py"
@@ -55,6 +56,13 @@ def test_with_the_plug_in_positions_tokens_and_logits_are_ours(plugged_in):
     assert [row for row in rows if not row.get("positions_equal", True)] == []
     assert [row for row in rows if row["same_tokens"] != 24] == []
     assert [row for row in rows if row["logit_difference"] > LOGITS] == []
+
+
+def test_its_ranks_of_adapters_are_those_that_serve_gives_it():
+    code = "from typing import get_args; from vllm.config.lora import MaxLoRARanks\n"
+    code += "print('ranks', get_args(MaxLoRARanks))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"ranks {LORA_RANKS}" in told.stdout
 
 
 def test_adapters_of_the_tower_are_refused(plugged_in):

@@ -5,6 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -65,6 +66,8 @@ class _Server:
     def __init__(self, engine: Engine, name: str, defaults: Generation, limits: Limits):
         self.engine, self.name, self.defaults, self.limits = engine, name, defaults, limits
         self.created = int(time.time())
+        # One for each: where pictures are fetched, slow hosts keep no other request waiting.
+        self.readers = ThreadPoolExecutor(limits.most_at_once, "reader")
 
     async def health(self, request: Request) -> Response:
         if not self.engine.is_alive:
@@ -89,7 +92,8 @@ class _Server:
         body = request.scope[BODY]
         # In a thread: pictures are decoded from base64, and perhaps fetched.
         given = (body, self.name, self.defaults, self.limits)
-        wanted = await asyncio.to_thread(read_request, *given)
+        loop = asyncio.get_running_loop()
+        wanted = await loop.run_in_executor(self.readers, read_request, *given)
         events = self._events(request, wanted)
         first = await anext(events)
         assert isinstance(first, Started)

@@ -97,16 +97,17 @@ class Engine:
                 self._answer(ask)
             except ApiError as error:
                 ask.tell(Failed(error))
-            except ValueError as error:  # of the processor: a picture that cannot be decoded
-                ask.tell(Failed(ApiError(400, str(error), "messages")))
             except Exception as error:  # whatever it was, the next request may be answered
                 ask.tell(Failed(ApiError(500, f"{type(error).__name__}: {error}")))
 
     def _answer(self, ask: Ask) -> None:
         wanted, answerer = ask.wanted, self.answerer
-        new = self._room(wanted)
         start = time.monotonic()
-        batch = answerer.encode([wanted.messages])
+        try:
+            new = self._room(wanted)
+            batch = answerer.encode([wanted.messages])
+        except ValueError as error:  # of the processor: a picture that cannot be decoded
+            raise ApiError(400, str(error), "messages") from None
         length = batch["input_ids"].shape[1]
         ask.tell(Started(length))
         words = Answer(answerer.processor.tokenizer, wanted.stop, lambda t: ask.tell(Text(t)))
@@ -175,7 +176,7 @@ class Answer(Words):
             (
                 size
                 for each in self.stop
-                for size in range(1, len(each))
+                for size in range(1, min(len(each), len(text) + 1))
                 if text.endswith(each[:size])
             ),
             default=0,

@@ -5,6 +5,7 @@ Needs no torch.
 """
 
 import asyncio
+import ipaddress
 import json
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -22,6 +23,8 @@ BODY = "glm4v_patched.body"
 """Key of the scope under which the application finds the JSON of the body."""
 OPEN_PATHS = ("/health", "/ping")
 SECONDS_TO_SEND = 60
+# So many of the largest bodies are held, or more smaller ones: each is there in three forms.
+LARGEST_AT_ONCE = 8
 # Of a body that is too large so much is still read: a client that is sending does not see an answer
 # when the connection ends under it.
 MOST_BYTES_DROPPED = 256 * 10**6
@@ -37,7 +40,7 @@ class Guard:
     def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits | None = None):
         self.app = app
         self.limits = Limits.from_environment() if limits is None else limits
-        self.at_once = 0
+        self.held: dict[int, int] = {}  # bytes of each request that waits or is answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -46,25 +49,28 @@ class Guard:
                 return
             await self.app(scope, receive, send)
             return
-        self.at_once += 1
+        key = id(scope)
+        self.held[key] = 0
         try:
             self._check_head(scope)
             if scope["method"] == "POST":
-                receive = await self._read_body(scope, receive)
+                receive = await self._read_body(scope, receive, key)
         except ApiError as error:
             await _answer(send, error)
         else:
             await self.app(scope, receive, send)
         finally:
-            self.at_once -= 1
+            del self.held[key]
 
     def _check_head(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         hosts, key, most = self.limits.hosts, self.limits.api_key, self.limits.most_at_once
         host = headers.get(b"host", b"").decode("latin-1")
-        if hosts is not None and _without_port(host) not in hosts:
+        if hosts is not None and not _is_called_by(_without_port(host), hosts):
             raise ApiError(
-                403, f"the server was called {host!r}; expected one of {', '.join(hosts)}"
+                403,
+                f"the server was called {host!r}; expected an address in numbers, or "
+                f"{' or '.join(hosts)}: other names need a server that has an --api-key",
             )
         given = headers.get(b"authorization", b"")
         if key is not None and not secrets.compare_digest(given, b"Bearer " + key.encode()):
@@ -74,7 +80,7 @@ class Guard:
                 "KEY",
                 code="invalid_api_key",
             )
-        if most is not None and self.at_once > most:
+        if most is not None and len(self.held) > most:
             raise ApiError(429, f"{most} requests wait or are answered, and no more may: try later")
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").decode("latin-1")
@@ -82,11 +88,11 @@ class Guard:
             if kind.partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, f"Content-Type is {kind!r}; expected application/json")
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
+    async def _read_body(self, scope: Scope, receive: Receive, key: int) -> Receive:
         """Read the body, and return what gives it to the application."""
         try:
             async with asyncio.timeout(SECONDS_TO_SEND):
-                content = await self._content(receive)
+                content = await self._content(receive, key)
         except TimeoutError:
             raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
         try:
@@ -103,9 +109,9 @@ class Guard:
 
         return again
 
-    async def _content(self, receive: Receive) -> bytes:
+    async def _content(self, receive: Receive, key: int) -> bytes:
         parts, size, most = [], 0, self.limits.max_body_bytes
-        is_whole = False
+        is_whole = is_full = False
         while not is_whole and size <= most + MOST_BYTES_DROPPED:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -113,8 +119,11 @@ class Guard:
             part = message.get("body", b"")
             is_whole, size = not message.get("more_body", False), size + len(part)
             parts.append(part)
-            if size > most:
+            self.held[key] = size
+            is_full = is_full or self._is_full()
+            if size > most or is_full:
                 parts.clear()
+                self.held[key] = 0
         if size > most:
             raise ApiError(
                 413,
@@ -122,7 +131,30 @@ class Guard:
                 f"{most} (--max-body-mb): send fewer or smaller pictures",
                 code="request_too_large",
             )
+        if is_full:
+            raise ApiError(
+                429,
+                f"the requests that wait or are answered have {sum(self.held.values()):,} bytes, "
+                f"which leave no room for {size:,} more of {self._most_held():,}: try later",
+            )
         return b"".join(parts)
+
+    def _is_full(self) -> bool:
+        return self.limits.most_at_once is not None and (
+            sum(self.held.values()) > self._most_held()
+        )
+
+    def _most_held(self) -> int:
+        return LARGEST_AT_ONCE * self.limits.max_body_bytes
+
+
+def _is_called_by(host: str, hosts: tuple[str, ...]) -> bool:
+    """Whether it is one of these, or an address in numbers: no name that leads elsewhere."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host in hosts
+    return True
 
 
 def _without_port(host: str) -> str:

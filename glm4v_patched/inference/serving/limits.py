@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 VARIABLE = "GLM4V_PATCHED_LIMITS"
 """Hands the limits on to vLLM's processes, whose middleware takes no arguments."""
 
+LARGEST_PICTURES = 4
+"""So many pictures of the most pixels may a request have, or more that are smaller."""
 MOST_MEGAPIXELS = 178
 """Twice Pillow's ``MAX_IMAGE_PIXELS``: more is an error of its own."""
 
@@ -17,10 +19,11 @@ class Limits:
 
     Args:
         api_key: That clients have to send; None asks for none.
-        hosts: Names that clients may call the server by; None is any. A page of the web that had
-            its own name lead to this machine is refused by it.
+        hosts: Names that clients may call the server by, beside addresses in numbers; None is any.
+            A page of the web that had its own name lead to this machine is refused by it.
         max_body_bytes: Of a request.
-        max_pixels: Of each picture.
+        max_pixels: Of each picture; a request has :data:`LARGEST_PICTURES` times as many at most.
+        max_pictures: Of a request: each is 15 MB and 1,602 tokens for the model, however small.
         allow_urls: Whether pictures are fetched by http(s).
         most_at_once: Requests that wait or are answered; None is any number.
         reads_pictures: Whether :class:`guard.Guard` looks at pictures, for an application that does
@@ -31,6 +34,7 @@ class Limits:
     hosts: tuple[str, ...] | None = None
     max_body_bytes: int = 32 * 10**6
     max_pixels: int = 50 * 10**6
+    max_pictures: int = 16
     allow_urls: bool = False
     most_at_once: int | None = 64
     reads_pictures: bool = False

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...data.formats import read_messages
 from ...data.messages import as_words, check_messages, replace_pictures
-from ..questions import Generation
+from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
 from .errors import ApiError
 from .limits import Limits
-from .pictures import bytes_of
+from .pictures import Pictures
 
 # Keys that change nothing about an answer.
 IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
@@ -34,9 +34,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 ROLES = {"developer": "system"}
+MOST_STOP_CHARACTERS = 1000
 
 Text = Annotated[str, Field(min_length=1)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=LEAST_PENALTY, le=MOST_PENALTY)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Strict(BaseModel):
@@ -59,8 +62,8 @@ class ChatRequest(_Strict):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: AtLeastOne | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    seed: int | None = None
+    repetition_penalty: Penalty | None = None
+    seed: Seed | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -112,13 +115,12 @@ def read_request(body: Any, name: str, defaults: Generation, limits: Limits) -> 
             "same: give one of them",
             "max_tokens",
         )
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     return Wanted(
         messages=_messages(request.messages, limits),
         generation=_generation(request, defaults),
         max_tokens=next((n for n in longest if n is not None), None),
         seed=request.seed,
-        stop=stop,
+        stop=_stop(request.stop),
         stream=request.stream,
         include_usage=request.stream_options.include_usage,
     )
@@ -153,6 +155,19 @@ def _checked(body: Any) -> ChatRequest:
         raise ApiError(400, f"{key}: {told}", key) from None
 
 
+def _stop(given: str | list[str] | None) -> tuple[str, ...]:
+    stop = (given,) if isinstance(given, str) else tuple(given or ())
+    longest = max(map(len, stop), default=0)
+    if longest > MOST_STOP_CHARACTERS:
+        raise ApiError(
+            400,
+            f"stop: a text has {longest:,} characters; this server takes {MOST_STOP_CHARACTERS:,}: "
+            "give how it begins",
+            "stop",
+        )
+    return stop
+
+
 def _messages(given: list[dict[str, Any]], limits: Limits) -> list[dict]:
     # Clients send messages back as they got them, with keys that are null.
     plain = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in given]
@@ -165,10 +180,11 @@ def _messages(given: list[dict[str, Any]], limits: Limits) -> list[dict]:
             if key in message:
                 raise ApiError(400, f"messages: the key {as_words(key)} is not read", "messages")
     found: dict[str, bytes] = {}
+    pictures = Pictures(limits)
 
     def keep(source: Any) -> str:
         key = str(len(found))
-        found[key] = bytes_of(source, limits)
+        found[key] = pictures.bytes_of(source)
         return key
 
     try:
@@ -192,4 +208,11 @@ def _generation(request: ChatRequest, defaults: Generation) -> Generation:
         given["top_p"] = None
     if given.get("temperature") == 0:  # OpenAI's word for greedy
         given |= {"temperature": None, "top_p": None, "top_k": None}
+    elif given.get("temperature", LEAST_TEMPERATURE) < LEAST_TEMPERATURE:
+        raise ApiError(
+            400,
+            f"temperature is {given['temperature']:g}; expected 0, for the likeliest tokens, or at "
+            f"least {LEAST_TEMPERATURE:g}",
+            "temperature",
+        )
     return replace(defaults, **given)

@@ -20,7 +20,7 @@ from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
 
 ENGINES = ("auto", "transformers", "vllm")
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+LOCAL_NAME = "localhost"
 SECONDS_TO_END = 3
 
 
@@ -136,7 +136,6 @@ def serve_by_transformers(request: Request) -> None:
     engine = Engine(Answerer(loaded, request.generation), limit, _log)
 
     def tell() -> None:
-        listener.listen()
         print(f"{request.name} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)
 
     app = make_app(engine, request.name, request.generation, request.limits, tell)
@@ -172,7 +171,7 @@ def is_installed(name: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, which takes no connections yet.
+    """A socket at the address. Connections wait in it until they are accepted.
 
     Raises:
         ValueError: there is no such address here, or it is in use.
@@ -185,6 +184,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # At once: until one listens, others may bind the same address (SO_REUSEADDR), and would
+        # fail when they have loaded a model.
+        listener.listen()
     except OSError as error:
         told = error.strerror or error
         raise ValueError(
@@ -201,9 +203,12 @@ def url_of(listener: socket.socket) -> str:
 
 
 def hosts_of(host: str, api_key: str | None) -> tuple[str, ...] | None:
-    """Names that clients may call the server by: those of this machine, where it alone may ask and
-    nothing else keeps others out."""
-    return None if api_key or not is_local(host) else tuple(dict.fromkeys((*LOCAL_NAMES, host)))
+    """Names that clients may call the server by, where no key keeps the web's pages out: those of
+    this machine, if others reach it, and what it was told to listen at."""
+    if api_key:
+        return None
+    others = () if is_local(host) else (socket.gethostname().lower(),)
+    return tuple(dict.fromkeys((LOCAL_NAME, *others, host.lower())))
 
 
 def is_local(host: str) -> bool:
@@ -211,7 +216,7 @@ def is_local(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == LOCAL_NAME
 
 
 def api_key_of(given: str | None, variable: str) -> str | None:

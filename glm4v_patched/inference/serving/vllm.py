@@ -22,6 +22,11 @@ from .limits import VARIABLE, Limits
 
 GROUP = "vllm.general_plugins"
 MIDDLEWARE = f"{Guard.__module__}.{Guard.__name__}"
+# What --max-lora-rank may be: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32.0, which cannot be
+# imported without torch. test_vllm_model.py compares them with the vLLM that is installed.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# vLLM seeds numpy, too, which takes no more.
+MOST_SEED = 2**32 - 1
 # vLLM takes an empty list for "any": no host has this name (RFC 6761).
 NO_DOMAIN = "fetching.is.invalid"
 
@@ -53,9 +58,12 @@ def vllm_command(
         address: Host and port.
 
     Raises:
-        ValueError: the adapters are not only on the language model.
+        ValueError: the adapters are not only on the language model, or have a larger rank than vLLM
+            takes; it does not take the seed.
     """
     host, port = address
+    if not 0 <= generation.seed <= MOST_SEED:
+        raise ValueError(f"--seed {generation.seed}: vLLM takes 0 to {MOST_SEED}")
     command = [program, "serve", base.model, "--trust-remote-code"]
     command += ["--host", host, "--port", str(port)]
     if base.revision is not None:
@@ -63,7 +71,7 @@ def vllm_command(
     if base.adapters is None:
         command += ["--served-model-name", name]
     else:
-        rank = _rank_on_language_model(base.adapters)
+        rank = _least_rank_of_vllm(base.adapters, _rank_on_language_model(base.adapters))
         command += ["--served-model-name", f"{name}:base", "--enable-lora"]
         command += ["--lora-modules", f"{name}={base.adapters}", "--max-lora-rank", str(rank)]
     # What the model's folder says of sampling is for other uses, as in our other commands.
@@ -95,19 +103,45 @@ def _defaults(generation: Generation) -> Mapping[str, float | int]:
 
 
 def _rank_on_language_model(folder: Path) -> int:
-    """The adapters' largest rank.
+    """The adapters' rank.
 
     Raises:
-        ValueError: they are on the vision tower, too.
+        ValueError: they are on the vision tower, too, or have ranks or scales of their own in some
+            modules.
     """
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     header, _ = read_header(folder / ADAPTER_WEIGHTS)
     on_tower = sum(".vision." in name for name in header)
     if on_tower:
-        merge = own_command("merge", str(folder), "--out", "merged")
         raise ValueError(
             f"{folder}: {on_tower} of the adapters' weights are on the vision tower, where vLLM "
-            f"does not compute adapters; merge them ({merge}) and serve that, or take --engine "
-            "transformers"
+            f"does not compute adapters; {_cure(folder)}"
         )
-    return max([config["r"], *config.get("rank_pattern", {}).values()])
+    # vLLM 0.32.0 reads them, others take no notice and scale by r and lora_alpha alone.
+    for key in ("rank_pattern", "alpha_pattern"):
+        if config.get(key):
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG}: {key} names {len(config[key])} modules, which not "
+                f"every vLLM heeds; {_cure(folder)}"
+            )
+    return config["r"]
+
+
+def _least_rank_of_vllm(folder: Path, rank: int) -> int:
+    """The least of :data:`LORA_RANKS` that has room for adapters of ``rank``: the rest is zeros.
+
+    Raises:
+        ValueError: none has.
+    """
+    for each in LORA_RANKS:
+        if rank <= each:
+            return each
+    raise ValueError(
+        f"{folder}: the adapters have rank {rank}, and vLLM takes {LORA_RANKS[-1]} at most; "
+        f"{_cure(folder)}"
+    )
+
+
+def _cure(folder: Path) -> str:
+    merge = own_command("merge", str(folder), "--out", "merged")
+    return f"merge them ({merge}) and serve that, or take --engine transformers"
