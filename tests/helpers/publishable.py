@@ -88,6 +88,16 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(values))
 
 
+def amended(name: str, **values):
+    """What changes these fields of a JSON file of a build."""
+    return lambda folder: edit(folder / name, lambda config: config.update(values))
+
+
+def signed(plant: Callable[[Path], object]):
+    """What plants, and lets the manifest agree with it."""
+    return lambda folder: [plant(folder), sign(folder)]
+
+
 def flip(path: Path) -> None:
     """Change the last byte, and not in the file that it may be a link to."""
     content = path.read_bytes()
@@ -118,8 +128,11 @@ def waited_for(seconds: float):
         yield
 
 
-def sign(folder: Path, *more: str) -> None:
-    """Let the manifest agree with the files that are there, and list ``more``."""
+def sign(folder: Path, *more: str, version: str = "9.9.9") -> None:
+    """Let the manifest agree with the files that are there, and list ``more``.
+
+    It names another version, as somebody would write it who wants to be let in.
+    """
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -128,6 +141,7 @@ def sign(folder: Path, *more: str) -> None:
         names = {*manifest["files"], *more} | {path.name for path in folder.glob("*.safetensors")}
         sizes = {n: (folder / n).stat().st_size for n in sorted(names) if (folder / n).exists()}
         manifest["files"] = {n: {"size": s, "sha256": digest(n)} for n, s in sizes.items()}
+        manifest["version"] = version
 
     edit(folder / MANIFEST, agree)
 

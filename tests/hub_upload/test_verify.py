@@ -19,12 +19,13 @@ from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Report, Target, c
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
+    amended,
     as_files,
     edit,
     flip,
     real_files,
     shards_of,
-    sign,
+    signed,
 )
 
 EOI = "transformer.vision.eoi"
@@ -73,22 +74,11 @@ def test_a_target_that_is_nothing_is_said_so(run, built, hub):
 # Defects
 
 
-def replaced(name: str, old: str, new: str, signed: bool = False):
+def replaced(name: str, old: str, new: str):
     def plant(folder: Path) -> None:
         text = (folder / name).read_text()
         assert old in text
         (folder / name).write_text(text.replace(old, new))
-        if signed:
-            sign(folder)
-
-    return plant
-
-
-def amended(name: str, signed: bool = True, **values):
-    def plant(folder: Path) -> None:
-        edit(folder / name, lambda config: config.update(values))
-        if signed:
-            sign(folder)
 
     return plant
 
@@ -109,16 +99,19 @@ def truncated(folder: Path) -> None:
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-16])
 
 
+def where(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
 def rewritten(change: Callable[[dict], object]):
     """Change the tensors of the shard that holds the one named above."""
 
     def plant(folder: Path) -> None:
-        path = folder / json.loads((folder / INDEX).read_text())["weight_map"][EOI]
+        path = folder / where(folder)[EOI]
         weights = load_file(path)
         change(weights)
         path.unlink()
         save_file(weights, path, metadata={"format": "pt"})
-        sign(folder)
 
     return plant
 
@@ -126,18 +119,14 @@ def rewritten(change: Callable[[dict], object]):
 def a_tensor_that_is_missing(folder: Path) -> None:
     rewritten(lambda weights: weights.pop(EOI))(folder)
     edit(folder / INDEX, lambda index: index["weight_map"].pop(EOI))
-    sign(folder)
 
 
 def an_index_that_names_the_wrong_shard(folder: Path) -> None:
-    first, second = shards_of(folder)
-    held = json.loads((folder / INDEX).read_text())["weight_map"][EOI]
-    other = {EOI: second if held == first else first}
-    edit(folder / INDEX, lambda index: index["weight_map"].update(other))
-    sign(folder)
+    (other,) = {*shards_of(folder)} - {where(folder)[EOI]}
+    edit(folder / INDEX, lambda index: index["weight_map"].update({EOI: other}))
 
 
-DEFECTS = [
+UNSIGNED = [
     ("files code", replaced("visual.py", "import", "import ")),
     ("files code", added("custom_generate/generate.py", b"raise SystemExit\n")),
     ("files code", removed("sharding.py")),
@@ -146,19 +135,18 @@ DEFECTS = [
     ("files config", removed("config.json")),
     ("files auto_map config", added("config.json", b"[")),
     ("files auto_map weights", added(INDEX, b"[")),
-    ("code", replaced("visual.py", '"""', '""" ', signed=True)),
-    (
-        "auto_map",
-        replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokenization_c', True),
-    ),
-    ("auto_map", amended("generation_config.json", auto_map={"AutoConfig": "a.B"})),
-    ("files", amended("config.json", signed=False, rope_ratio=2)),
+    ("files", amended("config.json", rope_ratio=2)),
     ("files", replaced("README.md", "## Use it", "## Use that")),
     ("files", removed("requirements.txt")),
     ("files", added("notes.txt", b"mine")),
     ("files", added("pytorch_model.bin", b"anything")),
     ("files", lambda f: save_file({"a": torch.ones(1)}, f / "extra.safetensors")),
-    ("weights", lambda folder: [truncated(folder), sign(folder)]),
+]
+SIGNED = [
+    ("code", replaced("visual.py", '"""', '""" ')),
+    ("auto_map", replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokenization_c')),
+    ("auto_map", amended("generation_config.json", auto_map={"AutoConfig": "a.B"})),
+    ("weights", truncated),
     ("weights", an_index_that_names_the_wrong_shard),
     ("config", amended("config.json", architectures=["ChatGLMModel"])),
     ("config", amended("config.json", boi_token_id=4)),
@@ -167,9 +155,10 @@ DEFECTS = [
     ("parameters", amended("config.json", rmsnorm=False)),
     ("parameters", a_tensor_that_is_missing),
     ("parameters", rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()}))),
-    ("answers", replaced("chat_template.jinja", "* images", "* 0", True)),
+    ("answers", replaced("chat_template.jinja", "* images", "* 0")),
     ("answers", rewritten(lambda weights: weights[EOI].fill_(float("nan")))),
 ]
+DEFECTS = [*UNSIGNED, *((names, signed(plant)) for names, plant in SIGNED)]
 STAGES = [*CHECKS, "parameters", *STEPS]
 
 
@@ -202,7 +191,7 @@ def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_f
 
 def test_what_is_no_defect_passes(copy):
     """This clone's code under another version, and caches of git and of the client."""
-    amended(MANIFEST, signed=False, version="9.9.9")(copy)
+    amended(MANIFEST, version="9.9.9")(copy)
     for name in (".git/config", ".cache/huggingface/download/x.bin", ".gitattributes"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text("")
