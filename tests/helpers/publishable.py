@@ -22,8 +22,10 @@ import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
+from hub_upload.files import Contents, File
 from hub_upload.layout import ARCHITECTURE, AUTO_MAPS, INDEX, MANIFEST, SPECIAL_IDS, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
+from hub_upload.verify import FAILED, Target, check_files
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub, Repository, Sparse
 
@@ -96,6 +98,13 @@ def amended(name: str, **values):
 def signed(plant: Callable[[Path], object]):
     """What plants, and lets the manifest agree with it."""
     return lambda folder: [plant(folder), sign(folder)]
+
+
+def failures(files: dict[str, File], check_weights: bool = True) -> list[str]:
+    """What fails of all that runs nothing."""
+    manifest = Contents("a build", files).read_manifest()
+    checks = check_files(Target("a build", files, manifest, check_weights=check_weights))
+    return [check.name for check in checks if check.status == FAILED]
 
 
 def flip(path: Path) -> None:

@@ -14,14 +14,14 @@ from hub_upload.build import build, read_source
 from hub_upload.files import read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS, LoadCheck
-from hub_upload.manifest import read_manifest
-from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Report, Target, check_files, verify
+from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Check, Report, verify
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
     amended,
     as_files,
     edit,
+    failures,
     flip,
     real_files,
     shards_of,
@@ -32,19 +32,8 @@ EOI = "transformer.vision.eoi"
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def results(report: Report) -> dict[str, str]:
-    return {check.name: check.status for check in report.checks}
-
-
-def detail(report: Report, name: str) -> str:
-    return next(check.detail for check in report.checks if check.name == name)
-
-
-def failures_of_files(folder: Path, check_weights: bool = False) -> list[str]:
-    """What fails of all that runs nothing."""
-    manifest = read_manifest((folder / MANIFEST).read_bytes())
-    target = Target(str(folder), read_folder(folder), manifest, check_weights=check_weights)
-    return [check.name for check in check_files(target) if check.status == FAILED]
+def by_name(report: Report) -> dict[str, Check]:
+    return {check.name: check for check in report.checks}
 
 
 def test_failures_are_told_by_table_json_and_status(copy, run):
@@ -167,10 +156,10 @@ def test_a_defect_fails_its_own_checks_and_no_other(names, plant, copy, in_proce
     plant(copy)
     report = verify(str(copy))
     assert report.failures == names.split(), report.as_table()
-    assert all(detail(report, name) for name in names.split())
+    assert all(by_name(report)[name].detail for name in names.split())
     # The files are all looked at whatever else is wrong; what needs the code stops at a failure.
     after = STAGES[max(STAGES.index(names.split()[-1]) + 1, len(CHECKS)) :]
-    assert {results(report)[stage] for stage in after} <= {SKIPPED}
+    assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
 
 
 def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_for(copy):
@@ -181,12 +170,12 @@ def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_f
             (copy / name).write_bytes(changed)
             if name == MANIFEST:
                 with suppress(ValueError):  # no build of ours
-                    assert failures_of_files(copy, check_weights=True)
+                    assert failures(read_folder(copy))
             else:
-                assert failures_of_files(copy, check_weights=True), name
+                assert failures(read_folder(copy)), name
         (copy / name).write_bytes(content)
     flip(copy / shards_of(copy)[0])
-    assert failures_of_files(copy) == []
+    assert failures(read_folder(copy), check_weights=False) == []
 
 
 def test_what_is_no_defect_passes(copy):
@@ -195,7 +184,7 @@ def test_what_is_no_defect_passes(copy):
     for name in (".git/config", ".cache/huggingface/download/x.bin", ".gitattributes"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text("")
-    assert failures_of_files(copy) == []
+    assert failures(read_folder(copy), check_weights=False) == []
 
 
 # The process
@@ -217,8 +206,10 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
         monkeypatch.setenv(name, "hf_secret")
     report = verify(str(built))
-    assert report.failures == [STEPS[1]] and ENDS[program] in detail(report, STEPS[1])
-    assert results(report)[STEPS[0]] == PASSED and results(report)[STEPS[2]] == SKIPPED
+    assert report.failures == [STEPS[1]] and ENDS[program] in by_name(report)[STEPS[1]].detail
+    assert (
+        by_name(report)[STEPS[0]].status == PASSED and by_name(report)[STEPS[2]].status == SKIPPED
+    )
 
 
 def test_a_class_of_another_is_not_taken_for_that_of_the_folder(tmp_path):
@@ -241,7 +232,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     report = verify(NAME, "main")
     assert report.target.revision == head != repository.head
     assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
-    assert "2 + 2 layers of width 64 with random weights" in detail(report, "loads")
+    assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
     read = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert read and all(f"/resolve/{head}/" in path for path in read)
 
@@ -252,41 +243,34 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     repository = hub.add_repository(NAME, files)
     report = verify(NAME)
     assert report.failures == ["files"]
-    assert f"{SHARD} is not what the manifest says: sha256 " in detail(report, "files")
+    assert f"{SHARD} is not what the manifest says: sha256 " in by_name(report)["files"].detail
     # Nor is a pickle downloaded.
     repository.add_commit("refs/heads/main", {"training_args.bin": b"pickled"}, "more")
-    assert "training_args.bin" in detail(verify(NAME), "files")
+    assert "training_args.bin" in by_name(verify(NAME))["files"].detail
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
 
 
 @pytest.mark.slow
-def test_the_real_size_is_published_and_verified_without_a_byte_of_its_weights(
-    hub, run, in_process, tmp_path
+def test_the_real_size_is_built_and_verified_without_a_byte_of_its_weights(
+    hub, in_process, tmp_path
 ):
+    """test_publish.py has the same of publish."""
     small, shards = real_files()
     commit = hub.add_repository(UPSTREAM, small | shards).head
     out = tmp_path / "out"
     manifest = build(read_source(f"{UPSTREAM}@{commit}"), out, NAME)
     assert len(manifest.weights) == 15 and shards_of(out) == []
-
-    report = verify(str(out))
-    assert not report.failures, report.as_table()
-    assert "left for a server-side copy" in detail(report, "weights")
-    assert "13,906,320,896 parameters, compared with the index" in detail(report, "parameters")
-    assert "2 + 2 layers of width 64 with random weights" in detail(report, "loads")
-
-    begin = len(hub.requests)
-    assert run("publish", out, "--repo", NAME, "--push")[0] == 0
-    received = sum(request.received for request in hub.requests[begin:])
-    print(f"the Hub received {received:,} bytes")
-    published = hub.repositories[NAME].files
-    assert all(published[name].content is weight for name, weight in shards.items())
     assert sum(weight.size for weight in shards.values()) > 27e9
-    # Code and tokenizer.json.
-    assert received < 6 * sum(len(content) for content in small.values()) + 5e6
     assert not any(name in request.path for name in shards for request in hub.requests)
 
-    report = verify(NAME)
-    assert not report.failures, report.as_table()
-    assert "compared with the files of weights" in detail(report, "parameters")
+    hub.add_repository(NAME, as_files(out) | shards)
+    for where, weights, by in (
+        (str(out), "left for a server-side copy", "13,906,320,896 parameters, compared with the i"),
+        (NAME, "sha256 compared", "13,906,320,896 parameters, compared with the files of weights"),
+    ):
+        report = verify(where)
+        assert not report.failures, report.as_table()
+        assert weights in by_name(report)["weights"].detail
+        assert by in by_name(report)["parameters"].detail
+        assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
