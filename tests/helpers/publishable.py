@@ -116,6 +116,7 @@ def flip(path: Path) -> None:
 
 def plant_link(path: Path, outside: Path, is_folder: bool = False) -> Path:
     """Put a link to what somebody would not publish; it has what the file had, if there is one."""
+    outside.mkdir(exist_ok=True)
     secret = outside / "id_rsa"
     if is_folder:
         secret.mkdir()
@@ -246,7 +247,6 @@ def write_build(
     local: bool = False,
     version: str = glm4v_patched.__version__,
     code: dict[str, bytes] = CODE,
-    card: bytes = FILES["README.md"],
 ) -> Path:
     """Write a build whose weights are at ``revision`` of the source, in the folder, or both."""
     folder.mkdir()
@@ -259,7 +259,7 @@ def write_build(
         return content.size if isinstance(content, Sparse) else len(content)
 
     weight_map = {f"layer.{i}": name for i, name in enumerate(shards)}
-    files = FILES | {INDEX: json.dumps({"weight_map": weight_map}).encode(), "README.md": card}
+    files = FILES | {INDEX: json.dumps({"weight_map": weight_map}).encode()}
     manifest = {"version": version, "fine_tune": None, "weights_from": None}
     if revision:
         manifest["weights_from"] = {"repository": UPSTREAM, "revision": revision}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,10 +73,6 @@ def replaced(name: str, old: str, new: str):
     return plant
 
 
-def removed(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
 def added(name: str, content: bytes):
     def plant(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -118,15 +115,15 @@ def an_index_that_names_the_wrong_shard(folder: Path) -> None:
 UNSIGNED = [
     ("files code", replaced("visual.py", "import", "import ")),
     ("files code", added("custom_generate/generate.py", b"raise SystemExit\n")),
-    ("files code", removed("sharding.py")),
+    ("files code", lambda folder: (folder / "sharding.py").unlink()),
     ("files weights", truncated),
-    ("files weights", removed(SHARD)),
-    ("files config", removed("config.json")),
+    ("files weights", lambda folder: (folder / SHARD).unlink()),
+    ("files config", lambda folder: (folder / "config.json").unlink()),
     ("files auto_map config", added("config.json", b"[")),
     ("files auto_map weights", added(INDEX, b"[")),
     ("files", amended("config.json", rope_ratio=2)),
     ("files", replaced("README.md", "## Use it", "## Use that")),
-    ("files", removed("requirements.txt")),
+    ("files", lambda folder: (folder / "requirements.txt").unlink()),
     ("files", added("notes.txt", b"mine")),
     ("files", added("pytorch_model.bin", b"anything")),
     ("files", lambda f: save_file({"a": torch.ones(1)}, f / "extra.safetensors")),
@@ -187,8 +184,6 @@ def test_what_is_no_defect_passes(copy):
     assert failures(read_folder(copy), check_weights=False) == []
 
 
-# The process
-
 ENDS = {
     "os._exit(9)": "the process ended with status 9 here: it said nothing",
     "raise MemoryError('no room')": "status 1 here: MemoryError: no room",
@@ -225,10 +220,8 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     """Also where its branch moves meanwhile. No weights are downloaded: a small model answers."""
     repository = hub.add_repository(NAME, as_files(built))
     head = repository.head
-    move = {"config.json": b"{}"}
-    hub.fail(
-        "GET", "/resolve/", call=lambda: repository.add_commit("refs/heads/main", move, "moved")
-    )
+    move = partial(repository.add_commit, "refs/heads/main", {"config.json": b"{}"}, "moved")
+    hub.fail("GET", "/resolve/", call=move)
     report = verify(NAME, "main")
     assert report.target.revision == head != repository.head
     assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
@@ -252,10 +245,8 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
 
 
 @pytest.mark.slow
-def test_the_real_size_is_built_and_verified_without_a_byte_of_its_weights(
-    hub, in_process, tmp_path
-):
-    """test_publish.py has the same of publish."""
+def test_the_real_size_needs_no_byte_of_its_weights(hub, in_process, tmp_path):
+    """To be built and verified; test_publish.py has the same of publish."""
     small, shards = real_files()
     commit = hub.add_repository(UPSTREAM, small | shards).head
     out = tmp_path / "out"
