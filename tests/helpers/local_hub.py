@@ -113,6 +113,10 @@ class LocalHub:
         """
         self.faults.append(Fault(method, pattern, **fault))
 
+    def asked(self, method: str, part: str = "") -> list[Request]:
+        """The requests of this method whose path has this part."""
+        return [r for r in self.requests if r.method == method and part in r.path]
+
     def next_fault(self, method: str, path: str) -> Fault:
         with self.lock:
             for fault in self.faults:

@@ -22,8 +22,10 @@ import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
+from hub_upload.files import Contents, File
 from hub_upload.layout import ARCHITECTURE, AUTO_MAPS, INDEX, MANIFEST, SPECIAL_IDS, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
+from hub_upload.verify import FAILED, Target, check_files
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub, Repository, Sparse
 
@@ -88,6 +90,23 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(values))
 
 
+def amended(name: str, **values):
+    """What changes these fields of a JSON file of a build."""
+    return lambda folder: edit(folder / name, lambda config: config.update(values))
+
+
+def signed(plant: Callable[[Path], object]):
+    """What plants, and lets the manifest agree with it."""
+    return lambda folder: [plant(folder), sign(folder)]
+
+
+def failures(files: dict[str, File], check_weights: bool = True) -> list[str]:
+    """What fails of all that runs nothing."""
+    manifest = Contents("a build", files).read_manifest()
+    checks = check_files(Target("a build", files, manifest, check_weights=check_weights))
+    return [check.name for check in checks if check.status == FAILED]
+
+
 def flip(path: Path) -> None:
     """Change the last byte, and not in the file that it may be a link to."""
     content = path.read_bytes()
@@ -97,6 +116,7 @@ def flip(path: Path) -> None:
 
 def plant_link(path: Path, outside: Path, is_folder: bool = False) -> Path:
     """Put a link to what somebody would not publish; it has what the file had, if there is one."""
+    outside.mkdir(exist_ok=True)
     secret = outside / "id_rsa"
     if is_folder:
         secret.mkdir()
@@ -118,8 +138,11 @@ def waited_for(seconds: float):
         yield
 
 
-def sign(folder: Path, *more: str) -> None:
-    """Let the manifest agree with the files that are there, and list ``more``."""
+def sign(folder: Path, *more: str, version: str = "9.9.9") -> None:
+    """Let the manifest agree with the files that are there, and list ``more``.
+
+    It names another version, as somebody would write it who wants to be let in.
+    """
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -128,6 +151,7 @@ def sign(folder: Path, *more: str) -> None:
         names = {*manifest["files"], *more} | {path.name for path in folder.glob("*.safetensors")}
         sizes = {n: (folder / n).stat().st_size for n in sorted(names) if (folder / n).exists()}
         manifest["files"] = {n: {"size": s, "sha256": digest(n)} for n, s in sizes.items()}
+        manifest["version"] = version
 
     edit(folder / MANIFEST, agree)
 
@@ -223,7 +247,6 @@ def write_build(
     local: bool = False,
     version: str = glm4v_patched.__version__,
     code: dict[str, bytes] = CODE,
-    card: bytes = FILES["README.md"],
 ) -> Path:
     """Write a build whose weights are at ``revision`` of the source, in the folder, or both."""
     folder.mkdir()
@@ -236,7 +259,7 @@ def write_build(
         return content.size if isinstance(content, Sparse) else len(content)
 
     weight_map = {f"layer.{i}": name for i, name in enumerate(shards)}
-    files = FILES | {INDEX: json.dumps({"weight_map": weight_map}).encode(), "README.md": card}
+    files = FILES | {INDEX: json.dumps({"weight_map": weight_map}).encode()}
     manifest = {"version": version, "fine_tune": None, "weights_from": None}
     if revision:
         manifest["weights_from"] = {"repository": UPSTREAM, "revision": revision}

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -117,17 +118,10 @@ def test_what_our_own_code_saved_can_be_built_from(original, make, run, in_proce
 # Links, and two file systems
 
 
-def test_links_of_a_cache_become_links_to_what_they_point_at(original, make, tmp_path):
-    """In the snapshot of a cache, every file is a link to one that is named by its hash."""
-    repository = tmp_path / "models--zai-org--glm-4v-9b"
-    snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for name, content in as_files(original).items():
-        blob = hashlib.sha256(name.encode()).hexdigest()
-        (blobs / blob).write_bytes(content)
-        (snapshot / name).symlink_to(Path("../../blobs") / blob)
-    placed = make(snapshot) / shards_of(original)[0]
+def test_links_of_a_cache_become_links_to_what_they_point_at(original_hub, make, tmp_path):
+    snapshot = Path(snapshot_download(UPSTREAM, cache_dir=tmp_path / "cache"))
+    assert (snapshot / "config.json").is_symlink()
+    placed = make(snapshot) / shards_of(snapshot)[0]
     assert not placed.is_symlink() and os.path.samefile(placed, snapshot / placed.name)
     # The exception is for the cache's own: what its blobs point at is not.
     (tmp_path / "secret").write_text("secret")
@@ -138,16 +132,20 @@ def test_links_of_a_cache_become_links_to_what_they_point_at(original, make, tmp
         make(snapshot, out="other")
 
 
-SECRETS = ["LICENSE", "generation_config.json", "notes.txt", "model-00001-of-00002.safetensors"]
+SECRETS = ["LICENSE", "generation_config.json", "notes.txt", "model-00001-of-0000?.safetensors"]
 
 
 @pytest.mark.parametrize("name", [*SECRETS, "additional_chat_templates/"])
-def test_a_link_out_of_the_source_is_refused_by_its_name_and_end(name, changed, make, tmp_path):
-    secret = plant_link(changed / name, tmp_path, is_folder=name.endswith("/"))
-    with pytest.raises(ValueError, match="is not followed") as refused:
-        make(changed)
-    assert str(changed / name) in str(refused.value) and str(secret) in str(refused.value)
-    assert not (tmp_path / "out").exists()
+def test_a_link_out_of_a_folder_is_refused(name, changed, made_up, run, hub, tmp_path):
+    """By its name and end; even to what a manifest lists: at the next reading it may be another."""
+    build = ("build", "--weights", changed, "--out", tmp_path / "out")
+    for folder, command in {changed: build, made_up: ("publish", made_up, "--repo", NAME)}.items():
+        link = next(folder.glob(name), folder / name)
+        secret = plant_link(link, folder.with_suffix(".outside"), name.endswith("/"))
+        status, told = run(*command)
+        assert status == 1 and f"{link} is a link to {secret}," in told
+        assert "is not followed" in told
+    assert not (tmp_path / "out").exists() and not hub.requests
 
 
 def test_weights_are_copied_to_another_file_system(original, built, make, monkeypatch):
@@ -202,7 +200,7 @@ def test_a_failed_build_leaves_what_was_there(earlier, step, original, make, tmp
     if earlier:
         make(original)
         (tmp_path / "out" / "visual.py").write_text("earlier")
-    before = as_files(tmp_path / "out") if earlier else {}
+    before = as_files(tmp_path)
     rename = Path.rename
 
     def fail(path, target=None):
@@ -218,7 +216,7 @@ def test_a_failed_build_leaves_what_was_there(earlier, step, original, make, tmp
     with pytest.raises(OSError, match="Permission denied"):
         make(original)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] * earlier
-    assert not earlier or as_files(tmp_path / "out") == before
+    assert as_files(tmp_path) == before
 
 
 # What is refused
@@ -228,11 +226,7 @@ REFUSED = [
     ("config.json", {"model_type": "llama"}, "no glm-4v's .model_type 'llama'"),
     ("config.json", {"boi_token_id": 4}, r"boi_token_id is 4, but <\|begin_of_image\|> is 510"),
     ("config.json", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
-    (
-        "tokenizer_config.json",
-        {"image_size": 112},
-        r"image_size is .56, 112, 112. in config.json",
-    ),
+    ("tokenizer_config.json", {"image_size": 112}, "image_size is .56, 112, 112. in config"),
     ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list, expected a JSON object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON .*: download it"),
@@ -267,7 +261,7 @@ def test_a_build_that_would_not_pass_verify_is_not_written(original, make, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-# From the Hub
+# From the Hub, and weights that were trained
 
 
 def test_a_source_that_is_nothing_or_not_pinned_is_refused_with_the_cure(original_hub):
@@ -300,9 +294,6 @@ def test_no_byte_of_the_weights_comes_from_the_hub(original_hub, built, make):
     assert as_files(make(f"{UPSTREAM}@{head}", out="again")) == as_files(out)
 
 
-# Weights that were trained
-
-
 def claims(folder: Path) -> bool:
     body = " ".join((folder / "README.md").read_text().split("---\n", 2)[2].split())
     return "unchanged" in body or "finetuned" in body
@@ -317,9 +308,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("file", "values"), TRAINED, ids=str)
-def test_trained_weights_are_refused_until_their_base_is_told(
-    file, values, changed, make, run, tmp_path
-):
+def test_trained_weights_need_their_base_told(file, values, changed, make, run, tmp_path):
     path = changed / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
     out, base, what = tmp_path / "out", "our-org/receipts", "the language model, on 2,000 receipts"

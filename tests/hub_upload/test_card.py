@@ -94,14 +94,10 @@ def blocks(built, tmp_path, monkeypatch) -> list[str]:
     return [block.replace(pinned, f'name, revision = "{built}", None') for block in found]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """That of a stranger, with caches of its own."""
+def succeed(command: list[str], folder: Path, **variables: str) -> None:
+    """As a stranger runs it, with caches of its own."""
     caches = {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    return cpu_environment() | caches
-
-
-def succeed(command: list[str], variables: dict[str, str]) -> None:
-    ended = run_with_limit(command, 900, variables)
+    ended = run_with_limit(command, 900, cpu_environment() | caches | variables)
     assert ended.status == 0, ended.output[-6000:]
 
 
@@ -110,7 +106,7 @@ def test_its_code_trains_on_two_processes(blocks, tmp_path):
     # On a loaded CPU DeepSpeed's threads may abort a process that has done its work, when Python
     # ends ("terminate called without an active exception").
     (tmp_path / "train.py").write_text(f"{blocks[1]}\nimport os\nos._exit(0)\n")
-    succeed(two_processes(tmp_path / "train.py"), environment(tmp_path))
+    succeed(two_processes(tmp_path / "train.py"), tmp_path)
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     learned = [name for name, value in adapter.items() if "lora_B" in name and value.any()]
     assert len(learned) == 4  # two layers of each tower
@@ -146,4 +142,4 @@ def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tm
         train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]
         train += ["trainer.max_steps=4", "--device", "cpu"]
         for part in (train, [sys.executable, "loads.py"]):
-            succeed(part, environment(tmp_path) | online)
+            succeed(part, tmp_path, **online)

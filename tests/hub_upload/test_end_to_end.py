@@ -18,10 +18,8 @@ from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files, pytho
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 
-def test_a_stranger_loads_trains_and_generates_by_name(
-    original, hub, run, nothing_runs, tmp_path, monkeypatch
-):
-    """What is copied on the Hub has the original's numbers; the code is the card's, as written.
+def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, monkeypatch):
+    """And generates; what is copied on the Hub has the original's numbers; the code is the card's.
 
     In this process; test_load.py shows that none of it needs the package.
     """
@@ -50,11 +48,9 @@ def test_a_stranger_loads_trains_and_generates_by_name(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(2):
-        loss = model(**inputs, labels=inputs["input_ids"]).loss
-        loss.backward()
+        losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
+        losses[-1].backward()
         optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
     assert losses[1] < losses[0], losses
     status, output = run("verify", NAME, "--revision", TAG, "--json")
     report = json.loads(output[output.index('{\n  "target"') :])
@@ -68,10 +64,7 @@ def test_weights_without_code_load_by_the_code_of_another_repository(built, hub,
     hub.add_repository(code, as_files(built))
     files = {name: c for name, c in as_files(built).items() if not name.endswith(".py")}
     for name in [name for name in files if name.endswith("config.json")]:
-        values = json.loads(files[name])
-        here = json.dumps(values.get("auto_map", {}))
-        values["auto_map"] = json.loads(re.sub(r': (\[?)"', rf': \1"{code}--', here))
-        files[name] = json.dumps(values).encode()
+        files[name] = re.sub(rb'"(\w+_chatglm\.)', f'"{code}--\\1'.encode(), files[name])
     hub.add_repository("our-org/weights", files)
     with remote_code_under(tmp_path / "modules"):
         model = AutoModel.from_pretrained("our-org/weights", trust_remote_code=True)

@@ -1,21 +1,26 @@
 """What servers, connections, disks and kills do to all three commands: one line that says what to
 do, without the token; nothing wrong or half-written; and the next run completes."""
 
-import os
+import multiprocessing
 import queue
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 
 import pytest
-from huggingface_hub import CommitOperationAdd
+from huggingface_hub import CommitOperationAdd, close_session
 
 from hub_upload import files
+from hub_upload.__main__ import main
 from hub_upload.errors import reason_of
-from hub_upload.layout import MANIFEST, our_code
+from hub_upload.layout import our_code
 from hub_upload.load_check import STEPS
+from hub_upload.publish import read_build
 from hub_upload.verify import CHECKS
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.hub_repositories import File
@@ -33,7 +38,6 @@ from tests.helpers.publishable import (
     write_build,
 )
 
-REPO = "our-org/model"
 by_name = pytest.mark.parametrize("command", ["build", "verify"])
 
 
@@ -46,7 +50,7 @@ def ask(hub, original, built, run, nothing_runs, tmp_path):
     commands = {"build": ("build", "--weights", source, "--out", out, "--name", NAME)}
     commands["verify"] = ("verify", NAME)
     ask = lambda command, *more: run(*commands[command], *more)  # noqa: E731
-    ask.out, ask.built = out, built
+    ask.out = out
     return ask
 
 
@@ -57,15 +61,11 @@ def completes(hub, ask, command: str) -> bool:
     hub.faults.clear()
     assert ask(command)[0] == 0
     if command == "build":
-        same = as_files(ask.built)
-        apart = (MANIFEST, "README.md", *SHARDS_OF_BUILT)
-        assert as_files(ask.out).keys() | SHARDS_OF_BUILT == same.keys()
-        assert {n for n, c in as_files(ask.out).items() if c != same[n]} <= {*apart}
+        read_build(ask.out)
         assert [path.name for path in into.iterdir()] == ["out"]
     return True
 
 
-SHARDS_OF_BUILT = {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
 LISTING, CONFIG = "/api/models/", "/resolve/.*/config.json"
 NO_HUB, CUT = "the server's answer is not that of a Hub", "the connection failed \\("
 LISTED = {"id": NAME, "sha": "b" * 40}
@@ -104,11 +104,7 @@ def test_a_mistake_of_ours_is_no_answer_of_a_server(hub, ask, monkeypatch):
 
 
 @by_name
-def test_no_server_and_a_changed_file_and_a_full_disk_are_one_line(command, hub, ask, monkeypatch):
-    with monkeypatch.context() as elsewhere:
-        redirect_client("http://127.0.0.1:9", elsewhere)  # nothing listens there
-        status, told = ask(command)
-    assert status == 1 and re.search(r"the connection failed \(.*refused", told), told
+def test_a_changed_file_and_a_full_disk_are_one_line(command, hub, ask):
     with files_of_at_most(1000):
         status, told = ask(command)
     assert status == 1 and "no space left" in told and "make room" in told, told
@@ -123,39 +119,28 @@ def test_no_server_and_a_changed_file_and_a_full_disk_are_one_line(command, hub,
     assert completes(hub, ask, command)
 
 
-@pytest.mark.parametrize("fault", [{"answer": {}}, {"status": 403}], ids=str)
-def test_a_header_of_weights_that_cannot_be_read_fails_its_check(fault, hub, ask):
-    hub.fail("GET", r"\d\.safetensors", times=99, message=f"echo of {hub.token}", **fault)
-    status, told = ask("verify")
-    (row,) = [line for line in told.splitlines() if line.startswith("weights")]
-    assert status == 1 and "failed" in row and re.search("403|not that of a Hub", row)
-    assert completes(hub, ask, "verify")
-
-
-# Silence
-
 COMMANDS = [
-    ["build", "--weights", f"{REPO}@{'a' * 40}", "--out", "built"],
-    ["build", "--weights", REPO, "--out", "built"],
-    ["verify", REPO],
-    ["publish", "build", "--repo", REPO, "--push"],
+    ["build", "--weights", f"{NAME}@{'a' * 40}", "--out", "built"],
+    ["build", "--weights", NAME, "--out", "built"],
+    ["verify", NAME],
+    ["publish", "build", "--repo", NAME, "--push"],
 ]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_server_that_never_answers_is_named(command, hub, silent, run, tmp_path, monkeypatch):
-    write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-    monkeypatch.chdir(tmp_path)
-    redirect_client(silent, monkeypatch)
-    begun = time.monotonic()
-    with waited_for(0.2):
-        status, told = run(*command)
-    assert status == 1 and time.monotonic() - begun < 30
-    assert f"{silent} did not answer within 0.2 s" in told and told.count("\n") == 0, told
-    assert not (tmp_path / "built").exists()
-
-
-# Disks
+def test_no_answer_and_no_server_are_told(command, hub, silent, run, made_up, monkeypatch):
+    monkeypatch.chdir(made_up.parent)
+    for server, message in {
+        silent: f"{silent} did not answer within 0.2 s",
+        "http://127.0.0.1:9": r"the connection failed \(.*refused",  # nothing listens there
+    }.items():
+        redirect_client(server, monkeypatch)
+        begun = time.monotonic()
+        with waited_for(0.2):
+            status, told = run(*command)
+        assert status == 1 and time.monotonic() - begun < 30
+        assert re.search(message, told) and told.count("\n") == 0, told
+        assert "run the same command again" in told and not Path("built").exists()
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "modeling_chatglm.py"])
@@ -173,14 +158,14 @@ def test_a_disk_that_is_full_for_the_output_is_one_line(file, original, built, r
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, ask, run, tmp_path, monkeypatch):
-    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-    for command in (("verify", NAME), ("publish", build, "--repo", REPO, "--push")):
+def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, ask, run, made_up, monkeypatch):
+    there = {**hub.repositories}
+    for command in (("verify", NAME), ("publish", made_up, "--repo", "our-org/new", "--push")):
         with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
             patch.setattr(sys, "stdout", disk)
             status, told = run(*command)
             assert status == 1 and told.startswith("hub_upload: no space left on a disk")
-    assert REPO not in hub.repositories
+    assert hub.repositories == there
 
 
 # Every kind of fault at every request
@@ -203,66 +188,63 @@ REQUESTS = {
 }
 
 
-def pairs(command: str) -> list:
+def pairs(command: str, *always: int) -> list:
     """At each request some of the faults, always; all others behind the marker."""
     found = []
-    for i, fault in enumerate(KINDS):
-        for number, at in enumerate(REQUESTS[command]):
-            always = (i + 3 * number) % len(KINDS) in {"publish": (0, 6), "verify": (0,)}[command]
-            marks = () if always else pytest.mark.exhaustive
-            found.append(pytest.param(fault, at, id=f"{fault} at {at}", marks=marks))
+    for (i, fault), (number, at) in product(enumerate(KINDS), enumerate(REQUESTS[command])):
+        marks = () if (i + 3 * number) % len(KINDS) in always else pytest.mark.exhaustive
+        found.append(pytest.param(fault, at, id=f"{fault} at {at}", marks=marks))
     return found
 
 
 @pytest.fixture
-def plant(hub):
-    """Plan a fault."""
-    yield lambda fault, at: hub.fail(
-        "*", "", after=at, message=f"echo of {hub.token}", **KINDS[fault]
-    )
+def planted(hub):
+    """A fault, for as long as a command runs."""
+
+    @contextmanager
+    def planted(fault: str, at: int) -> Iterator[None]:
+        hub.fail("*", "", after=at, message=f"echo of {hub.token}", **KINDS[fault])
+        with waited_for(0.2 if fault == "silence" else 60):
+            yield
+        hub.faults.clear()
+
+    yield planted
     hub.errors.clear()
 
 
-@pytest.mark.parametrize(("fault", "at"), pairs("publish"))
-def test_publish_leaves_nothing_wrong(fault, at, hub, plant, run, tmp_path):
-    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-    command = ("publish", build, "--repo", REPO, "--push")
-    plant(fault, at)
-    with waited_for(0.2 if fault == "silence" else 60):
-        status, told = run(*command)
-    assert is_published(hub, REPO) if status == 0 else "run the same command again" in told, told
-    if repository := hub.repositories.get(REPO):
+@pytest.mark.parametrize(("fault", "at"), pairs("publish", 0, 6))
+def test_publish_leaves_nothing_wrong(fault, at, hub, planted, publish, made_up):
+    with planted(fault, at):
+        status, told = publish(made_up, "--push")
+    assert is_published(hub, NAME) if status == 0 else "run the same command again" in told, told
+    if repository := hub.repositories.get(NAME):
         initial, *others = repository.commits
         assert len(others) <= 1 and all(is_whole(repository, commit) for commit in others)
         assert repository.tags in ({}, {TAG: repository.head} if others else {})
-    hub.faults.clear()
-    assert run(*command)[0] == 0 and is_published(hub, REPO)
+    assert publish(made_up, "--push")[0] == 0 and is_published(hub, NAME)
     # What has arrived is not sent again.
-    sent = [request for request in hub.requests if (request.method, request.status) == ("PUT", 200)]
+    sent = [request for request in hub.asked("PUT") if request.status == 200]
     assert len(sent) <= len(SMALL_SHARDS) + ("answer" in KINDS[fault])
 
 
-@pytest.mark.parametrize(("fault", "at"), pairs("verify"))
-def test_verify_passes_only_what_it_has_seen(fault, at, hub, plant, run, nothing_runs, tmp_path):
-    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-    hub.add_repository(REPO, as_files(build))
-    plant(fault, at)
-    with waited_for(0.2 if fault == "silence" else 60):
-        status, told = run("verify", REPO)
+@pytest.mark.parametrize(("fault", "at"), pairs("verify", 0))
+def test_verify_passes_only_what_it_has_seen(fault, at, hub, planted, run, nothing_runs, made_up):
+    hub.add_repository(NAME, as_files(made_up))
+    with planted(fault, at):
+        status, told = run("verify", NAME)
     passed = f"{len(CHECKS) + 1 + len(STEPS)} passed"
-    last = told.splitlines()[-1]
-    assert passed in last if status == 0 else "hub_upload: " in last or " failed" in last, told
-    hub.faults.clear()
-    status, told = run("verify", REPO)
+    assert passed in told if status == 0 else "run the same command again" in told, told
+    # A header of weights that cannot be read fails its check; all else ends the command.
+    assert re.findall(r"(?m)^(\w+) +failed", told) in ([], ["weights"]), told
+    status, told = run("verify", NAME)
     assert status == 0 and passed in told, told
 
 
-def test_the_sweeps_reach_every_request(hub, run, nothing_runs, tmp_path):
-    build = write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-    assert run("publish", build, "--repo", REPO, "--push")[0] == 0
+def test_the_sweeps_reach_every_request(hub, run, publish, nothing_runs, made_up):
+    assert publish(made_up, "--push")[0] == 0
     sent = len(hub.requests)
     assert sent == len(REQUESTS["publish"])
-    assert run("verify", REPO)[0] == 0
+    assert run("verify", NAME)[0] == 0
     assert len(hub.requests) - sent == max(REQUESTS["verify"]) + 1
 
 
@@ -271,37 +253,30 @@ def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
     """A fork is killed; importing anew for each would take minutes."""
     pinned = add_source(hub, SMALL_SHARDS).pinned if copied else None
     build = write_build(tmp_path / "build", SMALL_SHARDS, pinned, local=not copied)
-    from huggingface_hub import close_session
-
-    from hub_upload.__main__ import main
-
+    output = tmp_path / "output"
     close_session()
 
-    def publish(started: queue.Queue | None = None) -> int:
-        pid = os.fork()
-        if pid == 0:
-            status = 70
-            with open(tmp_path / "output", "w") as output:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                try:
-                    status = main(["publish", str(build), "--repo", REPO, "--push"])
-                finally:
-                    os._exit(status)
-        if started:
-            started.put(pid)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    def child() -> None:
+        with output.open("a") as file, redirect_stdout(file), redirect_stderr(file):
+            sys.exit(main(["publish", str(build), "--repo", NAME, "--push"]))
 
-    begin = len(hub.requests)
-    assert publish() == 0 and is_published(hub, REPO), (tmp_path / "output").read_text()
-    number = len(hub.requests) - begin
+    def publish(started: queue.Queue | None = None) -> int | None:
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        if started:
+            started.put(process)
+        process.join()
+        return process.exitcode
+
+    assert publish() == 0 and is_published(hub, NAME), output.read_text()
+    number = len(hub.requests)
     assert number > 10
     for killed_at in range(number):
-        del hub.repositories[REPO]
+        del hub.repositories[NAME]
         started = queue.Queue()
-        hub.fail("*", "", after=killed_at, call=lambda q=started: os.kill(q.get(), signal.SIGKILL))
+        hub.fail("*", "", after=killed_at, call=lambda q=started: q.get().kill())
         assert publish(started) == -signal.SIGKILL, f"not killed at request {killed_at}"
-        there = hub.repositories.get(REPO)
-        assert there is None or not there.tags or is_published(hub, REPO)
-        assert publish() == 0 and is_published(hub, REPO), f"killed at request {killed_at}"
-    assert hub.token not in (tmp_path / "output").read_text()
+        there = hub.repositories.get(NAME)
+        assert there is None or not there.tags or is_published(hub, NAME)
+        assert publish() == 0 and is_published(hub, NAME), f"killed at request {killed_at}"
+    assert f"Tagged {TAG}" in output.read_text() and hub.token not in output.read_text()

@@ -1,7 +1,6 @@
 """What a stranger could put into a repository or a folder, in every kind of file: it never runs.
 
-Each payload writes a file when it runs. Manifests agree with what was planted, and name another
-version, as somebody would write them who wants to be let in.
+Each payload writes a file when it runs. Manifests agree with what was planted.
 """
 
 import io
@@ -14,73 +13,56 @@ import torch
 
 from glm4v_patched import __version__
 from hub_upload import verify as verifying
-from hub_upload.layout import INDEX, MANIFEST
+from hub_upload.layout import INDEX
 from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
 from hub_upload.verify import FAILED, PASSED, SKIPPED, verify
-from tests.helpers.publishable import NAME, as_files, edit, shards_of, sign
+from tests.helpers.publishable import NAME, amended, as_files, shards_of, sign, signed
 
 EVIL = "evil-org/evil"
+CODE = 'open(__import__("os").environ["IT_RAN"], "w").close()\n'
 
 
-@pytest.fixture
-def marker(tmp_path) -> Path:
+@pytest.fixture(autouse=True)
+def marker(tmp_path, monkeypatch) -> Path:
+    """What a payload writes when it runs."""
+    monkeypatch.setenv("IT_RAN", str(tmp_path / "it ran"))
     return tmp_path / "it ran"
 
 
-def code_that_writes(marker: Path) -> str:
-    return f"open({str(marker)!r}, 'w').close()\n"
-
-
 class Payload:
-    """Its pickle writes a file when it is loaded."""
-
-    def __init__(self, marker: Path):
-        self.marker = str(marker)
-
     def __reduce__(self):
-        return exec, (code_that_writes(Path(self.marker)),)
+        return exec, (CODE,)
 
 
-def sign_as(folder: Path, *more: str, version: str = "9.9.9") -> None:
-    """Let the manifest be that of this version, with more files listed."""
-    edit(folder / MANIFEST, lambda manifest: manifest.update(version=version))
-    sign(folder, *more)
+def file(name: str, content: str | bytes, listed: bool = False, version: str = "9.9.9"):
+    """Write it before what a file of code has."""
 
-
-def file(name: str, content, listed: bool = False, version: str = "9.9.9"):
-    """Write it; ``content`` is text with CODE in it, or makes bytes of the marker's path."""
-
-    def plant(folder: Path, marker: Path) -> None:
-        code = code_that_writes(marker)
-        given = content(marker) if callable(content) else content.replace("CODE\n", code).encode()
+    def plant(folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         before = path.read_bytes() if path.exists() and name.endswith(".py") else b""
         path.unlink(missing_ok=True)
-        path.write_bytes(given + before)
-        sign_as(folder, *[name] * listed, version=version)
+        path.write_bytes((content.encode() if isinstance(content, str) else content) + before)
+        sign(folder, *[name] * listed, version=version)
 
     return plant
 
 
-def pickled(protocol: int):
-    return lambda marker: pickle.dumps(Payload(marker), protocol)
+def pickled(protocol: int) -> bytes:
+    return pickle.dumps(Payload(), protocol)
 
 
-def saved_by_torch(zipped: bool):
-    def content(marker: Path) -> bytes:
-        saved = io.BytesIO()
-        torch.save({"a": Payload(marker)}, saved, _use_new_zipfile_serialization=zipped)
-        return saved.getvalue()
-
-    return content
+def saved_by_torch(zipped: bool) -> bytes:
+    saved = io.BytesIO()
+    torch.save({"a": Payload()}, saved, _use_new_zipfile_serialization=zipped)
+    return saved.getvalue()
 
 
-def pickled_as_the_only_weights(folder: Path, marker: Path) -> None:
+def pickled_as_the_only_weights(folder: Path) -> None:
     for name in [*shards_of(folder), INDEX]:
         (folder / name).unlink()
-    file("model.safetensors", saved_by_torch(True))(folder, marker)
+    file("model.safetensors", saved_by_torch(True))(folder)
 
 
 def adapter(listed: bool, base: str = EVIL):
@@ -89,32 +71,28 @@ def adapter(listed: bool, base: str = EVIL):
 
 
 def fields(name: str, **values):
-    def plant(folder: Path, marker: Path) -> None:
-        edit(folder / name, lambda config: config.update(values))
-        sign_as(folder)
-
-    return plant
+    return signed(amended(name, **values))
 
 
 # In words of Jinja, the ways out of a sandbox that people have tried.
-ESCAPES = (
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    "{{ cycler.__init__.__globals__.os.popen('python -c \"CODE\n\"').read() }}"
-    "{{ raise_exception.__globals__['__builtins__']['exec']('CODE\n') }}"
-    "{% set x = messages.append %}{{ lipsum.__globals__ }}"
-)
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('touch \"$IT_RAN\"').read() }}",
+    f"{{{{ raise_exception.__globals__['__builtins__']['exec']('{CODE.strip()}') }}}}",
+    "{% set x = messages.append %}{{ lipsum.__globals__ }}",
+]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 PLANTS = {
-    "a file that is not listed": file("extra.py", "CODE\n"),
-    "a listed file": file("extra.py", "CODE\n", listed=True),
-    "a package": file("__init__.py", "CODE\n"),
-    "a listed site's file": file("sitecustomize.py", "CODE\n", listed=True),
-    "a file like a library": file("transformers.py", "CODE\n", listed=True),
-    "a path": file("evil.pth", "import os; CODE\n"),
-    "custom generation": file("custom_generate/generate.py", "CODE\n"),
-    "changed code": file("visual.py", "CODE\n"),
-    "a changed entry": file("modeling_chatglm.py", "CODE\n"),
-    "changed code of this version": file("loss.py", "CODE\n", version=__version__),
+    "a file that is not listed": file("extra.py", CODE),
+    "a listed file": file("extra.py", CODE, listed=True),
+    "a package": file("__init__.py", CODE),
+    "a listed site's file": file("sitecustomize.py", CODE, listed=True),
+    "a file like a library": file("transformers.py", CODE, listed=True),
+    "a path": file("evil.pth", f"import os; {CODE}"),
+    "custom generation": file("custom_generate/generate.py", CODE),
+    "changed code": file("visual.py", CODE),
+    "a changed entry": file("modeling_chatglm.py", CODE),
+    "changed code of this version": file("loss.py", CODE, version=__version__),
     "a library of C": file("visual.cpython-311-x86_64-linux-gnu.so", "\x7fELF"),
     **{f"a pickle of protocol {n}": file("notes.txt", pickled(n)) for n in range(6)},
     **{f"a listed one of protocol {n}": file("LICENSE", pickled(n), True) for n in range(1, 6)},
@@ -143,27 +121,27 @@ PLANTS = {
 }
 # Their content may be anybody's: what reads them runs none of it.
 HARMLESS = {
-    "a template": file("chat_template.jinja", ESCAPES, listed=True),
-    "a template of the tokenizer": fields("tokenizer_config.json", chat_template=ESCAPES),
-    "requirements": file("requirements.txt", "evil @ file:///tmp/evil\n--index-url CODE\n", True),
+    **{f"template {n}": file("chat_template.jinja", t, True) for n, t in enumerate(ESCAPES)},
+    "a template of the tokenizer": fields("tokenizer_config.json", chat_template="".join(ESCAPES)),
+    "requirements": file("requirements.txt", f"evil @ file:///tmp/evil\n--index-url {CODE}", True),
     "a class of the tokenizer": fields("tokenizer_config.json", tokenizer_class="os.system"),
     "text that is a pickle": file("LICENSE", pickled(0), listed=True),
 }
 
 
 def test_without_a_payload_a_signed_copy_is_not_refused(copy):
-    sign_as(copy)
+    sign(copy)
     read_build(copy)
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_payload_is_refused_before_anything_runs(name, copy, hub, marker, monkeypatch):
     """In a folder and in a repository; and no such folder is published."""
-    PLANTS[name](copy, marker)
+    PLANTS[name](copy)
     monkeypatch.setattr(verifying, "_run", lambda *_: pytest.fail("it was run"))
     hub.add_repository(NAME, as_files(copy))
-    code = code_that_writes(marker).encode()
-    hub.add_repository(EVIL, {"evil.py": code, "modeling_chatglm.py": code, "config.json": b"{}"})
+    evil = dict.fromkeys(["evil.py", "modeling_chatglm.py"], CODE.encode())
+    hub.add_repository(EVIL, evil | {"config.json": b"{}"})
     for where in (str(copy), NAME):
         report = verify(where)
         assert report.failures and not marker.exists()
@@ -175,7 +153,7 @@ def test_a_payload_is_refused_before_anything_runs(name, copy, hub, marker, monk
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_may_be_anybodys_runs_nothing(name, copy, marker, in_process):
     """The code is this clone's, so the files are loaded."""
-    HARMLESS[name](copy, marker)
+    HARMLESS[name](copy)
     report = verify(str(copy))
     assert not marker.exists(), report.as_table()
     assert "loads" in [check.name for check in report.checks if check.status in (PASSED, FAILED)]
@@ -183,7 +161,7 @@ def test_what_may_be_anybodys_runs_nothing(name, copy, marker, in_process):
 
 def test_code_of_another_is_not_run_and_would_have_written_its_file(copy, hub, run, marker):
     """What is planted runs where it is loaded."""
-    file("configuration_chatglm.py", "CODE\n")(copy, marker)
+    file("configuration_chatglm.py", CODE)(copy)
     hub.add_repository(NAME, as_files(copy))
     for where in (copy, NAME):
         status, output = run("verify", where)
@@ -192,7 +170,7 @@ def test_code_of_another_is_not_run_and_would_have_written_its_file(copy, hub, r
     assert marker.exists()
 
 
-def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check, marker):
+def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
     """The process does not see what appears, or is exchanged, after the checks."""
     load_check(
         "source = sys.argv[1]\n"
@@ -204,7 +182,7 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check, marker):
 
     def exchange(target):
         done = check(target)
-        (copy / "visual.py").write_text(code_that_writes(marker))
+        (copy / "visual.py").write_text(CODE)
         (copy / "adapter_config.json").write_text("{}")
         return done
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,36 +15,26 @@ from hub_upload.build import build, read_source
 from hub_upload.files import read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS, LoadCheck
-from hub_upload.manifest import read_manifest
-from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Report, Target, check_files, verify
+from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Check, Report, verify
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
+    amended,
     as_files,
     edit,
+    failures,
     flip,
     real_files,
     shards_of,
-    sign,
+    signed,
 )
 
 EOI = "transformer.vision.eoi"
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def results(report: Report) -> dict[str, str]:
-    return {check.name: check.status for check in report.checks}
-
-
-def detail(report: Report, name: str) -> str:
-    return next(check.detail for check in report.checks if check.name == name)
-
-
-def failures_of_files(folder: Path, check_weights: bool = False) -> list[str]:
-    """What fails of all that runs nothing."""
-    manifest = read_manifest((folder / MANIFEST).read_bytes())
-    target = Target(str(folder), read_folder(folder), manifest, check_weights=check_weights)
-    return [check.name for check in check_files(target) if check.status == FAILED]
+def by_name(report: Report) -> dict[str, Check]:
+    return {check.name: check for check in report.checks}
 
 
 def test_failures_are_told_by_table_json_and_status(copy, run):
@@ -73,28 +64,13 @@ def test_a_target_that_is_nothing_is_said_so(run, built, hub):
 # Defects
 
 
-def replaced(name: str, old: str, new: str, signed: bool = False):
+def replaced(name: str, old: str, new: str):
     def plant(folder: Path) -> None:
         text = (folder / name).read_text()
         assert old in text
         (folder / name).write_text(text.replace(old, new))
-        if signed:
-            sign(folder)
 
     return plant
-
-
-def amended(name: str, signed: bool = True, **values):
-    def plant(folder: Path) -> None:
-        edit(folder / name, lambda config: config.update(values))
-        if signed:
-            sign(folder)
-
-    return plant
-
-
-def removed(name: str):
-    return lambda folder: (folder / name).unlink()
 
 
 def added(name: str, content: bytes):
@@ -109,16 +85,19 @@ def truncated(folder: Path) -> None:
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-16])
 
 
+def where(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
 def rewritten(change: Callable[[dict], object]):
     """Change the tensors of the shard that holds the one named above."""
 
     def plant(folder: Path) -> None:
-        path = folder / json.loads((folder / INDEX).read_text())["weight_map"][EOI]
+        path = folder / where(folder)[EOI]
         weights = load_file(path)
         change(weights)
         path.unlink()
         save_file(weights, path, metadata={"format": "pt"})
-        sign(folder)
 
     return plant
 
@@ -126,39 +105,34 @@ def rewritten(change: Callable[[dict], object]):
 def a_tensor_that_is_missing(folder: Path) -> None:
     rewritten(lambda weights: weights.pop(EOI))(folder)
     edit(folder / INDEX, lambda index: index["weight_map"].pop(EOI))
-    sign(folder)
 
 
 def an_index_that_names_the_wrong_shard(folder: Path) -> None:
-    first, second = shards_of(folder)
-    held = json.loads((folder / INDEX).read_text())["weight_map"][EOI]
-    other = {EOI: second if held == first else first}
-    edit(folder / INDEX, lambda index: index["weight_map"].update(other))
-    sign(folder)
+    (other,) = {*shards_of(folder)} - {where(folder)[EOI]}
+    edit(folder / INDEX, lambda index: index["weight_map"].update({EOI: other}))
 
 
-DEFECTS = [
+UNSIGNED = [
     ("files code", replaced("visual.py", "import", "import ")),
     ("files code", added("custom_generate/generate.py", b"raise SystemExit\n")),
-    ("files code", removed("sharding.py")),
+    ("files code", lambda folder: (folder / "sharding.py").unlink()),
     ("files weights", truncated),
-    ("files weights", removed(SHARD)),
-    ("files config", removed("config.json")),
+    ("files weights", lambda folder: (folder / SHARD).unlink()),
+    ("files config", lambda folder: (folder / "config.json").unlink()),
     ("files auto_map config", added("config.json", b"[")),
     ("files auto_map weights", added(INDEX, b"[")),
-    ("code", replaced("visual.py", '"""', '""" ', signed=True)),
-    (
-        "auto_map",
-        replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokenization_c', True),
-    ),
-    ("auto_map", amended("generation_config.json", auto_map={"AutoConfig": "a.B"})),
-    ("files", amended("config.json", signed=False, rope_ratio=2)),
+    ("files", amended("config.json", rope_ratio=2)),
     ("files", replaced("README.md", "## Use it", "## Use that")),
-    ("files", removed("requirements.txt")),
+    ("files", lambda folder: (folder / "requirements.txt").unlink()),
     ("files", added("notes.txt", b"mine")),
     ("files", added("pytorch_model.bin", b"anything")),
     ("files", lambda f: save_file({"a": torch.ones(1)}, f / "extra.safetensors")),
-    ("weights", lambda folder: [truncated(folder), sign(folder)]),
+]
+SIGNED = [
+    ("code", replaced("visual.py", '"""', '""" ')),
+    ("auto_map", replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokenization_c')),
+    ("auto_map", amended("generation_config.json", auto_map={"AutoConfig": "a.B"})),
+    ("weights", truncated),
     ("weights", an_index_that_names_the_wrong_shard),
     ("config", amended("config.json", architectures=["ChatGLMModel"])),
     ("config", amended("config.json", boi_token_id=4)),
@@ -167,9 +141,10 @@ DEFECTS = [
     ("parameters", amended("config.json", rmsnorm=False)),
     ("parameters", a_tensor_that_is_missing),
     ("parameters", rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()}))),
-    ("answers", replaced("chat_template.jinja", "* images", "* 0", True)),
+    ("answers", replaced("chat_template.jinja", "* images", "* 0")),
     ("answers", rewritten(lambda weights: weights[EOI].fill_(float("nan")))),
 ]
+DEFECTS = [*UNSIGNED, *((names, signed(plant)) for names, plant in SIGNED)]
 STAGES = [*CHECKS, "parameters", *STEPS]
 
 
@@ -178,10 +153,10 @@ def test_a_defect_fails_its_own_checks_and_no_other(names, plant, copy, in_proce
     plant(copy)
     report = verify(str(copy))
     assert report.failures == names.split(), report.as_table()
-    assert all(detail(report, name) for name in names.split())
+    assert all(by_name(report)[name].detail for name in names.split())
     # The files are all looked at whatever else is wrong; what needs the code stops at a failure.
     after = STAGES[max(STAGES.index(names.split()[-1]) + 1, len(CHECKS)) :]
-    assert {results(report)[stage] for stage in after} <= {SKIPPED}
+    assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
 
 
 def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_for(copy):
@@ -192,24 +167,22 @@ def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_f
             (copy / name).write_bytes(changed)
             if name == MANIFEST:
                 with suppress(ValueError):  # no build of ours
-                    assert failures_of_files(copy, check_weights=True)
+                    assert failures(read_folder(copy))
             else:
-                assert failures_of_files(copy, check_weights=True), name
+                assert failures(read_folder(copy)), name
         (copy / name).write_bytes(content)
     flip(copy / shards_of(copy)[0])
-    assert failures_of_files(copy) == []
+    assert failures(read_folder(copy), check_weights=False) == []
 
 
 def test_what_is_no_defect_passes(copy):
     """This clone's code under another version, and caches of git and of the client."""
-    amended(MANIFEST, signed=False, version="9.9.9")(copy)
+    amended(MANIFEST, version="9.9.9")(copy)
     for name in (".git/config", ".cache/huggingface/download/x.bin", ".gitattributes"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text("")
-    assert failures_of_files(copy) == []
+    assert failures(read_folder(copy), check_weights=False) == []
 
-
-# The process
 
 ENDS = {
     "os._exit(9)": "the process ended with status 9 here: it said nothing",
@@ -228,8 +201,10 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
         monkeypatch.setenv(name, "hf_secret")
     report = verify(str(built))
-    assert report.failures == [STEPS[1]] and ENDS[program] in detail(report, STEPS[1])
-    assert results(report)[STEPS[0]] == PASSED and results(report)[STEPS[2]] == SKIPPED
+    assert report.failures == [STEPS[1]] and ENDS[program] in by_name(report)[STEPS[1]].detail
+    assert (
+        by_name(report)[STEPS[0]].status == PASSED and by_name(report)[STEPS[2]].status == SKIPPED
+    )
 
 
 def test_a_class_of_another_is_not_taken_for_that_of_the_folder(tmp_path):
@@ -245,14 +220,12 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     """Also where its branch moves meanwhile. No weights are downloaded: a small model answers."""
     repository = hub.add_repository(NAME, as_files(built))
     head = repository.head
-    move = {"config.json": b"{}"}
-    hub.fail(
-        "GET", "/resolve/", call=lambda: repository.add_commit("refs/heads/main", move, "moved")
-    )
+    move = partial(repository.add_commit, "refs/heads/main", {"config.json": b"{}"}, "moved")
+    hub.fail("GET", "/resolve/", call=move)
     report = verify(NAME, "main")
     assert report.target.revision == head != repository.head
     assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
-    assert "2 + 2 layers of width 64 with random weights" in detail(report, "loads")
+    assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
     read = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert read and all(f"/resolve/{head}/" in path for path in read)
 
@@ -263,41 +236,32 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     repository = hub.add_repository(NAME, files)
     report = verify(NAME)
     assert report.failures == ["files"]
-    assert f"{SHARD} is not what the manifest says: sha256 " in detail(report, "files")
+    assert f"{SHARD} is not what the manifest says: sha256 " in by_name(report)["files"].detail
     # Nor is a pickle downloaded.
     repository.add_commit("refs/heads/main", {"training_args.bin": b"pickled"}, "more")
-    assert "training_args.bin" in detail(verify(NAME), "files")
+    assert "training_args.bin" in by_name(verify(NAME))["files"].detail
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
 
 
 @pytest.mark.slow
-def test_the_real_size_is_published_and_verified_without_a_byte_of_its_weights(
-    hub, run, in_process, tmp_path
-):
+def test_the_real_size_needs_no_byte_of_its_weights(hub, in_process, tmp_path):
+    """To be built and verified; test_publish.py has the same of publish."""
     small, shards = real_files()
     commit = hub.add_repository(UPSTREAM, small | shards).head
     out = tmp_path / "out"
     manifest = build(read_source(f"{UPSTREAM}@{commit}"), out, NAME)
     assert len(manifest.weights) == 15 and shards_of(out) == []
-
-    report = verify(str(out))
-    assert not report.failures, report.as_table()
-    assert "left for a server-side copy" in detail(report, "weights")
-    assert "13,906,320,896 parameters, compared with the index" in detail(report, "parameters")
-    assert "2 + 2 layers of width 64 with random weights" in detail(report, "loads")
-
-    begin = len(hub.requests)
-    assert run("publish", out, "--repo", NAME, "--push")[0] == 0
-    received = sum(request.received for request in hub.requests[begin:])
-    print(f"the Hub received {received:,} bytes")
-    published = hub.repositories[NAME].files
-    assert all(published[name].content is weight for name, weight in shards.items())
     assert sum(weight.size for weight in shards.values()) > 27e9
-    # Code and tokenizer.json.
-    assert received < 6 * sum(len(content) for content in small.values()) + 5e6
     assert not any(name in request.path for name in shards for request in hub.requests)
 
-    report = verify(NAME)
-    assert not report.failures, report.as_table()
-    assert "compared with the files of weights" in detail(report, "parameters")
+    hub.add_repository(NAME, as_files(out) | shards)
+    for where, weights, by in (
+        (str(out), "left for a server-side copy", "13,906,320,896 parameters, compared with the i"),
+        (NAME, "sha256 compared", "13,906,320,896 parameters, compared with the files of weights"),
+    ):
+        report = verify(where)
+        assert not report.failures, report.as_table()
+        assert weights in by_name(report)["weights"].detail
+        assert by in by_name(report)["parameters"].detail
+        assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
