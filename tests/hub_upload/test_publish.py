@@ -93,6 +93,7 @@ def test_published_twice_nothing_changes(hub, publish, made_up):
     uploads = hub.asked("PUT", "/lfs/")
     assert sorted(r.received for r in uploads) == sorted(map(len, SMALL_SHARDS.values()))
     before = len(hub.requests)
+    (made_up / ".gitignore").write_text("of git, and not of the build")
     status, output = publish(made_up, "--push")
     assert status == 0 and "has all of this already" in output and is_published(hub, NAME)
     assert {r.method for r in hub.requests[before:]} <= {"GET", "HEAD"}

@@ -400,9 +400,10 @@ def test_a_client_that_goes_away_stops_its_answer(server):
         hasty.chat.completions.create(messages=messages, **asked)
     # One that is waiting when others leave is answered.
     assert server.ask(messages, max_tokens=2).usage.completion_tokens == 2
-    lines = [line for line in server.log.read_text().splitlines() if "went away" in line]
-    assert len(lines) == 2, server.log.read_text()
-    assert all(int(re.search(r"(\d+) answered", line)[1]) < 990 for line in lines)
+    log = server.log.read_text()
+    # On a busy machine, the second may have gone before its answer began.
+    assert log.count("the client went away") in (1, 2), log
+    assert all(int(number) < 990 for number in re.findall(r"(\d+) answered", log)), log
 
 
 def test_requests_at_the_same_time_are_answered_one_after_the_other(server):
