@@ -1,7 +1,9 @@
 """Command line: each of ``glm4v-patched``'s commands, and what it prints."""
 
 import argparse
+import difflib
 import platform
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     # argparse takes field=value only where no option stands before it.
     takes_fields = options.command in ("train", "doctor")
     if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.parser.error(_describe_unknown(options.parser, rest, takes_fields))
     options.rest = rest
     try:
         return options.run(options) or 0
@@ -81,7 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="the published code and ours, on one model")
     compare.set_defaults(run=_compare)
     add_compare_arguments(compare)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
+
+
+def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:
+    """What argparse says of arguments that it does not know, and what may have been meant."""
+    told = f"unrecognized arguments: {' '.join(rest)}"
+    known = re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())
+    names = [text.partition("=")[0] for text in rest if text.startswith("-")]
+    near = [match for name in names for match in difflib.get_close_matches(name, known, 1)]
+    if near:
+        return f"{told}; did you mean {', '.join(dict.fromkeys(near))}?"
+    fields = "; fields of a recipe have no dashes, as trainer.learning_rate=1e-4"
+    return told + (fields if has_fields and names else "; --help lists what there is")
 
 
 # The imports are late: --help and mistakes are answered without loading torch.

@@ -1,4 +1,5 @@
-"""Commands to be printed: they run as printed, in an environment that is not activated too."""
+"""What is printed: commands that run as printed, in an environment that is not activated too; and
+sizes."""
 
 import os
 import shlex
@@ -15,6 +16,14 @@ def own_command(*arguments: str) -> str:
 def pip_install(*requirements: str) -> str:
     """``pip install REQUIREMENTS`` for the Python that runs now."""
     return shlex.join([*_program("pip", "pip"), "install", *requirements])
+
+
+def in_bytes(number: float) -> str:
+    """A size in the unit that suits it, of powers of 1,000: 28.0 GB, 1.5 MB, 512 bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} bytes"
 
 
 def _program(name: str, module: str) -> list[str]:

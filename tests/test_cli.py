@@ -48,6 +48,28 @@ def test_less_than_one_is_refused(option, capsys):
     assert "0 is less than 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("train recipe.yaml --dryrun", "unrecognized arguments: --dryrun; did you mean --dry-run?"),
+        (
+            "train r.yaml --learning-rate 1e-5",
+            "; fields of a recipe have no dashes, as trainer.lear",
+        ),
+        ("answer m --data a --out b --max-tokens 5", "did you mean --max-new-tokens?"),
+        ("serve model --prot=80", "unrecognized arguments: --prot=80; did you mean --port?"),
+        ("merge adapters more --out b", "unrecognized arguments: more; --help lists"),
+        ("train", "the following arguments are required: RECIPE\n"),
+    ],
+)
+def test_unknown_options_are_answered_with_the_nearest_one(typed, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(typed.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and told in error
+    assert error.startswith(f"usage: glm4v-patched {typed.split()[0]}")
+
+
 def test_versions_are_told_without_loading_torch():
     code = "import runpy, sys; sys.modules['torch'] = None; "
     code += "runpy.run_module('glm4v_patched', run_name='__main__')"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import glm4v_patched
-from glm4v_patched.printed import own_command, pip_install
+from glm4v_patched.printed import in_bytes, own_command, pip_install
 from tests.helpers.processes import in_plain_shell
 
 VERSION = f"glm4v-patched {glm4v_patched.__version__}"
@@ -64,3 +64,9 @@ def test_a_program_of_another_environment_is_not_taken_for_this_one(
     add_program(tmp_path / "other" / "glm4v-patched", "echo", "another")
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "other"), os.defpath]))
     assert in_plain_shell(own_command("--version")).stdout.startswith(VERSION)
+
+
+def test_sizes_have_the_unit_that_suits_them():
+    sizes = (27.8e9, 10**9, 512.7e6, 24_600, 999, 0)
+    shown = ["27.8 GB", "1.0 GB", "512.7 MB", "24.6 kB", "999 bytes", "0 bytes"]
+    assert [in_bytes(size) for size in sizes] == shown

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from ..engine.gpus import find_gpus
 from ..engine.ram import free_ram
+from ..printed import in_bytes
 from .settings import Settings
-
-GB = 10**9
 
 
 def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bool) -> None:
@@ -45,8 +44,8 @@ def _too_large(settings: Settings, processes: int, gpu_memory: int) -> Iterator[
         room = gpu_memory if limit is None else min(gpu_memory, limit * 2**30)
         if (needed := states(config, options, batch)) > room:
             yield (
-                f"{told}: weights, gradients and optimizer take {needed / GB:.1f} GB of each GPU, "
-                f"which has {room / GB:.1f} GB; expected more --gpus with --zero-stage 3, "
+                f"{told}: weights, gradients and optimizer take {in_bytes(needed)} of each GPU, "
+                f"which has {in_bytes(room)}; expected more --gpus with --zero-stage 3, "
                 "--offload, --optimizer adamw_8bit, or another --trained"
             )
             return
@@ -56,6 +55,6 @@ def _too_large(settings: Settings, processes: int, gpu_memory: int) -> Iterator[
         cure = "a smaller --config, --micro-batch or --text-tokens"
     if needed > (room := free_ram()):
         yield (
-            f"{told}: takes {needed / GB:.1f} GB of the machine's memory, of which "
-            f"{room / GB:.1f} GB are free; expected {cure}"
+            f"{told}: takes {in_bytes(needed)} of the machine's memory, of which "
+            f"{in_bytes(room)} are free; expected {cure}"
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.environment import python_module
+from ..printed import in_bytes
 from .environment import check_python, describe_code, environment_of_the_original, require_python
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 WORKER = Path(__file__).with_name("worker.py")
 NEW_TOKENS = 8
-GB = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,13 +157,13 @@ def _require_memory(folder: Path, positions: int, precision: str, device: str) -
     needed = weights + kept + logits
     free = free_ram() if device == "cpu" else free_memory()
     print(
-        f"{precision} on {device}, one model after the other: about {needed / GB:.1f} GB "
-        f"({weights / GB:.1f} GB of weights), of which {free / GB:.1f} GB are free",
+        f"{precision} on {device}, one model after the other: about {in_bytes(needed)} "
+        f"({in_bytes(weights)} of weights), of which {in_bytes(free)} are free",
         file=sys.stderr,
         flush=True,
     )
     if needed > free:
         raise ValueError(
-            f"comparing needs about {needed / GB:.1f} GB and {free / GB:.1f} GB are free; expected "
+            f"comparing needs about {in_bytes(needed)} and {in_bytes(free)} are free; expected "
             "a larger machine" + (", or --precision bf16" if precision == "fp32" else "")
         )

@@ -55,20 +55,22 @@ def find_fault(content: bytes) -> str | None:
 
     What is found here is what the image processor, which needs torch, would refuse later.
     """
+    if not content:
+        return "is empty: it has 0 bytes; copy it again"
+    # For ever: threads must not change filters for a while.
+    warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(content)) as image:
-                if image.format == "EPS":
-                    return "is PostScript (EPS), which a program would have to run: save it as PNG"
-                deep = _file_of_16_bits(image)
-                image.load()
-                if deep or image.mode.startswith("I") or image.mode == "F":
-                    return (
-                        f"has the mode {deep or image.mode}, which does not say what number is "
-                        "white; expected 8 bits a channel: scale it to them"
-                    )
-                ImageOps.exif_transpose(image).convert("RGB")
+        with Image.open(io.BytesIO(content)) as image:
+            if image.format == "EPS":
+                return "is PostScript (EPS), which a program would have to run: save it as PNG"
+            deep = _file_of_16_bits(image)
+            image.load()
+            if deep or image.mode.startswith("I") or image.mode == "F":
+                return (
+                    f"has the mode {deep or image.mode}, which does not say what number is "
+                    "white; expected 8 bits a channel: scale it to them"
+                )
+            ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
         return "cannot be decoded: it is no picture of a kind that Pillow knows"
     except Exception as error:  # Pillow raises whatever a broken file makes its readers raise

@@ -36,7 +36,7 @@ ROW_CURES = {
     "chosen": "it is of preferences, which TRL trains on",
     "rejected": "it is of preferences, which TRL trains on",
 }
-OF_OTHER_FORMATS = ("instruction", "input", "output", "query", "response", "question", "answer")
+OF_OTHER_FORMATS = ("input", "output", "query", "response", "question", "answer")
 ROW_CURES |= dict.fromkeys(
     OF_OTHER_FORMATS,
     'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
@@ -58,6 +58,8 @@ MESSAGE_CURES = {
     "value": 'write "content"',
     "text": 'write "content"',
     "tool_calls": 'write the tool\'s name as "metadata" and the arguments as "content"',
+    "function_call": 'write the tool\'s name as "metadata" and the arguments as "content"',
+    "tool_call_id": "take it out: a message of observation answers the call before it",
 }
 TURN_CURES = {
     "role": 'write "from", or name the row\'s list "messages"',
@@ -116,10 +118,41 @@ def read_prompt_and_completion(row: dict) -> Any:
     return messages
 
 
+def read_alpaca(row: dict) -> Any:
+    """Alpaca's ``instruction``, ``input`` and ``output``, with LLaMA-Factory's ``system`` and
+    ``history`` (pairs of a question and its answer)."""
+    _refuse_row_keys(row, ("instruction", "input", "output", "system", "history", *ROW_PICTURES))
+    if "instruction" not in row:
+        raise ValueError('the key "instruction" is missing; expected "instruction" and "output"')
+    for key in ("instruction", "input", "output", "system"):
+        if not isinstance(row.get(key, ""), str):
+            raise ValueError(f"{key} is {as_words(row[key])}; expected text")
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for question, answer in _history(row.get("history", [])):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    words = [row["instruction"], row.get("input", "")]
+    messages.append({"role": "user", "content": "\n".join(filter(None, words))})
+    if "output" in row:  # else it is a question, to be answered
+        messages.append({"role": "assistant", "content": row["output"]})
+    return _read_list(messages, _message, _row_pictures(row))
+
+
+def _history(turns: Any) -> list:
+    if not isinstance(turns, list):
+        raise ValueError(f"history is {as_words(turns)}; expected a list")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, list) or len(turn) != 2:
+            told = f"turn {number} of {len(turns)} of history is {as_words(turn)}"
+            raise ValueError(f"{told}; expected [question, answer]")
+    return turns
+
+
 FORMATS: dict[str, tuple[str, ReadRow]] = {
     "messages": ("messages", read_messages),
     "conversations": ("conversations", read_sharegpt),
     "prompt_completion": ("prompt", read_prompt_and_completion),
+    "alpaca": ("instruction", read_alpaca),
 }
 """The key that tells a format, and what reads it."""
 

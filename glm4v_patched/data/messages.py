@@ -28,6 +28,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "observation")
+OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "observation",
+    "function": "observation",
+    "developer": "system",
+}
+"""What others call them."""
 PICTURES = "pictures"
 """Of a message that is not checked: a list of what shows its pictures."""
 KEYS = ("role", "content", PICTURES, "metadata", "tools", "train")
@@ -216,7 +226,10 @@ def _checked_role_and_content(message: dict) -> tuple[str, str]:
             raise ValueError(f'the key "{key}" is missing')
     role, content = message["role"], message["content"]
     if role not in ROLES:
-        raise ValueError(f"the role {as_words(role)} is not one of {', '.join(ROLES)}")
+        known = role.lower() if isinstance(role, str) else ""
+        known = known if known in ROLES else OTHER_ROLES.get(known, "")
+        cure = f"; write {quoted(known)}" if known else ""
+        raise ValueError(f"the role {as_words(role)} is not one of {', '.join(ROLES)}{cure}")
     if not isinstance(content, str):
         raise ValueError(f"content is {as_words(content)}; expected text")
     return role, content

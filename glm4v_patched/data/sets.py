@@ -12,6 +12,7 @@ from .formats import FORMATS
 from .messages import as_words
 
 OF_FILES = (".json", ".jsonl", ".parquet", ".arrow")
+OF_TEXT = (".csv", ".tsv")
 SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes."""
 
@@ -64,7 +65,20 @@ def fault_of_path(path: str) -> str | None:
         return "no file, but a link to nothing" if os.path.islink(path) else "no file"
     if not os.access(path, os.R_OK):
         return "it may not be read"
+    if path.lower().endswith(OF_TEXT):
+        return csv_cure(path)
     return None if os.path.getsize(path) else "it is empty"
+
+
+def csv_cure(path: str) -> str:
+    """Why a file of comma-separated values is not read, and what to do."""
+    made = os.path.splitext(path)[0] + ".parquet"
+    more = ', sep="\\t"' if path.lower().endswith(".tsv") else ""
+    return (
+        "CSV is not read; give its columns the names of a row's keys, as prompt, completion and "
+        f'image, and make it Parquet: python -c "import datasets; datasets.Dataset.from_csv('
+        f'{path!r}{more}).to_parquet({made!r})"'
+    )
 
 
 def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 from .formats import FORMATS, ReadRow, find_format
 from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures, shorten
 from .pictures import PictureFiles
-from .sets import Source
+from .sets import OF_TEXT, Source, csv_cure
 
 MOST_FAULTS_LISTED = 20
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
@@ -24,6 +24,8 @@ BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "a zip archive"}
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 CHARACTERS_AT_ONCE = 2**20
 EXPECTED = 'expected a row a line: {"messages": [...]}'
+ARRAY = "of rows in a list within an object, write that list alone: [{...}, {...}]"
+AROUND_ROWS = re.compile(r'\{\s*"[^"]*"\s*:\s*[\[{]?')  # at the end of a line
 
 
 class Row(NamedTuple):
@@ -107,12 +109,15 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
     first = next(given, None)
     if first is None:
         raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
+    second = next(given, None)
+    if second is None:
+        _refuse_object_around_rows(source, first[1])
     read_row: ReadRow | None = None
     if source.format != "auto":
         read_row = FORMATS[source.format][1]
     folder = source.image_folder or (source.path if os.path.isdir(source.path) else None)
     pictures = PictureFiles(folder or os.path.dirname(source.path), source.allow_urls)
-    for line, row in chain([first], given):
+    for line, row in chain([first], [second] if second else (), given):
         try:
             if isinstance(row, Fault):
                 yield row
@@ -127,6 +132,18 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
             yield Fault(line, str(error))
         except RecursionError:
             yield Fault(line, "objects or lists are nested too deeply")
+
+
+def _refuse_object_around_rows(source: Source, row: Any) -> None:
+    """Of the only row there is: whether it holds the rows, as {"data": [...]}."""
+    keys = {key for key, _ in FORMATS.values()}
+    if not isinstance(row, dict) or keys & row.keys():
+        return
+    for key, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and keys & {*value[0]}:
+            raise ValueError(
+                f"{source.path} is one object with {len(value):,} rows under {quoted(key)}; {ARRAY}"
+            )
 
 
 def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
@@ -151,13 +168,15 @@ def _kind(path: Path) -> str:
             head = file.read(6)
             if head.startswith(PARQUET) or head.startswith(ARROW) or path.suffix == ".arrow":
                 return "table"
+            if path.suffix.lower() in OF_TEXT:
+                raise ValueError(f"{path}: {csv_cure(str(path))}")
             _require_text(path, head[:4])
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
             first = next((text for line in lines if (text := line.strip())), "")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    if first == "{":
-        raise ValueError(f"{path} is one JSON object over several lines; {EXPECTED}")
+    if first == "{" or AROUND_ROWS.fullmatch(first):
+        raise ValueError(f"{path} is one JSON object over several lines; {EXPECTED}; {ARRAY}")
     return "JSON array" if first.startswith("[") else "JSON lines"
 
 

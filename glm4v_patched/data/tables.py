@@ -52,19 +52,24 @@ def _open(datasets: Any, source: Source) -> Any:
     if path.is_dir() and any((path / name).is_file() for name in SAVED):
         saved = datasets.load_from_disk(str(path))
         if not isinstance(saved, datasets.DatasetDict):
-            return saved
+            return _lazily(saved)
         if source.split not in saved:
             raise ValueError(
                 f"{path} has the splits {', '.join(saved)} and not {source.split}: name one of "
                 "them (split)"
             )
-        return saved[source.split]
+        return _lazily(saved[source.split])
     files = [str(path)]
     if path.is_dir():
         files = sorted(str(file) for file in path.glob("*.parquet"))
     kind = "arrow" if path.suffix == ".arrow" or _begins(path, b"ARROW1") else "parquet"
     names = [glob.escape(file) for file in files]  # datasets takes them for patterns
     return datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
+
+
+def _lazily(table: Any) -> Any:
+    """The table, cast a row at a time as it is read; else a cast writes a copy beside it."""
+    return table.to_iterable_dataset()
 
 
 def _begins(path: Path, start: bytes) -> bool:

@@ -14,6 +14,7 @@ from ..engine.deepspeed.config import missing_for_deepspeed
 from ..engine.gpus import Gpu, find_gpus
 from ..engine.places import fault_of_folder, nearest
 from ..engine.ram import free_ram
+from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding
 
 GB, GIB = 10**9, 2**30
@@ -52,7 +53,7 @@ def check_machine(on_cpu: bool) -> Iterator[Finding]:
     yield from _check_lock(on_cpu or not gpus.found)
     yield from _check_disks()
     yield _check_shared_memory()
-    yield Finding("memory", OK, f"{free_ram() / GB:.1f} GB are free")
+    yield Finding("memory", OK, f"{in_bytes(free_ram())} are free")
     yield from _check_limits()
     yield _check_hostname()
     yield _check_variables()
@@ -171,12 +172,10 @@ def _check_disk(name: str, folder: Path, wanted: int, variable: str) -> Finding:
     if fault := fault_of_folder(str(folder)):
         return Finding(f"disk: {name}", FAILS, f"{folder}: {fault}", cure)
     free = shutil.disk_usage(nearest(str(folder))).free
-    text = f"{free / GB:.1f} GB are free in {folder}"
+    text = f"{in_bytes(free)} are free in {folder}"
     if free >= wanted:
         return Finding(f"disk: {name}", OK, text)
-    return Finding(
-        f"disk: {name}", WARNING, f"{text}, and {wanted / GB:.0f} GB may be needed", cure
-    )
+    return Finding(f"disk: {name}", WARNING, f"{text}, and {in_bytes(wanted)} may be needed", cure)
 
 
 def _check_shared_memory() -> Finding:

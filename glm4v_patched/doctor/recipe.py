@@ -17,13 +17,13 @@ from ..finetune.preflight import Device, Placement, examine
 from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
 from ..finetune.trainer_fields import total_steps
+from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
     from ..data.checked import CheckedData
     from ..remote.configuration_chatglm import ChatGLMConfig
 
-GB = 10**9
 # An estimate of memory may err by so much (tests/engine/test_memory_plan.py).
 ERROR_OF_ESTIMATES = 0.15
 CONFIGS_OF_TOKENIZER = ("tokenizer_config.json", "tokenizer.model")
@@ -233,7 +233,7 @@ def _free_on_gpus(processes: int) -> float:
 
 
 def _compare_memory(check: str, needed: float, room: float, where: str) -> Finding:
-    text = f"about {needed / GB:.1f} GB {where}, of which {room / GB:.1f} GB can be had"
+    text = f"about {in_bytes(needed)} {where}, of which {in_bytes(room)} can be had"
     if needed <= room:
         return Finding(check, OK, text)
     cure = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "

@@ -10,7 +10,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     which = "a YAML or JSON file, or the name of one that ships"
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help=which)
     instead = "instead of what the file says, as engine.compile=true; YAML"
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="field=value", help=instead)
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:

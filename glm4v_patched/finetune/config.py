@@ -257,8 +257,10 @@ def check_values(values: Any) -> Checked:
 
 def located(document: Document, faults: Sequence[Fault]) -> RecipeError:
     """The error that lists these faults and the document's with file and line, in their order."""
-    ordered = sorted([*document.faults, *faults], key=lambda f: document.lines.get(f.name, 0))
-    return RecipeError.of([document.where(fault.name) + fault.text for fault in ordered])
+    ordered = sorted(
+        [*document.faults, *faults], key=lambda f: f.line or document.lines.get(f.name, 0)
+    )
+    return RecipeError.of([document.where(f.name, f.line) + f.text for f in ordered])
 
 
 def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
@@ -367,12 +369,19 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
                 if missing.is_required():
                     yield Fault(inner, f"{inner} is missing; expected {expected(missing)}")
         elif isinstance(found, FieldInfo):
-            yield Fault(
-                name, f"{name} is {shown(value)}; expected {expected(found)}{_hint(value, found)}"
-            )
+            hint = _hint_of_share(value) if name == "data.eval" else _hint(value, found)
+            yield Fault(name, f"{name} is {shown(value)}; expected {expected(found)}{hint}")
         else:
             text = f"expected a section with {_some([*found.model_fields])}"
             yield Fault(name, f"{name} is {shown(value)}; {text}")
+
+
+def _hint_of_share(value: Any) -> str:
+    """A number that is no share is not meant to be the name of a file, either."""
+    if type(value) not in (int, float):
+        return ""
+    percent = f", and {value / 100:g} of {value:g}%" if 0 < value < 100 else ""
+    return f" (0.05 holds out 5% of the rows{percent}; for so many rows, name a file with them)"
 
 
 def _hint(value: Any, field: FieldInfo) -> str:

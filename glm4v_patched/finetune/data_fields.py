@@ -32,7 +32,7 @@ class Data(Section):
     answers is logged, and the pictures with answers are drawn to answers.png in out; 0 for none."""
     eval_max_new_tokens: AtLeastOne = 64
     """Tokens of such an answer, at most."""
-    format: Literal["auto", "messages", "conversations", "prompt_completion"] = "auto"
+    format: Literal["auto", "messages", "conversations", "prompt_completion", "alpaca"] = "auto"
     """Of the rows; "auto": by the keys of a file's first row."""
     image_folder: Folder | None = None
     """What paths of pictures are relative to; null: the folder of their file."""

@@ -15,9 +15,9 @@ from ..engine.options import (
     parts_trained,
 )
 from ..engine.places import nearest
+from ..printed import in_bytes
 from .trainer_fields import save_strategy
 
-GB = 10**9
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
 INDEX = "model.safetensors.index.json"
 SAVING = ("save_strategy", "save_steps")
@@ -83,14 +83,14 @@ def fault_of_space(known: Mapping[str, Any], steps: int | None = None) -> str | 
     space = needed_space(known, steps)
     if space is None or space.total <= space.free:
         return None
-    saved = f"the model ({space.model / GB:.1f} GB)"
+    saved = f"the model ({in_bytes(space.model)})"
     if space.number:
-        saved += f" and up to {space.number} checkpoints at once ({space.checkpoint / GB:.1f} GB "
+        saved += f" and up to {space.number} checkpoints at once ({in_bytes(space.checkpoint)} "
         saved += "each)"
     cure = "expected a folder on a larger disk"
     if space.number > 1:
         cure += ", or fewer checkpoints (trainer.save_total_limit, trainer.save_steps)"
-    free, total = f"{space.free / GB:.1f} GB", f"{space.total / GB:.1f} GB"
+    free, total = f"{in_bytes(space.free)}", f"{in_bytes(space.total)}"
     return f"{free} are free there, and {saved} take {total}; {cure}"
 
 

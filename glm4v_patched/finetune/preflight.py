@@ -20,6 +20,7 @@ from .config import Recipe, check_values, located
 from .disk import fault_of_space, read_header, shards_of
 from .identity import base_of
 from .recipe_file import Document, Fault, RecipeError, read_document, shown
+from .run_folder import fault_of_pictures
 from .shipped import find_recipe
 
 Device = Literal["cuda", "cpu"]
@@ -149,7 +150,7 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             continue  # false or none; or it is invalid, which is reported elsewhere
         text = fault_of(value)
         if name == "out":
-            text = text or fault_of_space(known)
+            text = text or fault_of_pictures(Path(value)) or fault_of_space(known)
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):

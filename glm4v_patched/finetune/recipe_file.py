@@ -28,10 +28,12 @@ Where = Callable[[int | None], str]
 
 
 class Fault(NamedTuple):
-    """``name`` is dotted; empty where no field is to blame, and an option where that is."""
+    """``name`` is dotted; empty where no field is to blame, and an option where that is. ``line``
+    is that of a file, where it is not the one of the field's value."""
 
     name: str
     text: str
+    line: int | None = None
 
 
 class RecipeError(ValueError):
@@ -47,7 +49,8 @@ class RecipeError(ValueError):
 class Document:
     """What a file says, and then the command line.
 
-    ``lines`` has the line of each key by its dotted name; ``faults`` the keys that are there twice;
+    ``lines`` has the line of each key by its dotted name: the last one's, whose value counts, of a
+    key that is there twice; those are in ``faults``;
     ``overridden`` the dotted names that the command line gave.
     """
 
@@ -57,8 +60,11 @@ class Document:
     faults: tuple[Fault, ...] = ()
     overridden: frozenset[str] = frozenset()
 
-    def where(self, name: str) -> str:
-        """``FILE:LINE: `` of a dotted name, or of the section around it."""
+    def where(self, name: str, line: int | None = None) -> str:
+        """``FILE:LINE: `` of a dotted name, or of the section around it; of a line that is known,
+        with that."""
+        if line is not None:
+            return f"{_printable(str(self.path))}:{line}: "
         around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
         around = [name, *reversed(around)]
         line = next((self.lines[outer] for outer in around if outer in self.lines), None)
@@ -320,8 +326,8 @@ def _add_line(lines: dict[Key, int], path: Key, line: int, twice: list[Fault]) -
     if path in lines:
         name = ".".join(map(str, path))
         text = f"{shown_name(name)} is there twice, in lines {lines[path]} and {line}"
-        twice.append(Fault(name, text))
-    lines.setdefault(path, line)
+        twice.append(Fault(name, text, lines[path]))
+    lines[path] = line
 
 
 def _dotted(lines: dict[Key, int]) -> dict[str, int]:

@@ -158,6 +158,23 @@ def _why_not_writable(folder: Path, error: OSError) -> str:
     return f"{folder} cannot be used: {error}; {cure}"
 
 
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+def fault_of_pictures(folder: Path) -> str | None:
+    """What pictures a folder holds that has been no run's: its files would lie among them."""
+    if not folder.is_dir() or read_record(folder) is not None:
+        return None
+    found = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in PICTURES)
+    found = [name for name in found if name not in (PLOT, SHEET)]
+    if not found:
+        return None
+    return (
+        f"it holds pictures ({_listed(found, 2)}), among which the run would write its files; "
+        "expected a new folder"
+    )
+
+
 def require_usable(
     folder: Path,
     inputs: list[Path],

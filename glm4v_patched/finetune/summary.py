@@ -17,11 +17,12 @@ from ..engine.memory_plan import (
 )
 from ..engine.options import PARTS, EngineOptions, parts_with_rates
 from ..inference.loading import load_processor
+from ..printed import in_bytes
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .config import Recipe
-from .disk import GB, needed_space
+from .disk import needed_space
 from .identity import Base
 from .preflight import Placement
 from .trainer import batch_of, options_of
@@ -149,7 +150,7 @@ def _describe_disk(recipe: Recipe, steps: int) -> str:
     space = needed_space(recipe.flat(), steps)
     if space is None:
         return "not known for this model"
-    told = f"{space.total / GB:.2f} GB: the model {space.model / GB:.2f} GB"
+    told = f"{in_bytes(space.total)}: the model {in_bytes(space.model)}"
     if space.number:
-        told += f", {space.number} checkpoints at once of {space.checkpoint / GB:.2f} GB"
-    return f"{told}; {space.free / GB:.1f} GB are free"
+        told += f", {space.number} checkpoints at once of {in_bytes(space.checkpoint)}"
+    return f"{told}; {in_bytes(space.free)} are free"

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.places import nearest
-from ..finetune.disk import GB, INDEX, shards_of
+from ..finetune.disk import INDEX, shards_of
 from ..finetune.identity import ADAPTER_CONFIG, Base
+from ..finetune.preflight import fault_of_model
 from ..finetune.run_folder import give_usual_modes, require_apart
-from .source import find_source
+from ..printed import in_bytes
+from .source import adapters_of_hub, find_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,18 +90,19 @@ def merge(
 def _find(adapters: str, out: Path, revision: str | None) -> Base:
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
-    if not os.path.isdir(adapters):
-        raise ValueError(f"{adapters}: there is no such folder; expected one with adapters")
-    if not (Path(adapters) / ADAPTER_CONFIG).is_file():
+    if fault := fault_of_model(adapters):
+        raise ValueError(f"{adapters}: {fault}")
+    folder = adapters_of_hub(adapters, revision) or Path(adapters)
+    if not (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a model of its own needs "
             "no merging"
         )
-    require_mergeable(Path(adapters) / ADAPTER_CONFIG)
+    require_mergeable(folder / ADAPTER_CONFIG)
     base = find_source(adapters, revision)
     if Path(base.model).is_dir():
         require_apart(out, Path(base.model))
-        require_apart(out, Path(adapters))
+        require_apart(out, folder)
     return base
 
 
@@ -145,8 +148,8 @@ def _require_space(folder: Path, out: Path) -> None:
     free = shutil.disk_usage(nearest(str(out))).free
     if free < needed:
         raise ValueError(
-            f"--out {out}: {free / GB:.1f} GB are free there, and the model takes "
-            f"{needed / GB:.1f} GB; expected a folder on a larger disk"
+            f"--out {out}: {in_bytes(free)} are free there, and the model takes "
+            f"{in_bytes(needed)}; expected a folder on a larger disk"
         )
 
 

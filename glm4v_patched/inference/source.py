@@ -1,11 +1,13 @@
 """Finds what is to be loaded; needs no torch, so that mistakes are answered at once."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from ..engine.options import require_packages
 from ..finetune.identity import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     Base,
     base_of_adapters,
     pin,
@@ -33,6 +35,11 @@ WEIGHTS = {
 floating point, with which the computation is in the model's own dtype."""
 
 
+OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
+OF_ADAPTERS += ["chat_template.jinja"]
+"""What is taken of adapters on the Hub; no code."""
+
+
 def check_weights(weights: str | None, device: str) -> None:
     """Raise ``ValueError`` if weights cannot be held so on a device."""
     if weights is not None and device == "cpu" and not WEIGHTS[weights].on_cpu:
@@ -46,7 +53,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
 
     Args:
         name: Folder of a model or of LoRA adapters, or an id of the Hub.
-        revision: Of an id of the Hub; of adapters, that of their model there.
+        revision: Of an id of the Hub; of a folder of adapters, that of their model there.
         weights: How they will be held: one of :data:`WEIGHTS`, or as they are.
 
     Raises:
@@ -56,26 +63,60 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     """
     if fault := fault_of_model(name):
         raise ValueError(f"{name}: {fault}")
-    folder = Path(name)
-    base = Base(name, revision)
-    if (folder / ADAPTER_CONFIG).is_file():
-        base = base_of_adapters(folder, revision)
-        if fault := fault_of_model(base.model):
-            raise ValueError(
-                f"{folder} holds adapters of the model {base.model}: {fault}; if that was moved, "
-                f"write where it is now as base_model_name_or_path in {folder / ADAPTER_CONFIG}"
-            )
-        require_packages("lora_lm")
-    elif revision is not None and folder.is_dir():
-        raise ValueError(f"--revision {revision}: {name} is a folder, and has no revisions")
+    base = _find_base(name, revision)
     if weights is not None:
         require_packages(WEIGHTS[weights].package)
         if WEIGHTS[weights].package == "torchao" and base.adapters is not None:
-            merge = own_command("merge", str(folder), "--out", "merged")
+            merge = own_command("merge", name, "--out", "merged")
             raise ValueError(
-                f"{WEIGHTS[weights].option} does not take adapters ({folder}): merge them first "
+                f"{WEIGHTS[weights].option} does not take adapters ({name}): merge them first "
                 f"({merge}), or take --load-in-8bit"
             )
     base = pin(base)
     require_recorded_base(base)
     return base
+
+
+def _find_base(name: str, revision: str | None) -> Base:
+    fetched = adapters_of_hub(name, revision)
+    folder = fetched or Path(name)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        if revision is not None and folder.is_dir():
+            raise ValueError(f"--revision {revision}: {name} is a folder, and has no revisions")
+        return Base(name, revision)
+    base = base_of_adapters(folder, revision if fetched is None else None)
+    if fault := fault_of_model(base.model):
+        key = "base_model_name_or_path"
+        cure = f"if that was moved, write where it is now as {key} in {folder / ADAPTER_CONFIG}"
+        if fetched is not None:
+            cure = (
+                "a folder of whoever trained them; find out which model it was, and write that as "
+                f"{key} in a copy of the adapters (hf download {name} --local-dir FOLDER)"
+            )
+        raise ValueError(f"{name} holds adapters of the model {base.model}: {fault}; {cure}")
+    require_packages("lora_lm")
+    return base
+
+
+def adapters_of_hub(name: str, revision: str | None) -> Path | None:
+    """The folder in the Hub's cache with the adapters of that id, downloaded if they are not there.
+
+    None of a folder, and where no adapters are found, which :func:`pin` has words for.
+
+    Raises:
+        ValueError: there are adapters, and they cannot be had whole.
+    """
+    if os.path.lexists(name):
+        return None
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        config = Path(hf_hub_download(name, ADAPTER_CONFIG, revision=revision))
+    except (OSError, ValueError, HfHubHTTPError):  # no such file, no such id, no answer
+        return None
+    commit = config.parent.name
+    try:
+        return Path(snapshot_download(name, revision=commit, allow_patterns=OF_ADAPTERS))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ValueError(f"the adapters {name} cannot be had from the Hub: {error}") from None

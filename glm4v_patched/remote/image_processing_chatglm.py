@@ -177,13 +177,23 @@ def _open(source) -> "PIL.Image.Image":
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
 
 
+class _OnlyToHttp(urllib.request.HTTPRedirectHandler):
+    """Python's own follows to ftp, too."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        if not newurl[:8].lower().startswith(("http://", "https://")):
+            raise ValueError(f"it leads to {newurl[:80]!r}; expected http or https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def _fetched(url: str) -> bytes:
     # Some hosts refuse Python's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "transformers"})
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as answer:
+        opener = urllib.request.build_opener(_OnlyToHttp)
+        with opener.open(request, timeout=SECONDS_TO_ANSWER) as answer:
             content = answer.read(MOST_BYTES_FETCHED + 1)
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:
         raise ValueError(f"{url} cannot be fetched: {error}") from error
     if len(content) > MOST_BYTES_FETCHED:
         raise ValueError(

@@ -169,7 +169,7 @@ def on_cpu(tmp_path):
 def test_on_a_cpu_the_estimated_peak_must_fit(on_cpu, monkeypatch, capsys):
     monkeypatch.setattr(machine, "free_ram", lambda: 1e6)
     assert on_cpu(config=json.dumps(golden_json("config.json") | {"num_layers": 400})) == 1
-    assert "GB of the machine's memory, of which 0.0 GB are free" in capsys.readouterr().err
+    assert "MB of the machine's memory, of which 1.0 MB are free" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"model_type": "a", "vision_config": {}}', "{}"])

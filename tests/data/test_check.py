@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import zlib
 from pathlib import Path
 
@@ -213,7 +214,7 @@ BAD_PICTURES = {
     **{f"{kind} cut": (cut(encoded(kind)), "cannot be decoded") for kind in
        ("JPEG", "BMP", "GIF", "PNG", "TIFF", "WEBP", "PPM")},
     "PNG with a flipped byte": (flipped(encoded("PNG")), "cannot be decoded"),
-    "empty": (b"", "cannot be decoded"),
+    "empty": (b"", "is empty: it has 0 bytes"),
     "words": (b"hello", "cannot be decoded: it is no picture of a kind"),
     "EPS": (encoded("EPS"), "is PostScript"),
     "16 bits": (encoded("PNG", "I;16"), "has the mode I;16, .*expected 8 bits a channel"),
@@ -364,6 +365,20 @@ def test_reading_rows_and_decoding_pictures_needs_no_torch():
     script += "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_pillows_warnings_are_not_shown_and_all_others_still_are(monkeypatch):
+    """Also while threads look at pictures, where ``catch_warnings`` puts back another's filters."""
+    content = encoded("PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64 * 48 - 1)  # then Pillow warns
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with monkeypatch.context() as none:
+            none.setattr(warnings, "catch_warnings", None)
+            assert find_fault(content) is None
+        assert shown == []
+        warnings.warn("of others", stacklevel=1)
+    assert [str(each.message) for each in shown] == ["of others"]
 
 
 # Faults

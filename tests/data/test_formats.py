@@ -10,6 +10,7 @@ from glm4v_patched.data.messages import ROLES, pictures_of, text_of
 from glm4v_patched.data.sets import Source
 from glm4v_patched.data.sources import (
     read_conversations,
+    read_rows,
     write_conversations,
 )
 
@@ -170,6 +171,43 @@ def test_prompt_and_completion_are_read_and_only_the_completion_is_learned(folde
             read(folder, json.dumps(line))
 
 
+def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
+    picture = str(folder / "a.png")
+    alpaca = {"instruction": "<image>q", "input": "more", "output": "b", "images": ["a.png"]}
+    earlier = {"system": "s", "history": [["old", "answer"]]}
+    question = said("user", "q\nmore", image=picture)
+    assert read(folder, json.dumps(alpaca)) == [[question, ANSWER]]
+    history = [said("system", "s"), said("user", "old"), said("assistant", "answer")]
+    assert read(folder, json.dumps(alpaca | earlier)) == [[*history, question, ANSWER]]
+    plain = {"instruction": "q", "input": "", "output": "b", "system": "", "history": []}
+    assert read(folder, json.dumps(plain)) == [[said("user", "q"), ANSWER]]
+    source = Source(str(folder / "data.jsonl"))
+    (folder / "data.jsonl").write_text(json.dumps({"instruction": "q"}))
+    (asked,) = read_rows(source, to_learn=False)
+    assert asked.messages == [said("user", "q")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"output": ""}, "the content of assistant is empty"),
+        ({"output": 5}, "output is 5; expected text"),
+        ({"history": [["a"]]}, r"turn 1 of 1 of history is a list; expected \[question, answer\]"),
+        ({"history": "a"}, 'history is "a"; expected a list'),
+        ({"image": "a.png"}, "pictures of the row: 1, places .*: 0; write one <image>"),
+        ({"text": "all of it"}, 'the key "text" is not read: a row has instruction, input'),
+        ({"messages": []}, '"messages" is not read: the first row of this file has "instruction"'),
+    ],
+    ids=range(7),
+)
+def test_alpacas_rows_that_are_not_understood_are_refused(folder, changed, message):
+    alpaca = {"instruction": "q", "output": "b"}
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2: .*{message}"):
+        read_named = Source(str(folder / "data.jsonl"), format="alpaca")
+        (folder / "data.jsonl").write_text(f"{json.dumps(alpaca)}\n{json.dumps(alpaca | changed)}")
+        read_conversations(read_named)
+
+
 def test_a_format_may_be_named_and_keys_left_out(folder):
     (folder / "data.jsonl").write_text(row(said("user"), ANSWER, id=5, source="x") + "\n")
     path = str(folder / "data.jsonl")
@@ -239,7 +277,8 @@ REFUSED = {
     "unknown keys": (row(said("user"), ANSWER, id=1, split="a"), '"id" .*take it out.*"split" '),
     "Alpaca": (
         json.dumps({"instruction": "q", "output": "a"}),
-        '"instruction" is not read: write {"messages": .*"output" is not read: write {"messages": ',
+        '"instruction" is not read: the first row of this file has "messages"; write rows of one '
+        'format.*"output" is not read: write {"messages": ',
     ),
     "no messages": ("{}", '"messages" is missing'),
     # Keys of a message
@@ -255,7 +294,16 @@ REFUSED = {
     "no role": (row({"content": "x"}, ANSWER), 'key "role" is missing'),
     "no content": (row({"role": "user"}, ANSWER), 'key "content" is missing'),
     # Values
-    "role": (row(said("tool"), ANSWER), "'?\"tool\" is not one of system, user"),
+    "role": (row(said("teacher"), ANSWER), '"teacher" is not one of .*, observation$'),
+    **{
+        f"role {other}": (row(said(other), ANSWER), f'"{other}" is not one of .*; write "{ours}"')
+        for other, ours in (("tool", "observation"), ("human", "user"), ("Assistant", "assistant"))
+    },
+    "function_call": (row(said("user"), said("assistant", function_call={})), 'name as "meta'),
+    "tool_call_id": (
+        row(said("user"), CALL, said("observation", tool_call_id="1"), ANSWER),
+        'the key "tool_call_id" is not read: take it out: a message of observation answers',
+    ),
     "role of no text": (row(said(["user"]), ANSWER), "the role a list is not one of"),
     **{
         f"parts {number}": (row(said("user", parts), ANSWER), f"message 1 of 2: .*{message}")
@@ -443,16 +491,38 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
         (GOOD.encode("utf-32"), "is UTF-16 or UTF-32"),
         (b"PAR1\0\0", "cannot be read by datasets: .*6 bytes"),
         (b"\x1f\x8b\x08\x00", "is gzip; expected"),
+        (
+            f'{{"data": [{GOOD}, {GOOD}]}}',
+            r'is one object with 2 rows under "data"; .*write that list alone: \[\{\.\.\.\}',
+        ),
+        (f'{{"data": [\n{GOOD}]}}', "is one JSON object over several lines; .*write that list al"),
         ("", "0 conversations; expected at least 1 line"),
         ("\n \n", "0 conversations; expected at least 1 line"),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_a_file_of_another_kind_is_named(tmp_path, content, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=rf"data\.jsonl:? ?{message}"):
         read_conversations(path)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "A.TSV"])
+def test_csv_is_refused_with_the_command_that_makes_a_table_of_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    separator = "," if name == "a.csv" else "\t"
+    lines = [("prompt", "completion", "image"), ("<image>q", "b", "a.png")]
+    (tmp_path / name).write_text("\n".join(separator.join(line) for line in lines))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=f"^{name}: CSV is not read; .*prompt, completion") as told:
+        read_conversations(name)
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    exec(str(told.value).split('python -c "')[1].removesuffix('"'), {})
+    made = name.split(".")[0] + ".parquet"
+    picture = str(tmp_path / "a.png")
+    assert read_conversations(tmp_path / made) == [[said("user", "q", image=picture), ANSWER]]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

@@ -126,7 +126,7 @@ def variables(monkeypatch):
         (no_compiler, "compiler", "fails", "no C compiler.*apt-get install gcc"),
         (no_headers, "compiler", "fails", "/nowhere/Python.h is not there.*python3-dev"),
         (small_disk, "/dev/shm", "warning", "0.06 of .*bus error.*--shm-size=16g"),
-        (small_disk, "disk: temporary files", "warning", "0.1 GB are free.* 1 GB.*TMPDIR"),
+        (small_disk, "disk: temporary files", "warning", "free in .* 1.0 GB may be needed.*TMPDIR"),
         (few_files, "open files", "warning", "at most 1,024 .*1,048,576.*ulimit -n 65536"),
         (no_names, "host name", "fails", "localhost cannot be resolved.*127.0.0.1 localhost"),
         (variables, "environment", "warning", "WORLD_SIZE=8.*unset WORLD_SIZE"),

@@ -423,12 +423,17 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
         ("data.train=[{weight: 2}]", "set 1 of 1: path is missing"),
         ("data.train=[{path: a, weight: 0}]", "weight is 0; expected a number above 0"),
         ("data.train=[{path: a, weight: '2'}]", 'weight is "2"; expected a number above 0'),
-        ("data.train=[{path: a, format: alpaca}]", 'format is "alpaca"; expected auto, messages'),
+        ("data.train=[{path: a, format: llama}]", 'format is "llama"; expected auto, messages'),
         ("data.train=[{path: a, ignore: id}]", 'ignore is "id"; expected a list of names'),
         ("data.eval=[{path: ''}]", 'data.eval: set 1 of 1: path is ""; expected text'),
-        ("data.eval=1.5", "data.eval is 1.5; expected a file, .* a number between 0 and 1 or null"),
+        (
+            "data.eval=1.5",
+            "data.eval is 1.5; expected a file, .* a number between 0 and 1 or null "
+            r"\(0.05 holds out 5% of the rows, and 0.015 of 1.5%; for so many rows, name a file",
+        ),
+        ("data.eval=200", r"or null \(0.05 holds out 5% of the rows; for so many rows, name a"),
         ("data.eval=true", "data.eval is true; expected a file"),
-        ("data.format=alpaca", 'data.format is "alpaca"; expected auto, messages, conversations'),
+        ("data.format=llama", 'data.format is "llama"; expected auto, messages, conversations'),
         ("data.ignore=id", 'data.ignore is "id"; expected a list of names'),
         ("data.image_folder=none", "data.image_folder is .*: there is no such folder"),
     ],
@@ -436,6 +441,12 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
 def test_sets_that_cannot_be_are_told(asked, assignment, message):
     [line] = told(asked, assignment)
     assert re.search(message, line), line
+
+
+def test_csv_is_refused_before_anything_is_read(asked, tmp_path):
+    (tmp_path / "rows.csv").write_text("image,question\n")
+    [line] = told(asked, f"data.train={tmp_path / 'rows.csv'}")
+    assert "data.train is " in line and ": CSV is not read; give its columns the names" in line
 
 
 def test_out_must_be_a_folder_that_can_be_made(asked, tmp_path, monkeypatch):
@@ -492,6 +503,21 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(asked, tmp_path, 
     for step in (100, 200, 300, 400, 500):
         (tmp_path / "new" / "out" / f"checkpoint-{step}").mkdir(parents=True)
     assert told(asked, *saving) == []
+
+
+def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
+    out = tmp_path / "photos"
+    out.mkdir()
+    assert told(asked, f"out={out}") == []
+    (out / "loss.png").touch()  # a run's own
+    assert told(asked, f"out={out}") == []
+    for name in ("b.JPG", "a.png", "c.webp", "notes.txt"):
+        (out / name).touch()
+    [line] = told(asked, f"out={out}")
+    assert "out is " in line and "holds pictures (a.png, b.JPG and 1 more), among which" in line
+    # Pictures that were put there after a run.
+    (out / "run.json").write_text('{"written": []}')
+    assert told(asked, f"out={out}") == []
 
 
 def test_the_published_models_sizes_are_known_before_it_is_there(asked, monkeypatch):

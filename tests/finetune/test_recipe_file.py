@@ -145,6 +145,18 @@ def test_json_is_told_by_line(tmp_path, content, told):
     assert line.startswith(told)
 
 
+def test_of_a_key_that_is_there_twice_the_value_that_counts_is_told_with_its_line(tmp_path):
+    """Also where the command line says another value."""
+    lines = faults(tmp_path, RIGHT + "trained: full\ntrained: everything\n")
+    assert [line.split(";")[0] for line in lines] == [
+        "r.yaml:9: trained is there twice, in lines 9 and 10",
+        'r.yaml:10: trained is "everything"',
+    ]
+    (tmp_path / "r.yaml").write_text(RIGHT + "out: there\n")
+    with pytest.raises(RecipeError, match="r.yaml:2: out is there twice, in lines 2 and 9"):
+        Recipe.read(tmp_path / "r.yaml", ["out=elsewhere"])
+
+
 def test_lines_of_json_are_those_of_its_keys(tmp_path):
     text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}, "engine":\n{"x": 1}}'
     told = faults(tmp_path, text, "r.json")

@@ -18,6 +18,7 @@ from glm4v_patched.inference import answers_file, static_cache
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answering import Answer, Answerer
 from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.merge import merge
 from glm4v_patched.inference.questions import (
     Generation,
     Question,
@@ -26,6 +27,7 @@ from glm4v_patched.inference.questions import (
     read_questions,
 )
 from glm4v_patched.inference.source import find_source
+from tests.helpers.local_hub import LocalHub
 from tests.helpers.processes import cpu_environment
 
 NEW = 6
@@ -381,6 +383,33 @@ def test_each_process_sees_one_gpu_of_those_that_there_are(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     seen = [each["CUDA_VISIBLE_DEVICES"] for each in module.environments(2, on_cpu=False)]
     assert seen == ["0", "1"]
+
+
+def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypatch):
+    kept = {"adapter_config.json", "adapter_model.safetensors", "modeling_chatglm.py"}
+    held = {p.name: p.read_bytes() for p in files.adapters.iterdir() if p.name in kept}
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        repository = hub.add_repository("our-org/adapters", held)
+        repository.refs["refs/tags/v1"] = first = repository.head
+        moved = json.loads(held["adapter_config.json"]) | {"base_model_name_or_path": "/was/there"}
+        changes = {"adapter_config.json": json.dumps(moved).encode()}
+        repository.add_commit("refs/heads/main", changes, "of another machine")
+        base = find_source("our-org/adapters", "v1")
+        assert (base.model, base.revision) == (str(files.model), None)
+        assert base.adapters is not None and base.adapters.name == first
+        # What is a program there is not even fetched.
+        assert {path.name for path in base.adapters.iterdir()} == kept - {"modeling_chatglm.py"}
+        difference = merge("our-org/adapters", tmp_path / "merged", "v1", check=False)
+        assert difference is None and (tmp_path / "merged" / "model.safetensors").is_file()
+        with pytest.raises(ValueError, match="our-org/adapters holds .* /was/there: .*in a copy"):
+            find_source("our-org/adapters")
+        with pytest.raises(ValueError, match="our-org/none is no folder, and not had from the Hub"):
+            find_source("our-org/none")
+    same = load(base, "cpu").model.state_dict()
+    wanted = load(find_source(str(files.adapters)), "cpu").model.state_dict()
+    assert all(torch.equal(same[name], weight) for name, weight in wanted.items())
 
 
 MISTAKES = {

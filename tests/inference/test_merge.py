@@ -227,7 +227,7 @@ def test_mistakes_are_told_and_nothing_is_replaced(files, sharded, tmp_path, mon
         assert message in capsys.readouterr().err
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
     assert main(["merge", str(files.adapters), "--out", str(tmp_path / "out")]) == 1
-    assert "0.0 GB are free there, and the model takes 0.0 GB" in capsys.readouterr().err
+    assert "1.0 kB are free there, and the model takes 3.1 MB" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"there"}
 
 

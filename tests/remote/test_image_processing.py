@@ -110,8 +110,19 @@ def test_defaults_are_those_of_the_published_model():
 @pytest.fixture
 def serve(tmp_path):
     """Serves ``tmp_path``; the base URL."""
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    handler.log_message = None
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *of):
+            pass
+
+        def do_GET(self):
+            if self.path != "/ftp":
+                return super().do_GET()
+            self.send_response(302)
+            self.send_header("Location", "ftp://127.0.0.1:9/a")
+            self.end_headers()
+
+    handler = partial(Handler, directory=str(tmp_path))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -283,6 +294,7 @@ def test_refuses_files_that_cannot_be_read_and_names_them(
         ("a b" * 1000, "there is no file '.{77}\\.\\.\\.'"),
         (b"no picture", "what the bytes hold cannot be read"),
         (encoded(picture, "PNG")[:200], "cannot be read"),
+        (f"{serve}/ftp", "ftp cannot be fetched: it leads to 'ftp://127.0.0.1:9/a'; expected http"),
         (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be fetched: .*404"),
         ("http://127.0.0.1:9/a.png", "127.0.0.1:9/a.png cannot be fetched"),
         (f"{serve}/text.png", "text.png cannot be read as a picture"),
