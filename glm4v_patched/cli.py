@@ -90,9 +90,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:
     """What argparse says of arguments that it does not know, and what may have been meant."""
+    rest = [text for text in rest if text.startswith("-") or not (has_fields and "=" in text)]
     told = f"unrecognized arguments: {' '.join(rest)}"
     known = re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())
     names = [text.partition("=")[0] for text in rest if text.startswith("-")]
+    known.remove("--help")
     near = [match for name in names for match in difflib.get_close_matches(name, known, 1)]
     if near:
         return f"{told}; did you mean {', '.join(dict.fromkeys(near))}?"

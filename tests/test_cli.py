@@ -53,8 +53,8 @@ def test_less_than_one_is_refused(option, capsys):
     [
         ("train recipe.yaml --dryrun", "unrecognized arguments: --dryrun; did you mean --dry-run?"),
         (
-            "train r.yaml --learning-rate 1e-5",
-            "; fields of a recipe have no dashes, as trainer.lear",
+            "train r.yaml out=a --lr 1e-5",
+            "arguments: --lr 1e-5; fields of a recipe have no dashes, as trainer.lear",
         ),
         ("answer m --data a --out b --max-tokens 5", "did you mean --max-new-tokens?"),
         ("serve model --prot=80", "unrecognized arguments: --prot=80; did you mean --port?"),

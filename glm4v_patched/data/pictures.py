@@ -80,8 +80,16 @@ class PictureFiles:
         if "\0" in picture:
             raise ValueError(f"image is {as_words(picture)}; a path holds no character of code 0")
         # Of many rows with one folder, abspath() would take a third of the time.
-        path = os.path.join(self.folder, picture)
-        return os.path.normpath(path)
+        path = os.path.normpath(os.path.join(self.folder, picture))
+        if "\\" in picture:
+            self._refuse_backslashes(picture, path)
+        return path
+
+    def _refuse_backslashes(self, picture: str, path: str) -> None:
+        """Raise ``ValueError`` if there is no such file, and one by the name with slashes."""
+        slashes = picture.replace("\\", "/")
+        if not os.path.lexists(path) and os.path.lexists(os.path.join(self.folder, slashes)):
+            raise ValueError(f"image is {as_words(picture)}; write {as_words(slashes)}")
 
     def _fetched(self, url: str) -> str:
         if not self.allow_urls:

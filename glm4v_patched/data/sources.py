@@ -20,7 +20,12 @@ from .sets import OF_TEXT, Source, csv_cure
 
 MOST_FAULTS_LISTED = 20
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
-BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "a zip archive"}
+BINARY = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xd8\xff": "a picture (JPEG)",
+    b"\x89PNG": "a picture (PNG)",
+}
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 CHARACTERS_AT_ONCE = 2**20
 EXPECTED = 'expected a row a line: {"messages": [...]}'

@@ -259,6 +259,11 @@ def require_recorded_base(base: Base) -> None:
         )
 
 
+def not_had(name: str, error: Exception) -> str:
+    """What is said where neither a folder nor the Hub has a model or adapters."""
+    return f"{name} is no folder here, and cannot be had from the Hub: {error}"
+
+
 def pin(base: Base) -> Base:
     """The same with the commit of an id of the Hub, so that all processes load one and the same,
     now and when the run is continued.
@@ -280,7 +285,7 @@ def pin(base: Base) -> Base:
         except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
             has_adapters = False
     except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
-        raise ValueError(f"{base.model} is no folder, and not had from the Hub: {error}") from None
+        raise ValueError(not_had(base.model, error)) from None
     if has_adapters:
         raise ValueError(
             f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "

@@ -10,6 +10,7 @@ from ..finetune.identity import (
     ADAPTER_WEIGHTS,
     Base,
     base_of_adapters,
+    not_had,
     pin,
     require_recorded_base,
 )
@@ -108,11 +109,15 @@ def adapters_of_hub(name: str, revision: str | None) -> Path | None:
     """
     if os.path.lexists(name):
         return None
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         config = Path(hf_hub_download(name, ADAPTER_CONFIG, revision=revision))
+    except LocalEntryNotFoundError as error:  # no answer, which takes half a minute to find out
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return None
+        raise ValueError(not_had(name, error)) from None
     except (OSError, ValueError, HfHubHTTPError):  # no such file, no such id, no answer
         return None
     commit = config.parent.name

@@ -1126,6 +1126,23 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 )
         return GrownPrompt(input_ids, rows)
 
+    def generate_batch(self, inputs, *args, **kwargs):
+        """transformers' continuous batching, of rows of ids without pictures.
+
+        Raises:
+            ValueError: a row has a picture. transformers (5.23) hands on ids alone, counts
+                positions by place, and takes rows with equal ids for equal.
+        """
+        begin = self.transformer.image_format.begin_id
+        for number, row in enumerate(inputs, start=1):
+            if begin in row:
+                raise ValueError(
+                    f"row {number} of {len(inputs)} has a picture (id {begin}), which continuous "
+                    "batching of transformers cannot hand on: answer such rows with generate(), "
+                    "padded on the left"
+                )
+        return super().generate_batch(inputs, *args, **kwargs)
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):

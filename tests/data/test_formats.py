@@ -491,6 +491,7 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
         (GOOD.encode("utf-32"), "is UTF-16 or UTF-32"),
         (b"PAR1\0\0", "cannot be read by datasets: .*6 bytes"),
         (b"\x1f\x8b\x08\x00", "is gzip; expected"),
+        (b"\xff\xd8\xff\xe0\x00\x10JFIF", r"is a picture \(JPEG\); expected a row of JSON"),
         (
             f'{{"data": [{GOOD}, {GOOD}]}}',
             r'is one object with 2 rows under "data"; .*write that list alone: \[\{\.\.\.\}',
@@ -499,7 +500,7 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
         ("", "0 conversations; expected at least 1 line"),
         ("\n \n", "0 conversations; expected at least 1 line"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_a_file_of_another_kind_is_named(tmp_path, content, message):
     path = tmp_path / "data.jsonl"

@@ -200,6 +200,15 @@ def test_paths_are_of_the_folder(files, tmp_path):
         assert files.path_of(way) == expected
 
 
+def test_a_path_of_windows_is_told_as_one_of_linux(files, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").touch()
+    with pytest.raises(ValueError, match='image is "photos.*a.png"; write "photos/a.png"'):
+        files.path_of("photos\\a.png")
+    (tmp_path / "a\\b.png").touch()  # a name may have one
+    assert files.path_of("a\\b.png") == str(tmp_path / "a\\b.png")
+
+
 def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "a.png").write_bytes(drawn())

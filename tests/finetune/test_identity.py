@@ -194,7 +194,7 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
         raise EntryNotFoundError("no such file")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(ValueError, match="org/name is no folder, and not had from the Hub"):
+    with pytest.raises(ValueError, match="org/name is no folder here, and cannot be had"):
         pin(Base("org/name"))
 
 

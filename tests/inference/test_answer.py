@@ -405,7 +405,7 @@ def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypat
         assert difference is None and (tmp_path / "merged" / "model.safetensors").is_file()
         with pytest.raises(ValueError, match="our-org/adapters holds .* /was/there: .*in a copy"):
             find_source("our-org/adapters")
-        with pytest.raises(ValueError, match="our-org/none is no folder, and not had from the Hub"):
+        with pytest.raises(ValueError, match="our-org/none is no folder here, and cannot be had"):
             find_source("our-org/none")
     same = load(base, "cpu").model.state_dict()
     wanted = load(find_source(str(files.adapters)), "cpu").model.state_dict()

@@ -656,7 +656,12 @@ def test_continuous_batching_gives_the_tokens_of_generate(implementation):
 @continuous_batching
 @FORMS
 def test_continuous_batching_refuses_rows_with_images(image):
-    """It hands on no pictures."""
-    (answer,) = generate_batch(tiny_model(), [[*text(3, seed=1), *image, 5]])
+    """It hands on no pictures: told before a cache is made, and by a manager of one's own."""
+    row = [*text(3, seed=1), *image, 5]
+    with pytest.raises(ValueError, match="row 2 of 2 has a picture .*answer such rows with gener"):
+        generate_batch(tiny_model(), [text(3, seed=1), row])
+    model = tiny_model()
+    model.generate_batch = super(type(model), model).generate_batch
+    (answer,) = generate_batch(model, [row])
     assert "0 images were given for 1 begin-of-image ids" in str(answer.error)
     assert not answer.generated_tokens
