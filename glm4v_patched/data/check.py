@@ -31,7 +31,7 @@ from .memory import Memory, default_path
 from .messages import pictures_of, replace_pictures, shorten
 from .rendering import measure_all
 from .sets import Source
-from .sources import Fault, Row, as_source, describe_faults, read_rows
+from .sources import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .stored_rows import RowsWriter, StoredRows
 from .workplace import make_workplace
 
@@ -156,13 +156,7 @@ def require_pictures(
     found = [(row.line, _fault_of_pictures(row.pictures, pictures)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
         text = describe_faults(path, faults, len(rows))
-        raise ValueError(f"{text}\n{_cure(text, '--image-folder')}")
-
-
-def _cure(faults: str, folder: str = "data.image_folder") -> str:
-    if "does not exist" not in faults:
-        return "correct them"
-    return f"correct them (paths are relative to the file's folder; {folder} names another one)"
+        raise ValueError(f"{text}\n{cure_of(text, '--image-folder')}")
 
 
 def digest_row(messages: list[dict], pictures: dict[str, Facts]) -> bytes:
@@ -264,9 +258,9 @@ def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None
         return
     text = "\n".join(told)
     if any(len(read.rows) == len(read.dropped) for read in given):
-        raise ValueError(f"{text}\n{_cure(text)}")
+        raise ValueError(f"{text}\n{cure_of(text)}")
     if on_bad == "fail":
-        raise ValueError(f"{text}\n{_cure(text)}, or leave them out (data.on_bad: skip)")
+        raise ValueError(f"{text}\n{cure_of(text)}, or leave them out (data.on_bad: skip)")
     print(f"{text}\nthey are left out", flush=True)
 
 

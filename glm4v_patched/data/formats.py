@@ -36,7 +36,17 @@ ROW_CURES = {
     "chosen": "it is of preferences, which TRL trains on",
     "rejected": "it is of preferences, which TRL trains on",
 }
-OF_OTHER_FORMATS = ("input", "output", "query", "response", "question", "answer")
+OF_OTHER_FORMATS = (
+    "caption",
+    "label",
+    "text",
+    "input",
+    "output",
+    "query",
+    "response",
+    "question",
+    "answer",
+)
 ROW_CURES |= dict.fromkeys(
     OF_OTHER_FORMATS,
     'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
@@ -163,7 +173,8 @@ def find_format(row: Mapping) -> str:
 
 
 def _refuse_row_keys(row: dict, known: tuple[str, ...]) -> None:
-    cures = {key: cure for key, cure in ROW_CURES.items() if key not in known}
+    extra = OF_OTHER_FORMATS if known[0] in row else ()
+    cures = {key: cure for key, cure in ROW_CURES.items() if key not in (*known, *extra)}
     unknown = [key for key in row if key not in known]
     others = [key for key, _ in FORMATS.values() if key in unknown and key != known[0]]
     cures |= {

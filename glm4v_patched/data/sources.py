@@ -8,8 +8,8 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -61,26 +61,66 @@ def read_conversations(path: str | Path | Source) -> list[list[dict]]:
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
     """
-    rows: list[Row] = []
-    faults: list[Fault] = []
-    for row in read_rows(path):
-        if isinstance(row, Row):
-            lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
-            if lost is not None:
-                row = Fault(row.line, f"the image {shorten(lost)} does not exist")
-        if isinstance(row, Row):
-            rows.append(row)
-        else:
-            faults.append(row)
+    rows, faults = _split(map(_with_its_files, read_rows(path)))
     if faults:
         raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
     return [row.messages for row in rows]
 
 
-def describe_faults(path: str | Path | Source, faults: list[Fault], number: int) -> str:
-    """Up to 20 of them with file and line, and how many of ``number`` rows they are."""
+def require_first_rows(sources: Sequence[Source]) -> None:
+    """See at once what would make all of a file's rows unusable, such as keys of another format.
+
+    Of files of JSON; what is fetched is left for the check, which looks at every row.
+
+    Raises:
+        ValueError: a file cannot be read, or none of its first rows can be used.
+    """
+    for source in sources:
+        if source.is_local and not source.allow_urls and _kind_of(source) != "table":
+            read = islice(read_rows(source), MOST_FAULTS_LISTED + 1)
+            rows, faults = _split(map(_with_its_files, read))
+            if not rows:
+                all_of_it = len(faults) <= MOST_FAULTS_LISTED
+                number = len(faults) if all_of_it else None
+                text = describe_faults(source, faults[:MOST_FAULTS_LISTED], number)
+                raise ValueError(f"{text}\n{cure_of(text)}")
+
+
+def _with_its_files(row: "Row | Fault") -> "Row | Fault":
+    """A fault, if a picture of the row is not there."""
+    if isinstance(row, Row):
+        for picture in row.pictures:
+            if not os.path.isfile(picture):
+                return Fault(row.line, f"the image {shorten(picture)} does not exist")
+    return row
+
+
+def _split(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
+    rows: list[Row] = []
+    faults: list[Fault] = []
+    for row in read:
+        if isinstance(row, Row):
+            rows.append(row)
+        else:
+            faults.append(row)
+    return rows, faults
+
+
+def cure_of(faults: str, folder: str = "data.image_folder") -> str:
+    """What is to be done about the faults of rows; ``folder`` is what names that of pictures."""
+    if "does not exist" not in faults:
+        return "correct them"
+    return f"correct them (paths are relative to the file's folder; {folder} names another one)"
+
+
+def describe_faults(path: str | Path | Source, faults: list[Fault], number: int | None) -> str:
+    """Up to 20 of them with file and line, and how many of ``number`` rows they are; None, if they
+    are the first rows, and it is not known how many there are."""
     source = as_source(path)
-    lines = [f"{source.path}: {len(faults):,} of {number:,} rows cannot be used:"]
+    told = f"none of its first {len(faults):,} rows can be used"
+    if number is not None:
+        told = f"{len(faults):,} of {number:,} rows cannot be used"
+    lines = [f"{source.path}: {told}:"]
     lines += [f"  {place(source, line)}: {text}" for line, text in faults[:MOST_FAULTS_LISTED]]
     if len(faults) > MOST_FAULTS_LISTED:
         lines.append(f"  and {len(faults) - MOST_FAULTS_LISTED:,} more")
@@ -154,12 +194,17 @@ def _refuse_object_around_rows(source: Source, row: Any) -> None:
 def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
     """The number of each row and its value as it stands, or a fault."""
     path = Path(source.path)
-    kind = _kind(path) if source.is_local and not path.is_dir() else "table"
+    kind = _kind_of(source)
     if kind == "table":
         from .tables import read_table  # the library is imported only where it is needed
 
         return read_table(source)
     return _lines(path) if kind == "JSON lines" else _array(path)
+
+
+def _kind_of(source: Source) -> str:
+    path = Path(source.path)
+    return _kind(path) if source.is_local and not path.is_dir() else "table"
 
 
 def _kind(path: Path) -> str:
@@ -237,7 +282,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 def _parse(line: int, text: str, read: _Json) -> Any:
     value = None
     try:
-        value = read.decoder.decode(text)
+        value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
     except json.JSONDecodeError as error:
         told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
         return Fault(line, read.fault_of(text) or told)

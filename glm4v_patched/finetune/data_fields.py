@@ -62,9 +62,12 @@ class Data(Section):
 
     def files(self) -> list[Path]:
         """The files and folders of all sets."""
+        return [Path(source.path) for source in self.all_sources() if source.is_local]
+
+    def all_sources(self) -> list[Source]:
+        """The sets of ``train`` and ``eval``."""
         evaluated = self.evaluated()
-        sources = [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
-        return [Path(source.path) for source in sources if source.is_local]
+        return [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
 
     def _of_every_set(self) -> dict[str, Any]:
         names = ("format", "image_folder", "ignore", "allow_urls")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.deepspeed.shared_memory import remove_left_buffers
@@ -153,6 +154,8 @@ def _checked(
         remove = require_usable(
             folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
         )
+        if recipe.data.on_bad == "fail":
+            require_first_rows(recipe.data.all_sources())
         base = pin(base)
         require_recorded_base(base)
         if not Path(base.model).is_dir():

@@ -1,6 +1,7 @@
 """Reading rows: what is taken, and that all else is refused with file, line and cure."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from glm4v_patched.data.sets import Source
 from glm4v_patched.data.sources import (
     read_conversations,
     read_rows,
+    require_first_rows,
     write_conversations,
 )
 
@@ -195,7 +197,7 @@ def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
         ({"history": [["a"]]}, r"turn 1 of 1 of history is a list; expected \[question, answer\]"),
         ({"history": "a"}, 'history is "a"; expected a list'),
         ({"image": "a.png"}, "pictures of the row: 1, places .*: 0; write one <image>"),
-        ({"text": "all of it"}, 'the key "text" is not read: a row has instruction, input'),
+        ({"mood": "good"}, 'the key "mood" is not read: a row has instruction, input'),
         ({"messages": []}, '"messages" is not read: the first row of this file has "instruction"'),
     ],
     ids=range(7),
@@ -268,6 +270,8 @@ REFUSED = {
         row(said("user"), said("assistant", "<image>"), images=["a.png"]),
         "pictures of the row: 1, .*: 0",
     ),
+    "caption": (json.dumps({"image": "a.png", "caption": "c"}), '"caption" is not read: write {"m'),
+    "caption beside": (row(said("user"), ANSWER, caption="c"), '"caption" is not read: a row has'),
     "Messages": (json.dumps({"Messages": []}), 'key "Messages" .*write "messages", in small'),
     "conversations": (
         json.dumps({"conversations": [{"from": "human", "value": "q"}]}),
@@ -450,6 +454,7 @@ REFUSED = {
     # JSON
     "no JSON": ("not json", r"no JSON \(Expecting value, column 1\): not json"),
     "cut": (GOOD[:-5], "no JSON"),
+    "cut early": ('{"messages": [', r"no JSON \(Expecting value, column 15\)"),
     "two rows in one line": (GOOD + GOOD, "no JSON .Extra data"),
     "deep": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     "twice": ('{"messages": [], ' + GOOD[1:], 'key "messages" stands 2 times in one object'),
@@ -542,6 +547,30 @@ def test_up_to_20_faults_are_listed_and_all_are_counted(tmp_path):
     assert lines[0] == f"{path}: 23 of 24 rows cannot be used:"
     assert [line.split(": ")[0] for line in lines[1:-1]] == [f"  {path}:{n}" for n in range(2, 22)]
     assert lines[-1] == "  and 3 more"
+
+
+def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder):
+    source = Source(str(folder / "data.jsonl"))
+
+    def told(*lines: str) -> str:
+        (folder / "data.jsonl").write_text("\n".join(lines))
+        try:
+            require_first_rows([source])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    bad, lost = row(said("user", img="a"), ANSWER), row(said("user", image="no.png"), ANSWER)
+    assert told(*[bad] * 20, GOOD) == told(bad, GOOD, lost) == ""
+    assert "2 of 2 rows cannot be used" in told(bad, lost)
+    assert "data.jsonl:2: the image" in told(bad, lost) and "no.png does not exist" in told(lost)
+    assert told(lost).endswith("data.image_folder names another one)")
+    many = told(*[bad] * 21, *[GOOD] * 5)
+    assert "none of its first 20 rows can be used" in many and ":20: " in many
+    assert ":21: " not in many and many.endswith("\ncorrect them")
+    # Nothing is fetched for this, and no library loaded.
+    (folder / "data.jsonl").write_text(bad)
+    require_first_rows([replace(source, allow_urls=True), Source("someone/rows")])
 
 
 def test_what_is_shown_of_a_row_is_short_and_printable(tmp_path):
