@@ -126,6 +126,7 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 
 def _train(options: argparse.Namespace) -> int:
+    from .engine.options import is_lora
     from .finetune.preflight import check
     from .finetune.recipe_file import RecipeError
 
@@ -147,7 +148,8 @@ def _train(options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         return 0
-    print(f"model {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
+    what = "adapters" if is_lora(recipe.trained) else "model"
+    print(f"{what} {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
     return 0
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -170,6 +171,18 @@ def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert '"caption" is not read: write {"messages": ' in done.stderr, done.stderr
     assert done.returncode == 1 and not (tmp_path / "out").exists()
+
+
+def test_rows_are_left_out_if_asked_also_where_the_first_ones_are_all_bad(tmp_path, recipe, capsys):
+    good = Path(recipe["data"]["train"])
+    mixed = good.with_name("mixed.jsonl")
+    mixed.write_text('{"caption": "a cat"}\n' * 21 + good.read_text())
+    asked = recipe | {"data": {"train": str(mixed)}}
+    (tmp_path / "recipe.json").write_text(json.dumps(asked))
+    assert run_train(tmp_path, "--dry-run") == 1
+    assert "none of its first 20 rows can be used" in capsys.readouterr().err
+    assert run_train(tmp_path, "--dry-run", "data.on_bad=skip") == 0
+    assert "they are left out" in capsys.readouterr().out
 
 
 def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Which weights are trained: everything, parts of the model, or LoRA adapters."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -80,9 +81,12 @@ def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
     require_packages("lora_lm")
     from peft import PeftModel, get_peft_model_state_dict
 
-    continued = PeftModel.from_pretrained(
-        model, folder, is_trainable=True, autocast_adapter_dtype=False, low_cpu_mem_usage=False
-    )
+    with warnings.catch_warnings():
+        # peft's own use of transformers; no user can change it.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
+        continued = PeftModel.from_pretrained(
+            model, folder, is_trainable=True, autocast_adapter_dtype=False, low_cpu_mem_usage=False
+        )
     # peft would only warn of adapters that it does not find, and leave them as new ones begin.
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         there = {*file.keys()}

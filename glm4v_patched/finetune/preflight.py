@@ -149,6 +149,8 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         if not isinstance(value, str):
             continue  # false or none; or it is invalid, which is reported elsewhere
         text = fault_of(value)
+        if name == "data.eval" and text and re.fullmatch(r"[\d.]+ ?%?", value):
+            text += "; a share of the rows is a number without quotes or %: 0.05"
         if name == "out":
             text = text or fault_of_pictures(Path(value)) or fault_of_space(known)
         if text:

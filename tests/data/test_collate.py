@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,7 +199,13 @@ def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path):
     stamps = {path: (os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths}
     collate = ConversationCollator(processor, stamps)
     assert len(collate(conversations)["pixel_values"]) == 2
+    content = Path(paths[1]).read_bytes()
+    Path(paths[1]).write_bytes(content[::-1])  # as long as before
+    os.utime(paths[1], ns=(0, stamps[paths[1]][1] + 1000))
+    with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
+        collate(conversations)
     Image.new("RGB", (8, 8)).save(paths[1])
+    os.utime(paths[1], ns=(0, stamps[paths[1]][1]))
     with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
         collate(conversations)
     os.remove(paths[1])

@@ -1,5 +1,6 @@
 """Several sets of rows: weights, and rows that are held out for evaluation."""
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from glm4v_patched.data import stored_rows
-from glm4v_patched.data.check import check_sets
+from glm4v_patched.data.check import _is_held_out, check_sets
 from glm4v_patched.data.checked import CheckedData
 from glm4v_patched.data.sets import Source
 from glm4v_patched.demo.tiny_model import build_processor
@@ -99,6 +100,14 @@ def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(tmp_path
     assert not asked(other.eval).keys() & there.keys()
     # A larger share takes more, and leaves none of those.
     assert held_out.keys() < asked(check(write(tmp_path, "a", numbers), evaluate=0.4).eval).keys()
+
+
+def test_a_digest_is_on_the_same_side_in_every_process():
+    """Training processes, resumed runs and other machines hold out the same rows."""
+    digests = [hashlib.sha256(bytes([number])).digest() for number in range(40)]
+    held_out = [number for number, digest in enumerate(digests) if _is_held_out(digest, 0.1)]
+    assert held_out == [3, 10, 36]
+    assert _is_held_out(bytes(32), 0.01) and not _is_held_out(b"\xff" * 32, 0.99)
 
 
 def test_a_share_that_leaves_no_row_on_a_side_is_refused(tmp_path, check):

@@ -432,6 +432,11 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
             r"\(0.05 holds out 5% of the rows, and 0.015 of 1.5%; for so many rows, name a file",
         ),
         ("data.eval=200", r"or null \(0.05 holds out 5% of the rows; for so many rows, name a"),
+        (
+            "data.eval=5%",
+            "no such file; a share of the rows is a number without quotes or %: 0.",
+        ),
+        ("data.eval='0.1'", "no such file; a share of the rows is a number without quotes"),
         ("data.eval=true", "data.eval is true; expected a file"),
         ("data.format=llama", 'data.format is "llama"; expected auto, messages, conversations'),
         ("data.ignore=id", 'data.ignore is "id"; expected a list of names'),

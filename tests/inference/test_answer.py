@@ -13,6 +13,7 @@ from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.sources import Source
+from glm4v_patched.finetune.identity import Base, identify
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import answers_file, static_cache
 from glm4v_patched.inference.answer import Request, answer_file
@@ -383,6 +384,19 @@ def test_each_process_sees_one_gpu_of_those_that_there_are(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     seen = [each["CUDA_VISIBLE_DEVICES"] for each in module.environments(2, on_cpu=False)]
     assert seen == ["0", "1"]
+
+
+def test_adapters_of_a_model_that_has_changed_since_are_refused(files, tmp_path):
+    shutil.copytree(files.adapters, tmp_path / "adapters")
+    recorded = identify(Base(str(files.model)))
+    report = tmp_path / "adapters" / "training.json"
+    report.write_text(json.dumps({"base": recorded}))
+    assert find_source(str(tmp_path / "adapters")).model == str(files.model)
+    changed = recorded | {"model.safetensors": "0" * 64}
+    report.write_text(json.dumps({"base": changed}))
+    told = r"(?s)were trained on another model than .*model.safetensors: 0{64} there"
+    with pytest.raises(ValueError, match=told):
+        find_source(str(tmp_path / "adapters"))
 
 
 def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypatch):

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import os
+import socket
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.inference.serving import serve, vllm
 from glm4v_patched.inference.serving.guard import Guard
 from glm4v_patched.inference.serving.limits import VARIABLE, Limits
+from glm4v_patched.inference.serving.serve import hold_address
 from tests.inference.test_serve import about, data_url, png
 
 
@@ -139,6 +143,32 @@ def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(files, executed, m
     assert chosen() == "transformers"
     with pytest.raises(RuntimeError, match="vllm is not installed"):
         chosen(engine="vllm")
+
+
+def test_of_two_that_start_at_once_the_second_is_refused(files, executed, monkeypatch, capsys):
+    """vLLM listens only when it has loaded, and lets others bind the address until then."""
+    command = ["serve", str(files.model), "--port", "48123"]
+    held, told = [], []
+
+    def hold(host: str, port: int) -> socket.socket:
+        one = hold_address(host, port)
+        held.append(one.fileno())
+        return one
+
+    def become_vllm(*given):
+        # What it is: a program that this process starts keeps what it has open.
+        code = f"import socket; print(socket.socket(fileno={held[0]}).getsockname())"
+        started = subprocess.run([sys.executable, "-c", code], capture_output=True, close_fds=False)
+        assert b"127.0.0.1:48123" in started.stdout, started.stderr
+        assert main(command) == 1
+        told.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(serve, "hold_address", hold)
+    monkeypatch.setattr(os, "execve", become_vllm)
+    assert main(command) == 0
+    assert "--port 48123: another glm4v-patched serve is starting or running there" in told[0]
+    monkeypatch.setattr(os, "execve", lambda *given: None)
+    assert main(command) == 0  # that one has ended
 
 
 def test_without_the_plugin_vllm_is_not_started(files, executed, monkeypatch, capsys):

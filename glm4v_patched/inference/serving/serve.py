@@ -99,14 +99,15 @@ def serve_by_vllm(request: Request, program: str) -> None:
     """
     require_plugin()
     place(1, request.device)
-    listen(request.host, request.port).close()
-    base = find_source(request.model, request.revision)
-    address = request.host, request.port
-    command = vllm_command(program, base, request.name, address, request.generation)
-    command += media_options(request.limits)
-    print(f"vLLM serves {request.name}: {shlex.join(command)}", flush=True)
-    limits = replace(request.limits, most_at_once=None, reads_pictures=True)
-    os.execve(command[0], command, environment_of(limits))
+    with hold_address(request.host, request.port):  # until vLLM ends, which this process becomes
+        listen(request.host, request.port).close()
+        base = find_source(request.model, request.revision)
+        address = request.host, request.port
+        command = vllm_command(program, base, request.name, address, request.generation)
+        command += media_options(request.limits)
+        print(f"vLLM serves {request.name}: {shlex.join(command)}", flush=True)
+        limits = replace(request.limits, most_at_once=None, reads_pictures=True)
+        os.execve(command[0], command, environment_of(limits))
 
 
 def serve_by_transformers(request: Request) -> None:
@@ -118,7 +119,8 @@ def serve_by_transformers(request: Request) -> None:
     require_packages()
     check_weights(request.weights, request.device)
     placement = place(1, request.device)
-    listener = listen(request.host, request.port)
+    with hold_address(request.host, request.port):
+        listener = listen(request.host, request.port)
     base = find_source(request.model, request.revision, request.weights)
 
     import uvicorn
@@ -194,6 +196,27 @@ def listen(host: str, port: int) -> socket.socket:
             "for one that is free"
         ) from None
     return listener
+
+
+def hold_address(host: str, port: int) -> socket.socket:
+    """Take an address before anything listens there: vLLM does so only when it has loaded a model,
+    and lets others bind the address until then. Given up when the socket is closed, also by the
+    end of a program that this process has become.
+
+    Raises:
+        ValueError: another ``serve`` holds it.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    if port:  # else each gets one of its own
+        try:
+            held.bind(f"\0glm4v-patched serve {host}:{port}")  # a name of the kernel's, and no file
+        except OSError:
+            raise ValueError(
+                f"--host {host} --port {port}: another glm4v-patched serve is starting or running "
+                "there; give another port, or end that one"
+            ) from None
+    held.set_inheritable(True)
+    return held
 
 
 def url_of(listener: socket.socket) -> str:
