@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.environment import python_module
 from ..printed import in_bytes
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 WORKER = Path(__file__).with_name("worker.py")
 NEW_TOKENS = 8
+PUBLISHED_CODE = ("modeling_chatglm.py", "configuration_chatglm.py", "visual.py")
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,11 @@ def run(options: argparse.Namespace) -> int:
     code = describe_code(folder)
     if not options.run_code:
         raise ValueError(f"compare runs {code}\nTo have it run: --run-code")
+    from ..finetune.preflight import place
+
+    device: Literal["cuda", "cpu"] = options.device or _device()
+    place(1, device)
     python = require_python(options.python, options.make_environment)
-    device = options.device or _device()
     told = check_python(python)
     print(f"running with {told}: {code}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as work:
@@ -124,15 +129,17 @@ def _require_original(folder: Path) -> None:
         )
     if fault := fault_of_model_folder(folder):
         raise ValueError(f"{folder}: {fault}")
-    if not (folder / "modeling_chatglm.py").is_file():
-        raise ValueError(f"{folder} has no modeling_chatglm.py; expected the published code")
+    if lacking := [name for name in PUBLISHED_CODE if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} has no {', '.join(lacking)}; expected the published code")
     if (folder / "sequence.py").is_file():
         raise ValueError(
             f"the code in {folder} is this package's (sequence.py); expected the published one"
         )
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ValueError(f"{folder} has no {' nor '.join(TOKENIZERS)}; expected the published one")
 
 
-def _device() -> str:
+def _device() -> Literal["cuda", "cpu"]:
     from ..engine.gpus import find_gpus
 
     return "cuda" if find_gpus().found else "cpu"

@@ -92,7 +92,7 @@ def check_python(python: str) -> str:
     except OSError as error:
         raise RuntimeError(f"{python} cannot be run: {error}") from None
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
+        last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
         raise RuntimeError(f"{python} cannot be used: {last}\n{_how()}")
     found, torch = json.loads(done.stdout.splitlines()[-1])
     if not Version(OLDEST_TRANSFORMERS) <= Version(found) < Version(FIRST_BROKEN_TRANSFORMERS):

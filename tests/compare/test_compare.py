@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from glm4v_patched.cli import main
 from glm4v_patched.compare import command, environment
 from glm4v_patched.compare.verdicts import Computed, judge, table
+from glm4v_patched.engine.gpus import Gpus
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, tiny_model
 
@@ -109,6 +111,8 @@ def test_an_environment_is_asked_for_with_the_commands_that_make_it(original, ca
     assert "works with >=4.42,<4.45" in capsys.readouterr().err
     assert main(["compare", str(original), "--run-code", "--python", "/no/python"]) == 1
     assert "/no/python cannot be run" in capsys.readouterr().err
+    assert main(["compare", str(original), "--run-code", "--python", "/bin/false"]) == 1
+    assert "/bin/false cannot be used: it ended with status 1" in capsys.readouterr().err
 
 
 def test_an_environment_is_made_once(tmp_path, monkeypatch):
@@ -149,6 +153,30 @@ def test_what_is_no_original_is_refused(tmp_path, capsys, what):
         "a text model": "is not a glm-4v's",
     }
     assert told[what] in capsys.readouterr().err
+
+
+def test_what_a_download_lacks_is_told_before_its_code_runs(original, tmp_path, capsys):
+    for number, (names, told) in enumerate(
+        [
+            (["visual.py"], "has no visual.py; expected the published code"),
+            (["tokenizer.model"], "has no tokenizer.model nor tokenizer.json"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(original, folder, ignore=shutil.ignore_patterns(*names))
+        assert main(["compare", str(folder), "--run-code"]) == 1
+        assert told in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_told_before_an_environment_is_made(
+    original, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("glm4v_patched.finetune.preflight.find_gpus", lambda: Gpus((), "no driver"))
+    monkeypatch.setattr(command, "require_python", lambda *_: pytest.fail("it was made"))
+    new = str(tmp_path / "new")
+    asked = ["compare", str(original), "--run-code", "--make-environment", new]
+    assert main([*asked, "--device", "cuda"]) == 1
+    assert "there is no GPU: no driver; to use the CPU" in capsys.readouterr().err
 
 
 # Verdicts
