@@ -163,12 +163,14 @@ def run_train(tmp_path, *options: str) -> int:
 
 def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):
     (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "caption": "a cat"}\n')
-    asked = drawn.model_dump() | {"out": "out", "data": {"train": "rows.jsonl"}}
-    (tmp_path / "recipe.json").write_text(json.dumps(asked))
+    asked = drawn.model_dump() | {"data": {"train": str(tmp_path / "rows.jsonl")}}
+    asked["out"] = str(tmp_path / "out")
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(asked))
     code = "import runpy, sys; sys.modules['torch'] = None; "
     code += "runpy.run_module('glm4v_patched', run_name='__main__')"
-    command = [sys.executable, "-c", code, "train", "recipe.json", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-c", code, "train", str(recipe), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert '"caption" is not read: write {"messages": ' in done.stderr, done.stderr
     assert done.returncode == 1 and not (tmp_path / "out").exists()
 
