@@ -19,6 +19,7 @@ from .compilation import compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
 from .deepspeed.gather import gather_in_place, gather_whole_layers
+from .deepspeed.gradient_buffer import keep_gradients_on_gpu
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.throttle import limit_run_ahead
@@ -79,17 +80,23 @@ def prepare_model(
     checkpoint_layers(model.train(), options.tower, options.language)
     if options.compile:
         compile_layers(model)
-    replacements = Replacements() if replacements is None else replacements
+    if options.zero_stage == 3:
+        _adapt_zero3(model, options, Replacements() if replacements is None else replacements)
+    return model
+
+
+def _adapt_zero3(model: nn.Module, options: EngineOptions, replacements: Replacements) -> None:
+    """What ZeRO-3 does otherwise than DeepSpeed alone; most of it from the first step on."""
     if options.gathers_whole_layers:
         gather_whole_layers(model)
         if options.gather_in_place:
             gather_in_place(model, replacements)
-    if options.zero_stage == 3:
-        if options.layers_ahead:
-            limit_run_ahead(model, options.layers_ahead)
-        if options.norms_in_place:
-            take_norms_in_place(model, replacements)
-    return model
+    if options.layers_ahead:
+        limit_run_ahead(model, options.layers_ahead)
+    if options.norms_in_place:
+        take_norms_in_place(model, replacements)
+    if options.offload:
+        keep_gradients_on_gpu(model)
 
 
 def _limit_memory(options: EngineOptions) -> None:
