@@ -87,8 +87,8 @@ def fault_of_ram(planned: Plan, placement: Placement) -> str:
     if needed <= free:
         return ""
     return (
-        f"engine.offload is true, and the optimizer takes {needed / GB:.0f} GB of the machine's "
-        f"memory, of which {free / GB:.0f} GB are free; expected a machine with more, or another "
+        f"engine.offload is true, and the optimizer takes {in_bytes(needed)} of the machine's "
+        f"memory, of which {in_bytes(free)} are free; expected a machine with more, or another "
         "trained: lm, lora_all or lora_lm"
     )
 
@@ -188,9 +188,7 @@ def _describe_memory(needed: float, total: float) -> str:
 def _describe_offloaded(planned: Plan, placement: Placement) -> str:
     if not (needed := _offloaded_here(planned, placement)):
         return ""
-    return (
-        f"{needed / GB:.1f} GB of the machine's memory, of which {free_ram() / GB:.1f} GB are free"
-    )
+    return f"{in_bytes(needed)} of the machine's memory, of which {in_bytes(free_ram())} are free"
 
 
 def _describe_disk(recipe: Recipe, steps: int) -> str:
