@@ -18,7 +18,7 @@ from .activation_checkpointing import checkpoint_layers
 from .compilation import compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
-from .deepspeed.gather import gather_in_place, gather_whole_layers
+from .deepspeed.gather import gather_in_place, gather_whole_layers, wait_for_every_gather
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.throttle import limit_run_ahead
@@ -64,6 +64,8 @@ def prepare_model(
         given |= quantization_options(dtype, local_device())
     else:
         _limit_memory(options)
+    if options.zero_stage == 3:
+        wait_for_every_gather()
     built = build(**given)
     # Of 4 bits, later: bench's random weights are whole on the GPU before they are quantised.
     _limit_memory(options)
@@ -79,17 +81,20 @@ def prepare_model(
     checkpoint_layers(model.train(), options.tower, options.language)
     if options.compile:
         compile_layers(model)
-    replacements = Replacements() if replacements is None else replacements
+    if options.zero_stage == 3:
+        _prepare_zero3(model, options, Replacements() if replacements is None else replacements)
+    return model
+
+
+def _prepare_zero3(model: nn.Module, options: EngineOptions, replacements: Replacements) -> None:
     if options.gathers_whole_layers:
         gather_whole_layers(model)
         if options.gather_in_place:
             gather_in_place(model, replacements)
-    if options.zero_stage == 3:
-        if options.layers_ahead:
-            limit_run_ahead(model, options.layers_ahead)
-        if options.norms_in_place:
-            take_norms_in_place(model, replacements)
-    return model
+    if options.layers_ahead:
+        limit_run_ahead(model, options.layers_ahead)
+    if options.norms_in_place:
+        take_norms_in_place(model, replacements)
 
 
 def _limit_memory(options: EngineOptions) -> None:
