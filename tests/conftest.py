@@ -47,10 +47,11 @@ def train_backend(reverse: bool = False) -> Tokenizer:
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """Two processes run the tests of whole folders; one runs those of a file, or those on GPUs."""
+    """Three processes run the tests of whole folders, which keeps two cores busy while some of them
+    wait for servers and processes; one runs those of a file, or those on GPUs."""
     asked_for_gpus = config.getoption("markexpr") in ("gpu", "two_gpu")
     whole = all(Path(argument.split("::")[0]).is_dir() for argument in config.args)
-    return 2 if whole and not asked_for_gpus else 0
+    return 3 if whole and not asked_for_gpus else 0
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
@@ -248,7 +249,12 @@ def test_a_run_of_another_number_of_processes_cannot_be_continued(tmp_path, reci
     assert "processes: 3 there, 2 now" in capsys.readouterr().err
 
 
-def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, monkeypatch, capsys):
+@pytest.mark.parametrize("activated", [False, True])
+def test_a_training_that_failed_says_how_to_continue(
+    tmp_path, recipe, monkeypatch, capsys, activated
+):
+    path = os.pathsep.join([str(Path(sys.executable).parent)] * activated + [os.defpath])
+    monkeypatch.setenv("PATH", path)
     add_checkpoint(tmp_path, 4)
     monkeypatch.setattr(launch, "_run", lambda command, environment: 1)
     assert run_train(tmp_path, "--resume") == 1
@@ -257,11 +263,11 @@ def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, monkeypat
     told, _, command = message.rstrip("\n").rpartition(":\n  ")
     assert told.endswith(f"to continue from {tmp_path / 'out' / 'checkpoint-4'}")
 
-    # As printed, in a shell whose environment is not activated; it ends before any process starts.
+    # As printed, in the same shell; it ends before any process starts.
     monkeypatch.undo()
     (tmp_path / "out" / "checkpoint-4" / "latest").unlink()
     (tmp_path / "out" / "recipe.json").write_text(json.dumps(recipe | {"model": "gone"}))
-    continued = in_plain_shell(command)
+    continued = in_plain_shell(command, path)
     assert continued.returncode == 1
     assert f'{tmp_path / "out" / "recipe.json"}:1: model is "gone"' in continued.stderr
 

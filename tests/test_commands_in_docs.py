@@ -26,7 +26,7 @@ from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
-from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit
+from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, serving
 from tests.helpers.publishable import as_files, write_original
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
@@ -420,23 +420,12 @@ def test_adapters_load_and_are_merged(given, reader, trained):
 def test_a_model_is_served(given, reader):
     [code] = [text for text in given if text.startswith("import")]
     [command] = [text for text in given if text.endswith(" trained")]
-    log = reader.folder / "serve.log"
     command = command.replace("trained", "tiny --served-model-name trained")
     shell = ["bash", "-c", f"exec {command} --port 0 --device cpu --max-new-tokens 3"]
-    with log.open("w") as output:
-        serving = subprocess.Popen(
-            shell, cwd=reader.folder, env=reader.environment, stdout=output, stderr=output
-        )
-    try:
-        end = time.monotonic() + 120
-        while not (found := re.search(r"is served at (\S+)", log.read_text())):
-            assert serving.poll() is None and time.monotonic() < end, log.read_text()
-            time.sleep(0.05)
+    started = shell, r"is served at (\S+)", reader.folder / "serve.log"
+    with serving(*started, reader.environment, reader.folder) as (url, _):
         assert "http://127.0.0.1:8000/v1" in code
-        reader.python(code.replace("http://127.0.0.1:8000/v1", found[1]))
-    finally:
-        serving.kill()
-        serving.wait()
+        reader.python(code.replace("http://127.0.0.1:8000/v1", url))
 
 
 @pytest.mark.slow

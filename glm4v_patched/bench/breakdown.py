@@ -15,7 +15,6 @@ from ..engine.deepspeed.internals import is_sharded, shard_of
 from ..engine.memory_plan import GIB
 from ..engine.prepare import Engine
 
-LONGEST = 25
 # The first whose pattern is in a kernel's name. Communication runs beside the others.
 KINDS = {
     "communication": r"nccl",
@@ -115,7 +114,7 @@ class _PeakWatch:
 
 
 def profile_step(step: Callable[[], object]) -> dict:
-    """What a step's kernels take, by kind and of the longest; empty without a GPU. Profiling itself
+    """What a step's kernels take, by kind; empty without a GPU. Profiling itself
     makes a step longer, where the GPU waits for the CPU."""
     if not torch.cuda.is_available():
         step()
@@ -129,16 +128,7 @@ def profile_step(step: Callable[[], object]) -> dict:
         events = json.loads(trace.read_text())["traceEvents"]
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     kernels = [(event["name"], event["ts"], event["dur"]) for event in on_gpu]
-    return {"profile_ms": time_by_kind(kernels), "profile_kernels": longest(kernels)}
-
-
-def longest(kernels: Kernels) -> list[dict]:
-    """The :data:`LONGEST` kernels by their time in all: name, milliseconds, number of calls."""
-    durations = defaultdict(list)
-    for name, _, duration in kernels:
-        durations[name].append(duration)
-    by_time = sorted(durations.items(), key=lambda item: -sum(item[1]))[:LONGEST]
-    return [{"name": n[:120], "ms": round(sum(d) / 1000, 2), "calls": len(d)} for n, d in by_time]
+    return {"profile_ms": time_by_kind(kernels)}
 
 
 def time_by_kind(kernels: Kernels) -> dict[str, float]:

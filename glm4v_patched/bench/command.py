@@ -18,7 +18,7 @@ from ..inference.speed import add_speed_arguments, measure_speed
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
 from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
-from .settings import OLD_NAMES, Settings, ablation
+from .settings import OLD_NAMES, Settings
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_option(parser, each)
     add("--gpus", type=int, default=2, help="processes, one for each GPU (default: 2)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
-    add("--ablation", action="store_true", help="from plain training on, one measure after another")
     add("--timeout", type=float, default=600, help="seconds for one row (default: 600)")
     add("--out", type=Path, metavar="FILE", help="JSON array that rows are added to, one a line")
     add("--pictures", type=Path, metavar="FOLDER", help="draw memory.png and speed.png of the rows")
@@ -87,8 +86,6 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     if options.out:
         read_rows(options.out, may_be_new=True)
-    if options.ablation and options.against:
-        raise ValueError("--ablation with --against: the original has none of the measures")
     for choice in (*options.trained, options.optimizer, *["liger"] * options.liger):
         require_packages(choice)
     asked, gpus, on_cpu = settings_asked(options), options.gpus, options.device == "cpu"
@@ -102,14 +99,11 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
     print("  ".join(COLUMNS))
     rows = []
     for settings in asked:
-        steps = ablation(settings) if options.ablation else {"": settings}
-        for added, step in steps.items():
-            row = measure_in_processes(step, gpus, options.timeout, on_cpu)
-            row |= {"added": added} if options.ablation else {}
-            print("  ".join(cells_of(row)), row.get("error", ""), sep="\n" * ("error" in row))
-            rows.append(row)
-            if options.out:
-                add_row(options.out, row)
+        row = measure_in_processes(settings, gpus, options.timeout, on_cpu)
+        print("  ".join(cells_of(row)), row.get("error", ""), sep="\n" * ("error" in row))
+        rows.append(row)
+        if options.out:
+            add_row(options.out, row)
     return rows
 
 

@@ -18,7 +18,7 @@ from .activation_checkpointing import checkpoint_layers
 from .compilation import compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
-from .deepspeed.gather import gather_in_place, gather_whole_layers
+from .deepspeed.gather import gather_in_place, gather_whole_layers, wait_for_every_gather
 from .deepspeed.gradient_buffer import keep_gradients_on_gpu
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
@@ -65,6 +65,8 @@ def prepare_model(
         given |= quantization_options(dtype, local_device())
     else:
         _limit_memory(options)
+    if options.zero_stage == 3:
+        wait_for_every_gather()
     built = build(**given)
     # Of 4 bits, later: bench's random weights are whole on the GPU before they are quantised.
     _limit_memory(options)

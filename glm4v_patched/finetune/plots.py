@@ -27,6 +27,8 @@ def plot_loss(history: list[dict], path: Path) -> None:
     if held_out:
         axes.plot([*held_out], [*held_out.values()], marker="o", label="rows for evaluation")
         axes.legend()
-    axes.set(xlabel="step", ylabel="loss (nats per supervised token)", yscale="log")
+    axes.set(xlabel="step", ylabel="loss (nats per supervised token)")
+    if any(loss > 0 for loss in [*finite.values(), *held_out.values()]):  # matplotlib needs one
+        axes.set_yscale("log")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)

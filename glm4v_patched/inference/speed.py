@@ -77,7 +77,7 @@ class Speed:
 
 DEFAULTS = Speed(config="")
 # Options of bench that are no settings, by their defaults.
-OF_TRAINING = {"gpus": 2, "ablation": False, "pictures": None, "into": None}
+OF_TRAINING = {"gpus": 2, "pictures": None, "into": None}
 COLUMNS: dict[str, Callable[[dict], str]] = {
     "code": lambda row: row["implementation"],
     "transformers": lambda row: row.get("versions", {}).get("transformers", "-"),

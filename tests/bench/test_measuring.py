@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from glm4v_patched.bench import breakdown
-from glm4v_patched.bench.breakdown import kind_of, longest, time_by_kind
+from glm4v_patched.bench.breakdown import kind_of, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.engine.memory_plan import GIB
@@ -109,14 +109,3 @@ def test_idle_is_when_nothing_but_communication_runs():
         "idle": 2.0 + 1.5,
         "step": 7.0,
     }
-
-
-def test_kernels_that_take_most_in_all_come_first():
-    kernels = [("long", 0.0, 1500.0), ("often", 0.0, 1000.0), ("often", 2000.0, 1000.0)]
-    kernels += [(f"short {number}", 0.0, 1.0) for number in range(50)]
-    found = longest(kernels)
-    assert len(found) == 25
-    assert found[:2] == [
-        {"name": "often", "ms": 2.0, "calls": 2},
-        {"name": "long", "ms": 1.5, "calls": 1},
-    ]

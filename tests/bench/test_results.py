@@ -264,7 +264,6 @@ def test_a_rows_command_asks_for_its_settings(row):
     ("arguments", "message"),
     [
         (["--into", "README.md"], "name them with --rows"),
-        (["--ablation", "--against", "original"], "--ablation with --against"),
         (["--rows", str(FILES[0]), "--out", "new.json"], "--rows measures nothing"),
         (["--rows", "none.json"], "none.json"),
         (["--out", "none/rows.json"], "is no folder; make it first"),

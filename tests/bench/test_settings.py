@@ -11,7 +11,7 @@ import torch
 
 from glm4v_patched.bench import command, machine, worker
 from glm4v_patched.bench.roofline import batch_of
-from glm4v_patched.bench.settings import MEASURES, Settings, ablation
+from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.memory_plan import Batch
@@ -230,30 +230,3 @@ def test_a_machine_that_may_do_it_is_tried(monkeypatch):
     # These were measured on two H200s.
     row = Settings(trained="full", micro_batch=2, optimizer="adamw_8bit", memory_limit=139)
     machine.require_machine([row], 2, on_cpu=False)
-
-
-def test_an_ablation_goes_from_plain_training_to_what_was_asked_for():
-    asked = {"packed": True, "optimizer": "adamw_8bit", "liger": True, "reuse_features": True}
-    settings = list(ablation(Settings(micro_batch=4, memory_limit=40, **asked)).values())
-    plain = {name: value for of in MEASURES.values() for name, value in of.items()}
-    assert settings[0] == Settings(micro_batch=4, memory_limit=40, **plain)
-    assert settings[-1] == Settings(micro_batch=4, memory_limit=40, **asked)
-    changes = [
-        {name for name, value in asdict(after).items() if value != getattr(before, name)}
-        for before, after in zip(settings, settings[1:], strict=False)
-    ]
-    assert changes == [set(names) for names in MEASURES.values()]
-
-
-def test_what_was_not_asked_for_is_no_step():
-    asked = Settings(trained="full", compile=False, layers_ahead=0)
-    names = [
-        "(nothing)",
-        "fused attention",
-        "logits only where a token is learned, in chunks",
-        "activations kept",
-        "weights kept gathered",
-    ]
-    assert list(ablation(asked)) == names
-    assert "weights gathered without copies" in ablation(replace(asked, compile=True))
-    assert list(ablation(replace(asked, zero_stage=0))) == names[:-1]

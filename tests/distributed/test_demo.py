@@ -1,4 +1,7 @@
-"""The demo from end to end, with too few steps to learn to look, but enough to learn to answer."""
+"""The demo from end to end, with too few steps to learn to look, but enough to learn to answer.
+
+Its processes are forks of warm ones. As a user starts it, test_commands_in_docs.py and .ci/run do.
+"""
 
 import json
 
@@ -6,12 +9,15 @@ import pytest
 import torch
 
 from glm4v_patched.cli import main
+from tests.helpers.recipes import launching_warm
 
 FILES = ["loss.png", "answers.png", "metrics.json", "data/train.jsonl", "trained/model.safetensors"]
 
 
 def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path), "--steps", "20"]) == 0
+    options = ["--steps", "20", "--processes", "2", "--device", "cpu"]
+    with launching_warm():
+        assert main(["demo", "--out", str(tmp_path), *options]) == 0
     for name in FILES:
         assert (tmp_path / name).is_file(), name
     before, after = (

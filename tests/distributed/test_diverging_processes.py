@@ -32,7 +32,7 @@ def outcomes(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
         Path(mine.out).mkdir()
         mine.write(folder / f"{name}.json")
         check_data(mine, Base(mine.model)).write(Path(mine.out, CHECKED_DATA))
-    run_two_processes("divergence_worker.py", str(folder), seconds=600)
+    run_two_processes("divergence_worker.py", str(folder), seconds=300)
     return folder, [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)]
 
 

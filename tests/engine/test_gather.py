@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from glm4v_patched.engine.deepspeed import gather as gathering
 from glm4v_patched.engine.deepspeed.internals import Replacements
@@ -73,3 +73,26 @@ def test_what_deepspeed_is_asked_for_beside_is_left_to_it(options):
     gather(weights, **options)
     ((passed, given),) = asked
     assert passed == weights[::-1] and given == {"quantize": False} | options
+
+
+@pytest.mark.parametrize(
+    "installed, gathers", [("0.19.7", [[1], [2], [3]]), ("0.19.8", [[1, 2, 3]])]
+)
+def test_an_old_deepspeed_gathers_one_weight_at_a_time_when_it_loads(
+    installed, gathers, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(gathering, "version", lambda package: installed)
+    monkeypatch.setattr(
+        Init, "_allgather_params_coalesced", lambda self, weights, hierarchy: seen.append(weights)
+    )
+    gathering.wait_for_every_gather.__wrapped__()
+    Init._allgather_params_coalesced(None, [1, 2, 3], 0)
+    assert seen == gathers
+
+
+def test_a_renamed_gather_of_an_old_deepspeed_is_told(monkeypatch):
+    monkeypatch.setattr(gathering, "version", lambda package: "0.19.7")
+    monkeypatch.delattr(Init, "_allgather_params_coalesced")
+    with pytest.raises(RuntimeError, match="has no _allgather_params_coalesced .*install a tested"):
+        gathering.wait_for_every_gather.__wrapped__()

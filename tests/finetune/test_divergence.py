@@ -166,6 +166,12 @@ def test_a_curve_has_marks_where_the_loss_is_not_finite(tmp_path, monkeypatch):
     assert "NaN or infinite" in axes.get_title()
 
 
+@pytest.mark.parametrize("losses", [["nan"], ["inf", "nan"], [0.0], []])
+def test_a_curve_without_a_loss_is_drawn_too(tmp_path, losses):
+    plot_loss([{"step": s, "loss": v} for s, v in enumerate(losses, 1)], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").is_file()
+
+
 def test_numbers_that_json_lacks_are_strings_that_float_reads():
     assert as_json(1.5) == 1.5
     for number in (NAN, INF, -INF):

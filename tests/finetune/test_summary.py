@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from glm4v_patched.cli import main
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, progress, summary
+from glm4v_patched.finetune import disk, progress, summary, trainer
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
@@ -151,6 +151,21 @@ def test_speed_is_that_of_steps_without_what_comes_between(monkeypatch):
     step(50)
     step(1)
     assert measurements.found() == {"samples_per_s": 3 * 8 / (2 + 3 + 1)}
+
+
+@pytest.mark.parametrize(("pack_to", "samples_per_row"), [(None, 1), (400, 17)])
+def test_a_packed_row_counts_as_the_samples_in_it(
+    drawn, tmp_path, monkeypatch, pack_to, samples_per_row
+):
+    def measure(batch: float):
+        raise InterruptedError(batch)
+
+    monkeypatch.setattr(trainer, "Measurements", measure)
+    asked = {"out": str(tmp_path / "out"), "data.pack_to": pack_to}
+    with pytest.raises(InterruptedError) as measured:
+        train_here(drawn.override(asked))
+    # Two rows a batch, two batches a step.
+    assert measured.value.args == (pytest.approx(2 * 2 * samples_per_row),)
 
 
 def test_the_bar_shows_loss_rate_and_speed(tmp_path, monkeypatch):

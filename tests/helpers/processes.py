@@ -1,10 +1,13 @@
 """Run real training processes; a hang or an orphan is a failure and not a stuck run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from tests.helpers import warm
 ROOT = Path(__file__).parents[2]
 # In which two processes have opened each other's buffers.
 SECONDS_TO_START = 5
+SECONDS_TO_SERVE = 120
 WORKERS = ROOT / "tests" / "distributed"
 
 
@@ -53,9 +57,9 @@ def cpu_environment() -> dict[str, str]:
     return gpu_environment() | cpu
 
 
-def in_plain_shell(command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as it was printed, where no Python environment is activated."""
-    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+def in_plain_shell(command: str, path: str = os.defpath) -> subprocess.CompletedProcess[str]:
+    """Run a command as it was printed; by default, where no Python environment is activated."""
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
     return subprocess.run(
         command, shell=True, env=environment, capture_output=True, text=True, check=False
     )
@@ -65,6 +69,39 @@ def heed_ctrl_c() -> None:
     """As ``preexec_fn`` of a process that will be sent SIGINT: a test that runs in a script's
     background has inherited that it is ignored, and hands that on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def serving(
+    command: list[str],
+    announced: str,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    folder: Path = ROOT,
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A command that serves until it is ended, and prints to ``log``.
+
+    Yields what the group of the pattern ``announced`` is in what it printed, and the process.
+    """
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=cpu_environment() if environment is None else environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=heed_ctrl_c,
+        )
+    try:
+        end = time.monotonic() + SECONDS_TO_SERVE
+        while not (found := re.search(announced, log.read_text())):
+            if process.poll() is not None or time.monotonic() > end:
+                pytest.fail(f"not served, status {process.poll()}\n{log.read_text()[-4000:]}")
+            time.sleep(0.05)
+        yield found[1], process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def run_with_limit(

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -60,9 +61,10 @@ def train_here(recipe: Recipe, *arguments, **options) -> dict:
     return json.loads((out / "training.json").read_text())
 
 
-def launch_warm(recipe: Recipe, resume: bool = False) -> None:
-    """:func:`launch`, on the CPU, with forks of warm processes in place of those of torch's
-    launcher; on two, or without ZeRO on one."""
+@contextmanager
+def launching_warm() -> Iterator[None]:
+    """:func:`launch` on the CPU, with forks of warm processes in place of those of torch's
+    launcher."""
     from glm4v_patched.finetune import launch
 
     def run(command: list[str], environment: dict[str, str]) -> int:
@@ -72,12 +74,19 @@ def launch_warm(recipe: Recipe, resume: bool = False) -> None:
         assert ended.status is not None, "it hung"
         return ended.status
 
-    placement = Placement(2 if recipe.engine.zero_stage else 1, on_cpu=True)
     with (
         mock.patch.dict(os.environ, cpu_environment()),
         mock.patch.object(launch, "_run", run),
     ):
-        launch.launch(recipe, placement, resume)
+        yield
+
+
+def launch_warm(recipe: Recipe, resume: bool = False) -> None:
+    """The same for a recipe, on two processes, or without ZeRO on one."""
+    from glm4v_patched.finetune.launch import launch
+
+    with launching_warm():
+        launch(recipe, Placement(2 if recipe.engine.zero_stage else 1, on_cpu=True), resume)
 
 
 def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import torch
-from packaging.version import parse
+
+from glm4v_patched.engine.deepspeed.gather import wait_for_every_gather
 
 # ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
 NOTHING_STAYS_GATHERED = {
@@ -22,8 +23,7 @@ def start_deepspeed() -> None:
     deepspeed.init_distributed(verbose=False)
     if not torch.cuda.is_available():
         _unlink_shared_buffers()
-        if parse(deepspeed.__version__) < parse("0.19.8"):
-            _wait_for_every_gather()
+        wait_for_every_gather()
 
 
 def _unlink_shared_buffers() -> None:
@@ -35,21 +35,3 @@ def _unlink_shared_buffers() -> None:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     for buffer in Path("/dev/shm").glob(f"deepspeed_*_{address}_{port}_{os.environ['RANK']}"):
         buffer.unlink()
-
-
-def _wait_for_every_gather() -> None:
-    """Without it, loading under ZeRO-3 leaves random weights wrong.
-
-    DeepSpeed before 0.19.8 gathers several parameters at once and waits for the last only (its PR
-    8539), but gloo's two threads finish them in any order. One at a time, the last is the only
-    one. NCCL keeps the order.
-    """
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    gather = Init._allgather_params_coalesced
-
-    def one_by_one(self, param_list, hierarchy=0, quantize=False):
-        for param in param_list:
-            gather(self, [param], hierarchy, quantize)
-
-    Init._allgather_params_coalesced = one_by_one

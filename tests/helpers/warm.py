@@ -203,10 +203,11 @@ def import_all() -> None:
 
 
 def main(imports: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # old DeepSpeed prints while it is imported
     {"torch": import_torch, "all": import_all}[imports]()
     gc.collect()
     gc.freeze()
-    answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

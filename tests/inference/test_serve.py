@@ -13,7 +13,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from glm4v_patched.inference.serving.engine import Ask, Ended, Engine, Failed
 from glm4v_patched.inference.serving.limits import Limits
 from glm4v_patched.inference.serving.requests import read_request
 from glm4v_patched.inference.source import find_source
-from tests.helpers.processes import ROOT, cpu_environment, heed_ctrl_c
+from tests.helpers.processes import ROOT, serving
 
 KEY = "secret"
 NEW = 6
@@ -52,31 +51,6 @@ class Server(NamedTuple):
         return self.client(key).chat.completions.create(model="tiny", messages=messages, **options)
 
 
-@contextmanager
-def started(folder: Path, *arguments: str):
-    command = [sys.executable, "-m", "glm4v_patched", "serve", *arguments, "--device", "cpu"]
-    log = folder / "serve.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--port", "0"],
-            cwd=ROOT,
-            env=cpu_environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=heed_ctrl_c,
-        )
-    try:
-        end = time.monotonic() + 120
-        while not (found := re.search(r"is served at (\S+)", log.read_text())):
-            if process.poll() is not None or time.monotonic() > end:
-                pytest.fail(f"not served, status {process.poll()}\n{log.read_text()[-4000:]}")
-            time.sleep(0.05)
-        yield found[1], log, process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def endless(files, tmp_path_factory) -> Path:
     """The tiny model, whose answers end when they are cut."""
@@ -90,9 +64,12 @@ def endless(files, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(endless):
-    options = ["--api-key", KEY, "--served-model-name", "tiny", "--max-new-tokens", str(NEW)]
-    options += ["--max-body-mb", "2", "--max-pictures", "3"]
-    with started(endless.parent, str(endless), *options) as (url, log, process):
+    command = [sys.executable, "-m", "glm4v_patched", "serve", str(endless), "--device", "cpu"]
+    command += ["--port", "0", "--api-key", KEY, "--served-model-name", "tiny"]
+    command += ["--max-new-tokens", str(NEW)]
+    command += ["--max-body-mb", "2", "--max-pictures", "3"]
+    log = endless.parent / "serve.log"
+    with serving(command, r"is served at (\S+)", log) as (url, process):
         yield Server(url, log, endless, process)
 
 

@@ -110,7 +110,7 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
         (["--new-tokens", "1"], "--new-tokens is 1; expected at least 2"),
         (["--batch", "0"], "--batch is .*; expected at least 1"),
         (["--compile-options", "no"], "--compile-options is 'no'; expected a JSON object"),
-        (["--ablation"], "--ablation is of training: leave it out with --generate"),
+        (["--gpus", "1"], "--gpus is of training: leave it out with --generate"),
         (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
         (["--against", "none"], "--against none has no config.json"),
     ],

@@ -3,9 +3,7 @@
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 from PIL import Image
@@ -18,7 +16,7 @@ from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.engine import Engine
 from glm4v_patched.inference.source import find_source
 from glm4v_patched.inference.web import Conversations
-from tests.helpers.processes import ROOT, cpu_environment, heed_ctrl_c
+from tests.helpers.processes import serving
 
 NEW = 6
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -115,26 +113,10 @@ def page(files, tmp_path):
     command = [sys.executable, "-m", "glm4v_patched", "chat", str(files.model), str(files.adapters)]
     command += ["--web", "--port", "0", "--device", "cpu", "--max-new-tokens", str(NEW)]
     log = tmp_path / "page.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=cpu_environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=heed_ctrl_c,
-        )
-    try:
-        end = time.monotonic() + 120
-        while not (found := re.search(r"the page is (\S+)", log.read_text())):
-            assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
-            time.sleep(0.05)
-        yield found[1]
+    with serving(command, r"the page is (\S+)", log) as (url, process):
+        yield url
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 128 + signal.SIGINT, log.read_text()[-4000:]
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow

@@ -6,14 +6,50 @@ weight into a tensor of its own, all weights of a gather in one launch.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..activation_checkpointing import checkpointed_layers
-from .internals import ZERO_PARAM_STATUS, Replacements, resolve, sharded_weights
+from .internals import (
+    GATHERS_WHEN_LOADING,
+    SHARDING_INIT,
+    ZERO_PARAM_STATUS,
+    Replacements,
+    resolve,
+    sharded_weights,
+)
+
+WAITS_FOR_EVERY_GATHER = Version("0.19.8")
+
+
+@cache
+def wait_for_every_gather() -> None:
+    """Have an older DeepSpeed load what is in the files, where the CPU's processes share weights.
+
+    Before 0.19.8 it gathers several weights at once and waits for the last one only (its PR 8539).
+    gloo's threads finish them in any order, so that some are loaded, and saved, as random numbers.
+    Here one is gathered at a time. NCCL keeps the order.
+
+    Raises:
+        RuntimeError: DeepSpeed has renamed what is replaced.
+    """
+    if torch.cuda.is_available() or Version(version("deepspeed")) >= WAITS_FOR_EVERY_GATHER:
+        return
+
+    def one_by_one(gather: Callable) -> Callable:
+        def gather_each(self: Any, weights: list[nn.Parameter], *rest: Any, **options: Any) -> None:
+            for weight in weights:
+                gather(self, [weight], *rest, **options)
+
+        return gather_each
+
+    Replacements().apply([resolve(SHARDING_INIT)], GATHERS_WHEN_LOADING, one_by_one)
 
 
 def gather_whole_layers(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .names import (
     CHECKPOINT_ENGINE,
+    GATHERS_WHEN_LOADING,
     GRADIENT_VIEWS,
     IN_CHECKPOINTS,
     OF_MODULES,
@@ -22,6 +23,7 @@ from .names import (
     OF_WEIGHTS_OF_ZERO3,
     OF_ZERO3,
     OF_ZERO12,
+    SHARDING_INIT,
     ZERO3_OPTIMIZER,
     ZERO_PARAM_STATUS,
     moved,
@@ -29,12 +31,14 @@ from .names import (
 
 __all__ = [
     "CHECKPOINT_ENGINE",
+    "GATHERS_WHEN_LOADING",
     "IN_CHECKPOINTS",
     "OF_MODULES",
     "OF_SHARDED_WEIGHTS",
     "OF_SOME_MODULES",
     "OF_ZERO3",
     "OF_ZERO12",
+    "SHARDING_INIT",
     "ZERO_PARAM_STATUS",
     "Replacements",
     "attribute",

@@ -16,6 +16,9 @@ ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus
 CHECKPOINT_ENGINE = (
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 )
+# Makes shards of new weights, and gathers them to load and to save them.
+SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+GATHERS_WHEN_LOADING = "_allgather_params_coalesced"
 # The three classes of numbers that DeepSpeed's part of a checkpoint holds.
 IN_CHECKPOINTS = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
@@ -50,12 +53,12 @@ OF_WEIGHTS_OF_ZERO3 = "_z3_optimizer"
 # The modules in which DeepSpeed defines, or assigns to, what has these names.
 _ZERO = "deepspeed.runtime.zero"
 DEFINED_IN: dict[str, tuple[str, ...]] = {
-    f"{_ZERO}.partition_parameters": OF_SHARDED_WEIGHTS,
+    f"{_ZERO}.partition_parameters": (*OF_SHARDED_WEIGHTS, GATHERS_WHEN_LOADING),
     f"{_ZERO}.parameter_offload": OF_MODULES,
     f"{_ZERO}.stage3": (*OF_ZERO3, OF_WEIGHTS_OF_ZERO3, GRADIENT_VIEWS, ZERO3_OPTIMIZER),
     f"{_ZERO}.stage_1_and_2": OF_ZERO12,
 }
-for _name in (ZERO_PARAM_STATUS, CHECKPOINT_ENGINE, *IN_CHECKPOINTS):
+for _name in (ZERO_PARAM_STATUS, SHARDING_INIT, CHECKPOINT_ENGINE, *IN_CHECKPOINTS):
     _module, _, _class = _name.partition(":")
     DEFINED_IN[_module] = (*DEFINED_IN.get(_module, ()), _class)
 
