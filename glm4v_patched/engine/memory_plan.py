@@ -232,18 +232,19 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
     moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
     if stage == 0:  # trained weights are held in fp32, as are their gradients
         return weights + (FP32 - width + FP32 + moments) * trained
-    if options.offload is True:
-        return weights
     gradients = width * trained / (shards if stage >= 2 else 1)
+    if options.offload is True:  # ZeRO-3 keeps gradients here all the same (gradient_buffer)
+        return weights + (gradients if stage == 3 else 0)
     return weights + gradients + (FP32 + moments) * trained / shards
 
 
 def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Bytes of the machine's memory, of all processes together, that an offloaded optimizer takes:
-    fp32 copies and two moments. Adapters are too small to count."""
-    of_tower, of_language = count_parameters(config)
-    trained = {"full": of_tower + of_language, "lm": of_language}.get(options.trained, 0)
-    return 3.0 * FP32 * trained if options.offload is True else 0.0
+    fp32 copies, fp32 gradients and two moments, and when training starts gradients in the weights'
+    type, too. Adapters are too small to count."""
+    if options.offload is not True or is_lora(options.trained):
+        return 0.0
+    return (4.0 * FP32 + _width(options)) * count_trained(config, options)
 
 
 def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:

@@ -19,6 +19,7 @@ from .compilation import compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
 from .deepspeed.gather import gather_in_place, gather_whole_layers, wait_for_every_gather
+from .deepspeed.gradient_buffer import keep_gradients_on_gpu
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.throttle import limit_run_ahead
@@ -82,11 +83,12 @@ def prepare_model(
     if options.compile:
         compile_layers(model)
     if options.zero_stage == 3:
-        _prepare_zero3(model, options, Replacements() if replacements is None else replacements)
+        _adapt_zero3(model, options, Replacements() if replacements is None else replacements)
     return model
 
 
-def _prepare_zero3(model: nn.Module, options: EngineOptions, replacements: Replacements) -> None:
+def _adapt_zero3(model: nn.Module, options: EngineOptions, replacements: Replacements) -> None:
+    """What ZeRO-3 does otherwise than DeepSpeed alone; most of it from the first step on."""
     if options.gathers_whole_layers:
         gather_whole_layers(model)
         if options.gather_in_place:
@@ -95,6 +97,8 @@ def _prepare_zero3(model: nn.Module, options: EngineOptions, replacements: Repla
         limit_run_ahead(model, options.layers_ahead)
     if options.norms_in_place:
         take_norms_in_place(model, replacements)
+    if options.offload:
+        keep_gradients_on_gpu(model)
 
 
 def _limit_memory(options: EngineOptions) -> None:

@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace, process: Process) -> int:
         return _follow(options, process, store)
     try:
         recipe = _read(options, process)
-        placement = Placement(process.world_size, options.device == "cpu")
+        placement = Placement(process.world_size, options.device == "cpu", process.local_size)
         with prepared(
             recipe,
             placement,

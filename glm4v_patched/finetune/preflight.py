@@ -35,6 +35,13 @@ class Placement:
 
     processes: int
     on_cpu: bool = False
+    local_processes: int | None = None
+    """Those on this machine; None for all."""
+
+    @property
+    def share(self) -> float:
+        """Of all processes, those on this machine."""
+        return (self.local_processes or self.processes) / self.processes
 
 
 def check(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from ..data.check import CheckedData
 from ..data.collate import ConversationCollator
@@ -13,9 +14,11 @@ from ..engine.memory_plan import (
     count_trained,
     decide,
     estimate,
+    offloaded,
     within_limit,
 )
 from ..engine.options import PARTS, EngineOptions, parts_with_rates
+from ..engine.ram import free_ram
 from ..inference.loading import load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
@@ -31,8 +34,19 @@ GIB = 2**30
 LONGEST_SAMPLE = 1500  # characters
 
 
-def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placement) -> str:
-    """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
+class Plan(NamedTuple):
+    """What is trained with, as far as it is known before training."""
+
+    config: ChatGLMConfig
+    options: EngineOptions
+    """Decided."""
+    batch: Batch
+    steps: int
+    free: float
+    """Bytes of each GPU; 0 on a CPU."""
+
+
+def plan(recipe: Recipe, base: Base, checked: CheckedData, placement: Placement) -> Plan:
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     rows = checked.batch_rows()
     batch = batch_of(recipe, rows, placement.processes)
@@ -40,14 +54,23 @@ def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placem
     free = 0.0 if placement.on_cpu else float(min(gpu.memory for gpu in find_gpus().found))
     free = within_limit(free, recipe.engine.memory_limit)
     options = decide(config, options_of(recipe), batch, free, steps)
+    return Plan(config, options, batch, steps, free)
+
+
+def describe(
+    recipe: Recipe, base: Base, checked: CheckedData, placement: Placement, planned: Plan
+) -> str:
+    """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
+    config, options, batch, steps, free = planned
     told = {
         "data": _describe_data(checked),
         "evaluation": _describe_evaluation(recipe, checked),
-        "steps": _describe_steps(recipe, len(rows.lengths), steps, placement),
+        "steps": _describe_steps(recipe, len(checked.batch_rows().lengths), steps, placement),
         "trained": _describe_trained(recipe, config, options),
         "device": _describe_device(recipe, placement),
         "kept": _describe_policies(options, batch),
         "memory": _describe_memory(estimate(config, options, batch), free),
+        "optimizer": _describe_offloaded(planned, placement),
         "disk": _describe_disk(recipe, steps),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
@@ -55,6 +78,22 @@ def describe(recipe: Recipe, base: Base, checked: CheckedData, placement: Placem
     return "\n".join(
         [*lines, "the first row, with what is learned of it between [[ and ]]:", sample]
     )
+
+
+def fault_of_ram(planned: Plan, placement: Placement) -> str:
+    """What to tell the user where an offloaded optimizer does not fit; empty where it does."""
+    needed, free = _offloaded_here(planned, placement), free_ram()
+    if needed <= free:
+        return ""
+    return (
+        f"engine.offload is true, and the optimizer takes {needed / GB:.0f} GB of the machine's "
+        f"memory, of which {free / GB:.0f} GB are free; expected a machine with more, or another "
+        "trained: lm, lora_all or lora_lm"
+    )
+
+
+def _offloaded_here(planned: Plan, placement: Placement) -> float:
+    return offloaded(planned.config, planned.options) * placement.share
 
 
 def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> str:
@@ -143,6 +182,14 @@ def _describe_memory(needed: float, total: float) -> str:
     room = (total - OUTSIDE_TORCH) / GIB
     told = f"{needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB if nothing else uses it"
     return told + (": it may not suffice" if needed / GIB > room else "")
+
+
+def _describe_offloaded(planned: Plan, placement: Placement) -> str:
+    if not (needed := _offloaded_here(planned, placement)):
+        return ""
+    return (
+        f"{needed / GB:.1f} GB of the machine's memory, of which {free_ram() / GB:.1f} GB are free"
+    )
 
 
 def _describe_disk(recipe: Recipe, steps: int) -> str:

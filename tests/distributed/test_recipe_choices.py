@@ -126,12 +126,17 @@ def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
     sharded = recipe.override(
         {"out": str(tmp_path / "sharded"), "trained": "lm", "trainer.learning_rate": 1e-3}
     )
-    sharded = sharded.override({"engine.offload": True})
+    halves = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    sharded = sharded.override(
+        {"engine.offload": True} | {f"trainer.{name}": value for name, value in halves.items()}
+    )
     want = train(sharded)
     alone = sharded.override(
         {"out": str(tmp_path / "alone"), "engine.zero_stage": 0, "engine.offload": False}
     )
-    alone = alone.override({"trainer.per_device_train_batch_size": 4})
+    alone = alone.override(
+        {"trainer.per_device_train_batch_size": 4, "trainer.gradient_accumulation_steps": 1}
+    )
     # The same four conversations a step; losses fall by a third.
     assert train(alone) == pytest.approx(want, abs=ATOL)
     assert want[-1] < want[0] - 0.5

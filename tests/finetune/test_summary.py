@@ -7,10 +7,14 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glm4v_patched.cli import main
-from glm4v_patched.finetune import disk, progress, trainer
+from glm4v_patched.engine.memory_plan import Batch
+from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.finetune import disk, progress, summary, trainer
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
-from glm4v_patched.finetune.summary import show_sample
+from glm4v_patched.finetune.summary import Plan, fault_of_ram, show_sample
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here
 
@@ -71,6 +75,36 @@ def test_a_disk_that_is_too_small_for_the_epochs_is_told_before_anything_is_writ
     monkeypatch.setattr(disk, "needed_space", lambda known, steps=None: steps and free)
     assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
     assert "and up to 3 checkpoints at once" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("local", "needed"), [(None, 250), (2, 125)])
+def test_a_machine_with_too_little_memory_for_an_offloaded_optimizer_is_told(
+    local, needed, monkeypatch
+):
+    """18 bytes for each of 13.9 billion weights; the processes of two machines share them."""
+    options = EngineOptions(trained="full", zero_stage=3, offload=True)
+    batch = Batch(rows=1, row_length=9, processes=4)
+    planned = Plan(ChatGLMConfig(), options, batch, steps=1, free=80e9)
+    placement = Placement(4, local_processes=local)
+    monkeypatch.setattr(summary, "free_ram", lambda: (needed - 1) * 1e9)
+    told = fault_of_ram(planned, placement)
+    assert f"takes {needed} GB of the machine's memory, of which {needed - 1} GB are free" in told
+    monkeypatch.setattr(summary, "free_ram", lambda: (needed + 1) * 1e9)
+    assert fault_of_ram(planned, placement) == ""
+
+
+def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monkeypatch):
+    mine = drawn.override(
+        {"out": str(tmp_path / "out"), "engine.zero_stage": 2, "engine.offload": True}
+        | {"trained": "full"}
+    )
+    mine.write(tmp_path / "recipe.json")
+    monkeypatch.setattr(summary, "free_ram", lambda: 1e6)
+    assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
+    told = capsys.readouterr()
+    assert "optimizer   0.0 GB of the machine's memory" in told.out
+    assert "engine.offload is true, and the optimizer takes" in told.err
     assert not (tmp_path / "out").exists()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .names import (
     CHECKPOINT_ENGINE,
     GATHERS_WHEN_LOADING,
+    GRADIENT_VIEWS,
     IN_CHECKPOINTS,
     OF_MODULES,
     OF_SHARDED_WEIGHTS,
@@ -23,6 +24,7 @@ from .names import (
     OF_ZERO3,
     OF_ZERO12,
     SHARDING_INIT,
+    ZERO3_OPTIMIZER,
     ZERO_PARAM_STATUS,
     moved,
 )
@@ -41,17 +43,22 @@ __all__ = [
     "Replacements",
     "attribute",
     "gradient_buffers",
+    "gradient_views",
     "is_sharded",
     "masters",
     "moved",
     "own_shard",
     "require",
     "resolve",
+    "set_gradient_views",
     "shard_of",
     "sharded_weights",
     "whole_shape",
     "zero3_optimizers",
 ]
+
+# As Python writes a name with two underscores that is used inside of a class.
+_GRADIENT_VIEWS = f"_{ZERO3_OPTIMIZER}{GRADIENT_VIEWS}"
 
 
 def resolve(name: str) -> Any:
@@ -177,3 +184,13 @@ def masters(optimizer: Any, zero_stage: int) -> list[Tensor]:
 def gradient_buffers(optimizer: Any, zero_stage: int) -> list[Tensor]:
     """What holds gradients from one step to the next: stage 3 has one, for its share of all."""
     return [attribute(optimizer, "grad_partitions_flat_buffer")] if zero_stage == 3 else []
+
+
+def gradient_views(optimizer: Any) -> dict[int, Tensor]:
+    """ZeRO-3's share of each weight's gradient by the weight's number, parts of the buffer."""
+    return attribute(optimizer, _GRADIENT_VIEWS)
+
+
+def set_gradient_views(optimizer: Any, views: dict[int, Tensor]) -> None:
+    require([optimizer], (_GRADIENT_VIEWS,))
+    setattr(optimizer, _GRADIENT_VIEWS, views)

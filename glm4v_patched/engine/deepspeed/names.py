@@ -44,6 +44,9 @@ OF_MODULES = ("ds_id",)
 OF_SOME_MODULES = ("ds_recompute_parameters",)
 # Of ZeRO-3's optimizer, which every weight knows by the name _z3_optimizer.
 OF_ZERO3 = ("get_grad_norm_direct", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")
+# Its share of each weight's gradient, in the buffer. A name that Python writes with the class's.
+GRADIENT_VIEWS = "__param_id_to_grad_partition"
+ZERO3_OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 OF_ZERO12 = ("single_partition_of_fp32_groups",)
 OF_WEIGHTS_OF_ZERO3 = "_z3_optimizer"
 
@@ -52,7 +55,7 @@ _ZERO = "deepspeed.runtime.zero"
 DEFINED_IN: dict[str, tuple[str, ...]] = {
     f"{_ZERO}.partition_parameters": (*OF_SHARDED_WEIGHTS, GATHERS_WHEN_LOADING),
     f"{_ZERO}.parameter_offload": OF_MODULES,
-    f"{_ZERO}.stage3": (*OF_ZERO3, OF_WEIGHTS_OF_ZERO3),
+    f"{_ZERO}.stage3": (*OF_ZERO3, OF_WEIGHTS_OF_ZERO3, GRADIENT_VIEWS, ZERO3_OPTIMIZER),
     f"{_ZERO}.stage_1_and_2": OF_ZERO12,
 }
 for _name in (ZERO_PARAM_STATUS, SHARDING_INIT, CHECKPOINT_ENGINE, *IN_CHECKPOINTS):
