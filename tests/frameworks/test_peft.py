@@ -128,3 +128,16 @@ def test_adaption_prompts_are_answered():
     config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
     with pytest.raises(ValueError, match="Unsupported model type for adaption prompt: 'chatglm'"):
         peft.get_peft_model(tiny_model(), config)
+
+
+def test_x_lora_is_answered(tmp_path):
+    """It takes it that the weights of every model begin with "model."."""
+    model = tiny_model()
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["query_key_value"])
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    base = tiny_model(use_cache=False)
+    config = peft.XLoraConfig(
+        task_type="CAUSAL_LM", hidden_size=64, adapters={"one": str(tmp_path / "adapter")}
+    )
+    with pytest.raises(ValueError, match="Got unexpected keys"):
+        peft.get_peft_model(base, config)
