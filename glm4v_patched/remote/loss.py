@@ -1,13 +1,15 @@
 """Next-token cross-entropy over supervised positions. Knows nothing of this model."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Shapes: B batch, L length, D width, V vocabulary, S supervised positions of the whole batch.
+# Shapes: B batch, L length, K kept positions of a row, R length of rows with their images grown, D
+# width, V vocabulary, S supervised positions of the whole batch.
 
 IGNORE_INDEX = -100
 
@@ -67,6 +69,112 @@ def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tens
     following = labels_BL[:, 1:]
     batch, position = (following != IGNORE_INDEX).nonzero(as_tuple=True)
     return (batch, position), following[batch, position]
+
+
+class KeptColumns(NamedTuple):
+    """The positions that ``logits_to_keep`` names.
+
+    Attributes:
+        last: Number of last positions; ``None`` where they are named one by one, 0 for all.
+        columns: ``(K,)`` of all rows or ``(B, K)``, int64.
+        length: Length of the rows that a mask was made for; ``None`` without one.
+    """
+
+    last: int | None
+    columns: Tensor | None = None
+    length: int | None = None
+
+    @classmethod
+    def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
+        """Raises ``ValueError`` for a mask that keeps more positions in one row than in another."""
+        if not isinstance(logits_to_keep, Tensor):
+            return cls(logits_to_keep)
+        if logits_to_keep.dtype != torch.bool:
+            return cls(None, logits_to_keep)
+        length = logits_to_keep.shape[-1]
+        if logits_to_keep.ndim == 1:
+            return cls(None, logits_to_keep.nonzero().flatten(), length)
+        counts = logits_to_keep.sum(dim=1).tolist()
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"logits_to_keep keeps {counts} positions of {len(counts)} rows, whose logits have "
+                "no common length then: keep as many of each row"
+            )
+        columns = logits_to_keep.nonzero()[:, 1].view(len(counts), -1)
+        return cls(None, columns[0] if len(counts) == 1 else columns, length)
+
+    def number(self, length: int) -> int:
+        """``K`` in rows of ``length``."""
+        if self.columns is not None:
+            return self.columns.shape[-1]
+        return min(self.last or length, length)
+
+    def are_cut(self, labels: Tensor | None, given: Tensor | None) -> bool:
+        """Whether ``labels`` are those of the kept positions of the rows ``given``, not of all.
+
+        Raises:
+            ValueError: they are neither.
+        """
+        if self.last == 0 or labels is None or given is None:
+            return False
+        if min(labels.ndim, given.ndim) < 2 or labels.shape[1] == given.shape[1]:
+            return False
+        length = given.shape[1]
+        kept = self.number(length)
+        if labels.shape[1] != kept:
+            raise ValueError(
+                f"labels have {labels.shape[1]} positions and the rows {length}, of which "
+                f"logits_to_keep keeps {kept}: give labels for all positions or for those"
+            )
+        return True
+
+    def take(self, values_BR: Tensor) -> Tensor:
+        """Of ``(B, R)`` or ``(B, R, D)`` the kept positions."""
+        if self.last is not None:
+            return values_BR[:, -self.last :]  # -0: all
+        assert self.columns is not None
+        if self.columns.ndim == 1:
+            return values_BR[:, self.columns]
+        rows = torch.arange(len(values_BR), device=self.columns.device)[:, None]
+        return values_BR[rows, self.columns]
+
+    def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
+        """``(B, L)``: at each kept position the label of the next kept one, elsewhere -100."""
+        following = F.pad(labels_BK[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if self.last is not None:
+            return F.pad(following, (length - following.shape[1], 0), value=IGNORE_INDEX)
+        assert self.columns is not None
+        columns = self.columns.to(labels_BK.device).expand_as(labels_BK) % length
+        everywhere = labels_BK.new_full((len(labels_BK), length), IGNORE_INDEX)
+        return everywhere.scatter(1, columns, following)
+
+    def check(self, given: Tensor | None, grown_length: int, image_ids: Collection[int]) -> None:
+        """That the kept positions of the rows as given are those of the rows as grown.
+
+        Args:
+            given: ``(B, L)`` ids; embeddings ``(B, L, D)`` do not grow.
+            image_ids: Which no kept position may have where rows grew. Empty: not looked for.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self.last == 0 or given is None or given.shape[1] == grown_length:
+            return
+        length = given.shape[1]
+        grows = f"rows of {length} ids take {grown_length} positions here"
+        cure = "give grown rows, as this model's processor makes them"
+        if self.length not in (None, grown_length):
+            raise ValueError(
+                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}"
+            )
+        if not image_ids:
+            return
+        tail = given[:, -self.number(length) :]
+        if self.last is None or any(bool((tail == image_id).any()) for image_id in image_ids):
+            raise ValueError(
+                f"labels were cut to {self.number(length)} positions, among which there are "
+                f"images, but {grows}: {cure}"
+            )
 
 
 def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:

@@ -10,6 +10,7 @@ from it, each with a test:
 - generation: a drawn token needs nothing from the rows before it             (cached_rows.py)
 """
 
+import copy
 from dataclasses import dataclass
 from inspect import signature
 from itertools import islice
@@ -20,7 +21,12 @@ import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    SuppressTokensLogitsProcessor,
+)
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import (
@@ -48,7 +54,12 @@ from .cached_rows import (
 )
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
-from .loss import OutputLayer, chunked_next_token_loss, next_token_loss
+from .loss import (
+    KeptColumns,
+    OutputLayer,
+    chunked_next_token_loss,
+    next_token_loss,
+)
 from .sequence import (
     GrownRows,
     ImageFormat,
@@ -876,8 +887,11 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
         Args:
             labels: ``(B, L)`` int64, aligned with ``input_ids`` (shifted here), -100 where nothing
-                is learned; any device.
-            logits_to_keep: Number of last positions (0: all) or indices. Ignored with labels.
+                is learned; any device. ``(B, K)`` with ``logits_to_keep``: cut to the ``K`` kept
+                positions, of which each learns the label of the next kept one.
+            logits_to_keep: Positions of the logits that are returned: the number of last ones (0:
+                all), indices ``(K,)``, or a boolean mask ``(L,)`` or ``(B, L)`` with as many in
+                each row. Labels ``(B, L)`` count at all positions all the same.
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
@@ -888,9 +902,19 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
+
+        Raises:
+            ValueError: labels are neither as long as the rows nor as many as are kept.
         """
         if self.training:
             refuse_split_model(self)  # again: the processes may have met after train()
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        kept = KeptColumns.of(1 if return_last_logit else logits_to_keep)
+        are_cut = kept.are_cut(labels, given)
+        if are_cut:
+            assert labels is not None and given is not None
+            attention_kwargs["shift_labels"] = kept.shifted_labels(labels, given.shape[1])
+            labels = None
         output = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -908,27 +932,28 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             return_dict=True,
             **attention_kwargs,
         )
-        if return_last_logit:
-            logits_to_keep = 1
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         output_layer = self.transformer.output_layer
         hidden_BRD = output.last_hidden_state
         loss = logits = None
-        if output.labels is not None and skip_logits:
+        kept.check(given, hidden_BRD.shape[1], self._image_ids() if are_cut else ())
+        if output.labels is None:
+            logits = output_layer(kept.take(hidden_BRD))
+        elif skip_logits:
             chunked = output.labels, num_items_in_batch, self.config.loss_chunk_size
             if isinstance(output_layer, OutputLayer):
                 loss = output_layer(hidden_BRD, *chunked)
             else:  # wrapped by peft, or quantised
                 loss = chunked_next_token_loss(output_layer, hidden_BRD, *chunked)
-        elif output.labels is not None:
+        elif are_cut:
+            logits = output_layer(kept.take(hidden_BRD))
+            following = F.pad(kept.take(output.labels[:, 1:]), (1, 0), value=-100)
+            loss = next_token_loss(logits, following, num_items_in_batch)
+        else:
             logits = output_layer(hidden_BRD)
             loss = next_token_loss(logits, output.labels, num_items_in_batch)
-        else:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = output_layer(hidden_BRD[:, kept])
+            logits = kept.take(logits)
         result = GLM4VCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -1056,6 +1081,29 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 inputs["cache_position"] = columns
         remember_drawn(cache, length)
         return inputs
+
+    def _image_ids(self) -> list[int]:
+        """Begin- and end-of-image, and what fills an image's positions if the config says it."""
+        config = self.config
+        ids = (config.boi_token_id, config.eoi_token_id, config.image_token_id)
+        return [i for i in ids if i is not None]
+
+    def _get_logits_processor(self, generation_config, *arguments, **options):
+        # An image id among drawn ids is taken for a lost image by whoever trains on them.
+        if generation_config.suppress_tokens is None:
+            generation_config = copy.copy(generation_config)
+            generation_config.suppress_tokens = self._image_ids()
+        if not arguments:
+            # Continuous batching names none; its graphs cannot copy the ids from the host.
+            options.setdefault("device", self.device)
+        processors = super()._get_logits_processor(  # type: ignore[misc]
+            generation_config, *arguments, **options
+        )
+        for processor in processors:
+            if isinstance(processor, SuppressTokensLogitsProcessor):
+                # It looks at the last dimension alone; continuous batching would warn.
+                processor.supports_continuous_batching = True
+        return processors
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         # From transformers 5 on, generate counts positions by its mask, before any method of ours.

@@ -32,6 +32,7 @@ ATOL = 2e-5
 FORMS = pytest.mark.parametrize(
     "image", [three_id_image(), grown_image()], ids=["three ids", "grown"]
 )
+DRAWS_ANY = {"suppress_tokens": []}  # image ids, too
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 
 
@@ -329,10 +330,10 @@ def test_drawn_image_ids_are_ordinary_tokens(model, drawn, prompt, image):
     batch = {"input_ids": torch.tensor([row])}
     if prompt == "image":
         batch["pixel_values"] = pictures(1)
-    draws = LogitsProcessorList([Draws(len(row), drawn)])
-    got = new_tokens(model, batch, logits_processor=draws)[0].tolist()
+    draws = DRAWS_ANY | {"logits_processor": LogitsProcessorList([Draws(len(row), drawn)])}
+    got = new_tokens(model, batch, **draws)[0].tolist()
     assert got[: len(drawn)] == drawn
-    without_cache = new_tokens(model, batch, logits_processor=draws, use_cache=False)
+    without_cache = new_tokens(model, batch, **draws, use_cache=False)
     assert without_cache[0].tolist() == got
 
     # The same by hand, on a cache, one id at a time.
@@ -487,14 +488,14 @@ def test_a_later_round_takes_drawn_ids_for_what_they_are(
         given = [images, images[1:]] if brings_image else [images, None]
         caches = [copy.deepcopy(cache) for _ in given]
         answers = [
-            new_tokens(model, batch | {"pixel_values": of, "past_key_values": kept})
+            new_tokens(model, batch | {"pixel_values": of, "past_key_values": kept}, **DRAWS_ANY)
             for of, kept in zip(given, caches, strict=True)
         ]
     else:
-        answers = [new_tokens(model, batch | {"pixel_values": images})]
-        answers.append(new_tokens(model, batch | {"pixel_values": images}, use_cache=False))
+        batch["pixel_values"] = images
+        answers = [new_tokens(model, batch, **DRAWS_ANY, use_cache=use) for use in (True, False)]
         two = {"num_beams": 2, "num_return_sequences": 2}
-        new_tokens(model, batch | {"pixel_values": images}, **two)
+        new_tokens(model, batch, **two)
     # By hand: the first round's cache, the rest of the row, then a token at a time.
     with torch.no_grad():
         output = model(

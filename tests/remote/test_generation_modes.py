@@ -100,7 +100,8 @@ def test_outputs_of_every_step(model, image, mode):
 def test_scores_are_the_log_probabilities_of_the_answers(model, image):
     """Of a whole pass over prompt and answer, whose ids generation drew."""
     batch = batch_of(image)
-    output = generated(model, batch, "greedy", output_scores=True, output_logits=True)
+    kept = {"output_scores": True, "output_logits": True, "suppress_tokens": []}
+    output = generated(model, batch, "greedy", **kept)
     got = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
     whole = batch | {"input_ids": output.sequences}
     whole["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, STEPS), value=1)

@@ -1,0 +1,215 @@
+"""What happened in other people's frameworks: rows of a file, and the table of docs/frameworks.md.
+
+A job is a framework's own command or script, run on a tiny model by a test of this folder::
+
+    with job("TRL", "SFT", "trl sft --model_name_or_path model ...", packages=["trl"]) as done:
+        ...                              # run it; what it raises becomes the row's outcome
+        done.loss = first, last          # or done.reward, of online training
+        done.right, done.swapped = 0.96, 0.04
+        done.reloaded = True             # in a process that cannot import this package
+        done.note = "its pin on datasets<5 is ignored"
+
+    cannot("verl", "GRPO", "asks for a GPU: ...", packages=["verl"])
+
+Both write one row, if the environment has ``FRAMEWORKS_RECORD``, the file to write to (nox gives
+docs/benchmarks/frameworks.json); otherwise they only run. A row replaces that of the same system,
+version and job, and leaves all others as they are, so that systems may be run one at a time::
+
+    python -m tests.frameworks.record                # print the table
+    python -m tests.frameworks.record --page         # and write it into docs/frameworks.md
+
+A row is a JSON object with the fields of :class:`Row`.
+"""
+
+import argparse
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "benchmarks" / "frameworks.json"
+PAGE = ROOT / "docs" / "frameworks.md"
+VARIABLE = "FRAMEWORKS_RECORD"
+BEGIN, END = "<!-- rows of frameworks.json -->", "<!-- end of the rows of frameworks.json -->"
+WORKS = "works"
+HEADS = ("system", "job", "outcome", "loss", "right / swapped", "reloaded", "with", "date")
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One job.
+
+    Attributes:
+        system, version: The framework, as people write it, and its version.
+        job: What was done with it, as its own documentation calls that.
+        command: What a reader types, or the class that a script uses.
+        outcome: "works"; otherwise the reason why not, as a person would say it.
+        loss: First and last training loss; ``None`` if none was computed.
+        reward: Mean reward of the first and of the last steps of online training.
+        right, swapped: Share of right answers to questions about the pictures, and with each
+            picture replaced by one with another answer; ``None`` where no answers are learned.
+        reloaded: Whether what was saved was loaded by a process without this package.
+        seconds: What the job took, on two CPU cores.
+        note: What a user should know of it; one sentence, or nothing.
+    """
+
+    system: str
+    job: str
+    command: str
+    version: str = ""
+    transformers: str = ""
+    torch: str = ""
+    outcome: str = WORKS
+    loss: tuple[float, float] | None = None
+    reward: tuple[float, float] | None = None
+    right: float | None = None
+    swapped: float | None = None
+    reloaded: bool | None = None
+    seconds: float = 0.0
+    date: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.system, self.version, self.job
+
+    def as_json(self) -> dict:
+        rounded = {"loss": _rounded(self.loss), "reward": _rounded(self.reward)}
+        rounded |= {"right": _share(self.right), "swapped": _share(self.swapped)}
+        return asdict(self) | rounded | {"seconds": round(self.seconds)}
+
+
+@contextmanager
+def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[Row]:
+    """Run a job and write its row, also if it fails.
+
+    Args:
+        packages: What is installed of the system; the first one's version is the system's.
+    """
+    row = Row(system=system, job=name, command=command, **_versions(packages))
+    started = time.monotonic()
+    try:
+        yield row
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        row.outcome = f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
+        raise
+    finally:
+        row.seconds = time.monotonic() - started
+        _write(row)
+
+
+def cannot(system: str, name: str, reason: str, packages: list[str], command: str = "") -> None:
+    """Write a row for what does not run, with the exact reason."""
+    assert reason != WORKS
+    versions = _versions(packages)
+    _write(Row(system=system, job=name, command=command, outcome=reason, **versions))
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    text = path.read_text() if path.exists() else ""
+    rows = [Row(**fields) for fields in json.loads(text or "[]")]
+    for row in rows:
+        row.loss, row.reward = (pair and (pair[0], pair[1]) for pair in (row.loss, row.reward))
+    return rows
+
+
+def merge(rows: list[Row], path: Path) -> None:
+    """Put rows in the places of those with the same key, and new ones behind their system's."""
+    # Jobs of two systems may end at the same time.
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = {row.key: row for row in read(path)} | {row.key: row for row in rows}
+        order = list(dict.fromkeys(row.system for row in known.values()))
+        every = sorted(known.values(), key=lambda row: order.index(row.system))
+        lines = [json.dumps(row.as_json(), ensure_ascii=False) for row in every]
+        path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: a line for each job, and what it was told below it."""
+    lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
+    for row in rows:
+        measured = _arrow(row.loss) if row.reward is None else f"reward {_arrow(row.reward)}"
+        shares = "" if row.right is None else f"{row.right:.2f} / {_number(row.swapped)}"
+        reloaded = {None: "", True: "yes", False: "no"}[row.reloaded]
+        outcome = row.outcome + (f"; {row.note}" if row.note else "")
+        versions = f"transformers {row.transformers}"
+        cells = (f"{row.system} {row.version}", f"{row.job}: `{row.command}`", outcome)
+        if not row.command:
+            cells = (cells[0], row.job, outcome)
+        every = (*cells, measured, shares, reloaded, versions, row.date)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in every) + " |")
+    return "\n".join(lines)
+
+
+def on_page(page: str, rows: list[Row]) -> str:
+    """The text of the page, with the table between its two marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
+
+
+def _versions(packages: list[str]) -> dict[str, str]:
+    found = {}
+    for field, package in {
+        "version": packages[0],
+        "transformers": "transformers",
+        "torch": "torch",
+    }.items():
+        try:
+            found[field] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[field] = "not installed"
+    return found
+
+
+def _write(row: Row) -> None:
+    row.date = time.strftime("%Y-%m-%d", time.gmtime())
+    if path := os.environ.get(VARIABLE):
+        # An error may name a folder of the machine.
+        row.outcome = re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", row.outcome)
+        merge([row], Path(path))
+
+
+def _rounded(pair: tuple[float, float] | None) -> list[float] | None:
+    return pair and [float(f"{value:.3g}") for value in pair]
+
+
+def _share(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _arrow(pair: tuple[float, float] | None) -> str:
+    return "" if pair is None else f"{_number(pair[0])} to {_number(pair[1])}"
+
+
+def _number(value: float | None) -> str:
+    return (
+        "-"
+        if value is None
+        else f"{value:.2f}"
+        if value == 0 or abs(value) >= 0.01
+        else f"{value:.1g}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the table into the page")
+    given = parser.parse_args()
+    rows = read()
+    print(table(rows))
+    if given.page:
+        PAGE.write_text(on_page(PAGE.read_text(), rows))
+
+
+if __name__ == "__main__":
+    main()
