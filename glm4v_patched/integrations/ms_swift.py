@@ -113,7 +113,9 @@ class GLM4VTemplate(Template):
         return [token for piece in pieces if piece for token in tokenize(piece, **kwargs)]
 
     def _encode(self, inputs):
-        _check_places(inputs)
+        # GRPO encodes prompts without their pictures, to log them.
+        if inputs.images or self._is_learned(inputs):
+            _check_places(inputs)
         encoded = super()._encode(inputs)
         begin = self.tokenizer.convert_tokens_to_ids(BEGIN)
         if (number := encoded["input_ids"].count(begin)) != len(inputs.images):
@@ -127,6 +129,10 @@ class GLM4VTemplate(Template):
             pixels = self.processor.image_processor(inputs.images, return_tensors="pt")
             encoded["pixel_values"] = pixels["pixel_values"]
         return encoded
+
+    def _is_learned(self, inputs: StdTemplateInputs) -> bool:
+        last = inputs.messages[-1]
+        return self.is_training and last["role"] == "assistant" and last["content"] is not None
 
     def _learn_ends_of_turns(self, encoded: dict[str, Any]) -> None:
         """The next role ends an answer within a conversation: that is drawn, too."""
