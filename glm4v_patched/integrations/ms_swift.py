@@ -40,13 +40,11 @@ from ..patch.recognition import is_glm4v
 from ..patch.swap import PatchSet, Swap
 from ..remote.image_processing_chatglm import as_picture
 from .members import require_members
+from .places import BEGIN, END, PLACE, UNGROWN, images_first
 
 NAME = "chatglm4v"
 NAME_OF_SWIFTS_OWN = "chatglm4v_of_swift"
 TESTED = "4.6.0"
-BEGIN, END = "<|begin_of_image|>", "<|end_of_image|>"
-# What swift writes for a picture, here and in its data sets.
-PLACE = "<image>"
 # A noncharacter, at which a text is cut before it is encoded: as in the model's own chat template,
 # the line feed after a role never becomes one token with what follows it.
 PIECE_BREAK = "\ufdd1"
@@ -91,7 +89,7 @@ class GLM4VTemplate(Template):
         if media_type != "image":
             raise ValueError(f"glm-4v takes pictures, no {media_type}")
         if self.mode in ("vllm", "lmdeploy", "sglang"):  # these grow the row themselves
-            return [f"{BEGIN}<|endoftext|>{END}"]
+            return [UNGROWN]
         begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN, END])
         fill = [self.processor.image_token_id] * self.processor.num_image_tokens
         return [[begin, *fill, end]]
@@ -275,13 +273,8 @@ def _check_places(inputs: StdTemplateInputs) -> None:
 
 
 def _images_first(content: str) -> str:
-    """Pictures at the beginning or end of the words before them, as the model is used to."""
-    words = content.strip() if PLACE in content else content
-    number = 0
-    while words.startswith(PLACE) or words.endswith(PLACE):
-        words = words.removeprefix(PLACE) if words.startswith(PLACE) else words.removesuffix(PLACE)
-        words, number = words.strip(), number + 1
-    return PLACE * number + PIECE_BREAK * bool(number) + words
+    number, words = images_first(content)
+    return f"{PLACE * number}{PIECE_BREAK}{words}" if number else words
 
 
 def _on_new_line(content: Any) -> Any:

@@ -13,7 +13,11 @@ import sys
 PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "liger_kernel", "peft", "transformers"}
 
 # Modules of frameworks, and which of glm4v_patched.integrations registers what in them.
-PLUGINS = {"swift.model": "ms_swift"}
+PLUGINS = {
+    "swift.model": "ms_swift",
+    "llamafactory.data.template": "llamafactory",
+    "llamafactory.model.model_utils.visual": "llamafactory_parts",
+}
 
 
 def spec_by_others(finder, name, path, target):
