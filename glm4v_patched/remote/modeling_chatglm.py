@@ -1089,10 +1089,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         return [i for i in ids if i is not None]
 
     def _get_logits_processor(self, generation_config, *arguments, **options):
-        # An image id among drawn ids is taken for a lost image by whoever trains on them.
-        if generation_config.suppress_tokens is None:
+        # An image id among drawn ids is taken for a lost image by whoever trains on them. Trainers
+        # name some ids of their own; only an empty list says that all may be drawn.
+        given = generation_config.suppress_tokens
+        if given is None or len(given):
             generation_config = copy.copy(generation_config)
-            generation_config.suppress_tokens = self._image_ids()
+            generation_config.suppress_tokens = list({*(given or ()), *self._image_ids()})
         if not arguments:
             # Continuous batching names none; its graphs cannot copy the ids from the host.
             options.setdefault("device", self.device)

@@ -1,0 +1,137 @@
+"""What the jobs share: drawn pictures, a model that has not seen them, and a judge.
+
+The pictures are learned by heart: 24 of them, of which many answers are possible to a question, so
+that whoever answers right has looked at the picture. *Swapped*: each question is asked again with
+another picture, and the old answer is wrong then.
+
+:func:`blind_model` has learned how people answer, and nothing of the pictures: where preferences
+and rewards begin.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
+
+JUDGE = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
+NUMBER = 24
+# The chat format has no end of a turn; without this, nobody learns to stop.
+END = "<|endoftext|>"
+RUN = (sys.executable, "-m", "glm4v_patched.run")
+SECONDS = 300
+
+
+def run(folder: Path, *command: object, seconds: float = SECONDS, **more: str) -> Ended:
+    """Run a command in ``folder``, where everything is cached, too."""
+    caches = {"HF_HOME": str(folder / "cache"), "HF_MODULES_CACHE": str(folder / "modules")}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    environment = cpu_environment() | caches | offline | more
+    environment.pop("GLM4V_PATCHED", None)
+    # Commands of the environment that runs this, also where it is not activated.
+    paths = [str(Path(sys.executable).parent), environment["PATH"]]
+    environment["PATH"] = os.pathsep.join(paths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return run_with_limit([str(part) for part in command], seconds, environment)
+
+
+def succeed(folder: Path, *command: object, **options) -> str:
+    """What it printed. ``AssertionError`` with the end of that, if it fails or hangs."""
+    ended = run(folder, *command, **options)
+    assert ended.status == 0, ended.output[-6000:]
+    return ended.output
+
+
+def draw(folder: Path) -> list[list[dict]]:
+    return draw_data_set(folder, number=NUMBER, seed=0, side=IMAGE_SIDE)
+
+
+def swapped(conversations: list[list[dict]]) -> list[list[dict]]:
+    """With the picture of another conversation, of the same question and another answer."""
+    result = []
+    for question, answer in conversations:
+        other = next(
+            q["image"]
+            for q, a in conversations
+            if q["content"] == question["content"] and a["content"] != answer["content"]
+        )
+        result.append([question | {"image": other}, answer])
+    return result
+
+
+def judged(folder: Path, model: str, conversations: list[list[dict]]) -> tuple[float, float]:
+    """The share of right answers of a saved folder, and that with the pictures swapped.
+
+    The answers are given by a process that cannot import this package.
+    """
+    asked = [[[q] for q, _ in each] for each in (conversations, swapped(conversations))]
+    (folder / "requests.json").write_text(
+        json.dumps([{"model": model, "prompts": p} for p in asked])
+    )
+    succeed(folder, sys.executable, JUDGE, "requests.json", "answers.json")
+    shares = []
+    for given in json.loads((folder / "answers.json").read_text()):
+        right = [a["content"] == got for (_, a), got in zip(conversations, given, strict=True)]
+        shares.append(sum(right) / len(right))
+    return shares[0], shares[1]
+
+
+def build_random(folder: Path, conversations: list[list[dict]]) -> None:
+    build_from_scratch(folder, conversations, seed=0)
+
+
+def build_blind(folder: Path, conversations: list[list[dict]], steps: int = 120) -> None:
+    """A model that gives an answer to a question, whatever picture it is asked about.
+
+    It is taught each answer with the pictures of all other conversations in turn.
+    """
+    build_random(folder, conversations)
+    processor = ChatGLMProcessor.from_pretrained(folder)
+    model = GLM4VForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(steps):
+        turned = [
+            [question | {"image": conversations[(row + step) % len(conversations)][0]["image"]}, a]
+            for row, (question, a) in enumerate(conversations)
+        ]
+        model(**batch_of(processor, turned)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+def batch_of(processor: ChatGLMProcessor, conversations: list[list[dict]]) -> dict:
+    """Rows padded on the left, of which the answers and their ends are learned."""
+    prompts = processor.apply_chat_template(
+        [[question] for question, _ in conversations],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        padding=True,
+        return_tensors="pt",
+    )
+    tokenizer = processor.tokenizer
+    ended = [
+        [*tokenizer.encode(f"\n{a['content']}", add_special_tokens=False), tokenizer.pad_token_id]
+        for _, a in conversations
+    ]
+    longest = max(map(len, ended))
+    # What is behind the end is padding on the right, which is no label either.
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in ended])
+    is_answer = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ended])
+    nothing = torch.full_like(prompts["input_ids"], -100)
+    return {
+        "input_ids": torch.cat((prompts["input_ids"], ids), dim=1),
+        "attention_mask": torch.cat((prompts["attention_mask"], is_answer), dim=1),
+        "labels": torch.cat((nothing, ids.masked_fill(is_answer == 0, -100)), dim=1),
+        "pixel_values": prompts["pixel_values"],
+    }
