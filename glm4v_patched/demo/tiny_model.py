@@ -76,6 +76,7 @@ def special_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
         "eos_token_id": [vocabulary[token] for token in ends],
         "boi_token_id": vocabulary["<|begin_of_image|>"],
         "eoi_token_id": vocabulary["<|end_of_image|>"],
+        "image_token_id": vocabulary[ChatGLMProcessor.image_token],
     }
 
 

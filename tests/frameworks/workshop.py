@@ -11,12 +11,13 @@ and rewards begin.
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -135,3 +136,101 @@ def batch_of(processor: ChatGLMProcessor, conversations: list[list[dict]]) -> di
         "labels": torch.cat((nothing, ids.masked_fill(is_answer == 0, -100)), dim=1),
         "pixel_values": prompts["pixel_values"],
     }
+
+
+def build_sighted(folder: Path, blind: Path, conversations: list[list[dict]]) -> None:
+    """A blind model after five steps of supervised training: a quarter of the answers that it
+    draws are right. Where online training begins."""
+    processor = ChatGLMProcessor.from_pretrained(blind)
+    model = GLM4VForCausalLM.from_pretrained(blind, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
+    batch = batch_of(processor, conversations)
+    for _ in range(5):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def pairs_of(conversations: list[list[dict]]) -> list[tuple[str, str, str, str]]:
+    """Question, picture, its answer, and the answer for the picture that is swapped for it.
+
+    Each pair comes twice: with one of its two pictures and answers, and with the other.
+    """
+    pairs = []
+    for (question, answer), (other, _) in zip(conversations, swapped(conversations), strict=True):
+        wrong = next(a["content"] for q, a in conversations if q["image"] == other["image"])
+        asked, right = question["content"], answer["content"]
+        pairs += [(asked, question["image"], right, wrong), (asked, other["image"], wrong, right)]
+    return list(dict.fromkeys(pairs))
+
+
+def preferences(folder: Path, model: str, pairs: list[tuple]) -> tuple[float, float]:
+    """The shares of pairs of which a saved model prefers the first answer: with the picture that it
+    is the answer for, and with that of the other answer. By a process without this package."""
+    (folder / "asked.json").write_text(json.dumps(pairs))
+    judge = Path(__file__).with_name("preference_judge.py")
+    succeed(folder, sys.executable, judge, model, "asked.json", "preferred.json")
+    preferred = json.loads((folder / "preferred.json").read_text())
+    picture_of = {(asked, right): picture for asked, picture, right, _ in pairs}
+    other = [(q, picture_of.get((q, wrong)), right, wrong) for q, _, right, wrong in pairs]
+    (folder / "asked.json").write_text(json.dumps(other))
+    succeed(folder, sys.executable, judge, model, "asked.json", "preferred.json")
+    again = json.loads((folder / "preferred.json").read_text())
+    return sum(preferred) / len(pairs), sum(again) / len(pairs)
+
+
+def put_data(folder: Path, conversations: list[list[dict]]) -> None:
+    """Data sets in TRL's formats in ``data``, one for each job, and ``rows.json``."""
+    import datasets
+
+    def put(job: str, rows: list[dict]) -> None:
+        (folder / "data" / job).mkdir(parents=True)
+        data = datasets.Dataset.from_list(rows)
+        if "images" in rows[0]:
+            data = data.cast_column("images", datasets.List(datasets.Image()))
+        data.to_parquet(folder / "data" / job / "train.parquet")
+
+    def said(answer: str) -> list[dict]:
+        return [{"role": "assistant", "content": answer + END}]
+
+    def asked(question: str, picture: str) -> dict:
+        return {"prompt": [{"role": "user", "content": question}], "images": [picture]}
+
+    rows = [(q["content"], q["image"], a["content"]) for q, a in conversations]
+    named = [dict(zip(("question", "image", "answer"), row, strict=True)) for row in rows]
+    (folder / "rows.json").write_text(json.dumps(named))
+    for job in ("sft", "sft_lora"):
+        put(job, [asked(q, picture) | {"completion": said(a)} for q, picture, a in rows])
+    for job in ("grpo", "rloo"):
+        put(job, [asked(q, picture) | {"answer": a} for q, picture, a in rows])
+    pairs = pairs_of(conversations)
+    put(
+        "dpo",
+        [
+            asked(q, picture) | {"chosen": said(one), "rejected": said(other)}
+            for q, picture, one, other in pairs
+        ],
+    )
+    put(
+        "kto",
+        [
+            asked(q, picture) | {"completion": said(answer), "label": answer == one}
+            for q, picture, one, other in pairs
+            for answer in (one, other)
+        ],
+    )
+    # TRL's RewardTrainer knows no pictures, and asks tokenizers for conversations one by one, of
+    # which this one makes batches, as the published one does: so these are texts. A good answer
+    # names colour and shape.
+    question = "<|user|>\nWhat do you see?<|assistant|>\n"
+    answers = [(f"a {colour} {shape}", colour, shape) for colour, shape in product(COLOURS, SHAPES)]
+    put(
+        "reward",
+        [
+            {"chosen": f"{question}{whole}{END}", "rejected": f"{question}{part}{END}"}
+            for whole, *parts in answers
+            for part in parts
+        ],
+    )
