@@ -54,6 +54,9 @@ ELSEWHERE = {
     "torchrun --nproc_per_node 2 -m glm4v_patched.run -m trl.scripts.sft": "by hand, as it says",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    "pip install msgspec": "nox: jobs",
+    "python -m glm4v_patched.run swift": "nox: jobs",
+    "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: jobs",
     # Rows in each format.
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
