@@ -132,7 +132,9 @@ FACTORY = [
         steps=200,
     ),
     Job("dpo", LF_PAIRS, "pairs", "blind", "preferences", rate=5e-4),
-    Job("simpo", f"{LF_PAIRS} pref_loss=simpo", "pairs", "blind", "preferences", rate=5e-4),
+    Job(
+        "simpo", f"{LF_PAIRS} pref_loss=simpo", "pairs", "blind", "preferences", steps=90, rate=5e-4
+    ),
     Job("orpo", f"{LF_PAIRS} pref_loss=orpo", "pairs"),
     Job("kto", f"{LF_FULL} stage=kto", "kto", "blind", "preferences", steps=100, rate=1e-3),
 ]
