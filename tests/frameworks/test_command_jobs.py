@@ -136,7 +136,7 @@ FACTORY = [
         "simpo", f"{LF_PAIRS} pref_loss=simpo", "pairs", "blind", "preferences", steps=90, rate=5e-4
     ),
     Job("orpo", f"{LF_PAIRS} pref_loss=orpo", "pairs"),
-    Job("kto", f"{LF_FULL} stage=kto", "kto", "blind", "preferences", steps=100, rate=1e-3),
+    Job("kto", f"{LF_FULL} stage=kto", "kto", "blind", "preferences", steps=160, rate=1e-3),
 ]
 YAML = """
 trust_remote_code: true
@@ -381,12 +381,12 @@ def test_ms_swift_infers(place):
 @needs_factory
 def test_llamafactory_trains_a_reward_model(place):
     folder, _ = place("random")
-    wanted = Job("reward", f"{LF_FULL} stage=rm", "pairs", rate=1e-3)
+    wanted = Job("reward", f"{LF_LORA} stage=rm", "pairs", rate=1e-2)
     with job("LLaMA-Factory", "rm", wanted.command, packages=["llamafactory"]) as done:
         run_factory(wanted, folder)
         losses = logged(folder, "loss")
         done.loss = losses[0], losses[-1]
-        done.note = "what is saved has a value head, which LLaMA-Factory loads"
+        done.note = "with all weights LLaMA-Factory cannot save it: lm_head shares output_layer"
         assert losses[-1] < losses[0] / 4, done.loss
 
 
