@@ -3,7 +3,9 @@
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
 code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires.
-``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
+``jobs`` runs other people's frameworks, each in an environment of its own, and fills
+docs/benchmarks/frameworks.json and the table of docs/frameworks.md; ``-s "jobs(system='TRL')"``
+does one. ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
 docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
 """
 
@@ -58,6 +60,32 @@ def frameworks(session: nox.Session, transformers: str) -> None:
     for version in ("0.9.2", "0.9.5"):  # before and after LLaMA-Factory's own fix
         session.install("--no-deps", "--ignore-requires-python", f"llamafactory=={version}")
         session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_llamafactory.py"))
+
+
+# Each system of tests/frameworks/test_jobs.py: what it is installed with.
+SYSTEMS = {
+    "TRL": ["trl==1.16.0"],
+    "transformers": [],
+    "accelerate": [],
+    "Lightning": ["lightning==2.6.6"],
+    "Ray": ["ray[train]==2.60.0"],
+    # With --no-deps: it pins transformers 5.15.0, DeepSpeed 0.19.6 and flash-attn.
+    "OpenRLHF": ["ray[train]==2.60.0", "pylatexenc", "sympy", "torchdata"],
+}
+
+
+@nox.session
+@nox.parametrize("system", [*SYSTEMS])
+def jobs(session: nox.Session, system: str) -> None:
+    """A row of docs/benchmarks/frameworks.json for each job of a system, and the table."""
+    install(session, TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
+    if system == "OpenRLHF":
+        session.install("--no-deps", "openrlhf==0.11.2")
+    session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
+    tests = str(ROOT / "tests" / "frameworks" / "test_jobs.py")
+    # 1: a job failed, as its row says.
+    session.run("pytest", "-q", "-n", "0", tests, "-k", system, success_codes=[0, 1])
+    session.run("python", "-m", "tests.frameworks.record", "--page")
 
 
 @nox.session

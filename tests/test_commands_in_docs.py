@@ -51,7 +51,7 @@ ELSEWHERE = {
     ".venv/bin/nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
     "python -m glm4v_patched.run sft_script.py": "nox: frameworks",
     "python -m glm4v_patched.run trl sft": "nox: frameworks",
-    "torchrun --nproc_per_node 2 -m glm4v_patched.run -m trl.scripts.sft": "by hand, as it says",
+    "torchrun --nproc_per_node 2 train.py": "nox: jobs",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
     "pip install msgspec": "nox: jobs",

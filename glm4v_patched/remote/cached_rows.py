@@ -142,7 +142,8 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
         raise ValueError(
             f"the cache holds {past_length} positions that were not put there by this model, or "
             "it was made anew from its tensors: what position comes next is not known (an image "
-            "has more entries than positions); give position_ids"
+            "has more entries than positions); give position_ids; for peft's prefix tuning, "
+            "which drops them, use prompt tuning or LoRA"
         )
     known = next((known for known in reversed(every) if known.reaches(past_length)), None)
     if known is None:

@@ -482,7 +482,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = _known_keywords(attention_kwargs)
+        attention_kwargs = _known_keywords(self._without_types(attention_kwargs, input_ids))
         if isinstance(image_features, BaseModelOutputWithPooling):
             image_features = image_features.pooler_output
         if image_features is not None:
@@ -733,6 +733,18 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
+
+    def _without_types(self, keywords: dict, input_ids: Tensor | None) -> dict:
+        """Without ``token_type_ids`` that are 1 where ids fill an image and else 0.
+
+        OpenRLHF makes them; those of other models mean something else.
+        """
+        types = keywords.get("token_type_ids")
+        if types is None or input_ids is None or types.shape != input_ids.shape:
+            return keywords
+        if not bool((types == (input_ids == self.config.image_token_id)).all()):
+            return keywords
+        return {name: value for name, value in keywords.items() if name != "token_type_ids"}
 
     def _by_name(self, attention_mask, past_key_values, images) -> tuple:
         """What was given under these names, or by place in the published order of arguments.

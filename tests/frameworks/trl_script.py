@@ -38,10 +38,10 @@ COMMON = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-# Groups of 8 answers to each of 24 questions.
+# Groups of 16 answers to each of 24 questions.
 ONLINE = {
-    "per_device_train_batch_size": 192,
-    "num_generations": 8,
+    "per_device_train_batch_size": 384,
+    "num_generations": 16,
     "max_completion_length": 8,
     "temperature": 1.0,
     "beta": 0.0,

@@ -16,6 +16,7 @@ from glm4v_patched.remote.modeling_chatglm import (
 )
 from glm4v_patched.remote.sharding import must_run_on_every_process
 from tests.helpers.tiny import (
+    FILL,
     grown_image,
     padded,
     pictures,
@@ -438,6 +439,19 @@ def test_refuses_a_keyword_that_it_does_not_know(model, of, name):
     called = model if of == "model" else model.transformer
     with pytest.raises(ValueError, match=f"forward was given {name}, which .* it takes input_ids,"):
         called(input_ids=torch.tensor([text(4)]), **{name: torch.ones(1, 4)})
+
+
+@torch.no_grad()
+def test_takes_token_types_that_say_where_images_are():
+    """As OpenRLHF makes them."""
+    model = tiny_model(image_token_id=FILL)
+    ids = torch.tensor([[*text(2), *grown_image(), *text(3)]])
+    want = model(input_ids=ids, pixel_values=pictures(1)).logits
+    types = (ids == FILL).int()
+    got = model(input_ids=ids, pixel_values=pictures(1), token_type_ids=types).logits
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="forward was given token_type_ids, which"):
+        model(input_ids=ids, pixel_values=pictures(1), token_type_ids=1 - types)
 
 
 @torch.no_grad()

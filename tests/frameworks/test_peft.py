@@ -1,0 +1,130 @@
+"""peft's methods on both towers: which train and generate, and what the others say."""
+
+import inspect
+
+import peft
+import pytest
+import torch
+
+from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+LINEAR = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+TOKENS = text(3, seed=1)
+# What a method is told beyond the modules, which its defaults do not fit in this tiny model.
+METHODS: dict[str, dict] = {
+    "Lora": {},
+    "AdaLora": {"total_step": 9, "tinit": 1, "tfinal": 2, "deltaT": 1},
+    "BOFT": {},
+    "C3A": {"block_size": 16},
+    "FourierFT": {},
+    "HRA": {},
+    "IA3": {"feedforward_modules": ["dense_4h_to_h"]},
+    "LNTuning": {},
+    "LoHa": {},
+    "LoKr": {},
+    "Miss": {"r": 8},
+    "OFT": {},
+    "PromptEncoder": {"num_virtual_tokens": 3},
+    "PromptTuning": {"num_virtual_tokens": 3},
+    "RandLora": {},
+    "Road": {"group_size": 16},
+    "Shira": {"r": 4},
+    "TrainableTokens": {"target_modules": ["word_embeddings"], "token_indices": TOKENS},
+    "VBLoRA": {"vector_length": 16, "num_vectors": 8},
+    "Vera": {},
+    "CPT": {"cpt_token_ids": TOKENS, "cpt_mask": [1] * 3, "cpt_tokens_type_mask": [1, 2, 4]},
+    # Newer than the oldest peft that is supported.
+    "Beft": {},
+    "Deft": {},
+    "Delora": {},
+    "Frod": {},
+    "Glora": {},
+    "Gralora": {},
+    "Hira": {},
+    "Lily": {},
+    "OSF": {},
+    "Peanut": {},
+    "Psoft": {},
+    "Pvera": {},
+    "Supertuning": {},
+    "TinyLora": {},
+    "UniLora": {},
+    "WaveFT": {"n_frequency": 64},
+}
+LORA = {
+    "DoRA": {"use_dora": True},
+    "rsLoRA": {"use_rslora": True},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+    "all-linear": {"target_modules": "all-linear"},
+    "embeddings and head as they are": {"modules_to_save": ["word_embeddings", "output_layer"]},
+}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    rows = [[*TOKENS, *grown_image(), *text(6, seed=2)], [*TOKENS, *text(7, seed=3)]]
+    inputs = padded(rows, "left")
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return inputs | {"pixel_values": pictures(1), "labels": labels}
+
+
+def config_of(method: str):
+    kind = getattr(peft, f"{method}Config", None)
+    if kind is None:
+        pytest.skip(f"peft {peft.__version__} has no {method}Config")
+    options = {"task_type": "CAUSAL_LM"} | METHODS[method]
+    if "target_modules" in inspect.signature(kind).parameters and method != "CPT":
+        options.setdefault("target_modules", LINEAR)
+    return kind(**options)
+
+
+def assert_it_learns_and_generates(config) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model(), config).train()
+    inputs = batch()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1e-3, losses
+    model.eval()
+    asked = {n: inputs[n][:1] for n in ("input_ids", "attention_mask", "pixel_values")}
+    rows = model.generate(
+        **asked, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=PAD
+    )
+    assert rows.shape[1] >= 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_learns_and_generates(method):
+    assert_it_learns_and_generates(config_of(method))
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_a_kind_of_lora_learns_and_generates(kind):
+    options = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": LINEAR} | LORA[kind]
+    assert_it_learns_and_generates(peft.LoraConfig(**options))
+
+
+@pytest.mark.parametrize("method", ["PrefixTuning", "Cartridge"])
+def test_prefixes_in_the_cache_are_answered(method):
+    """Keys without ids: whether they hold an image, and what position comes next, is not known."""
+    kind = getattr(peft, f"{method}Config", None)
+    if kind is None:
+        pytest.skip(f"peft {peft.__version__} has no {method}Config")
+    model = peft.get_peft_model(tiny_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="3 positions .* prefix tuning, .* use prompt tuning"):
+        model(**batch())
+
+
+def test_adaption_prompts_are_answered():
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+    with pytest.raises(ValueError, match="Unsupported model type for adaption prompt: 'chatglm'"):
+        peft.get_peft_model(tiny_model(), config)
