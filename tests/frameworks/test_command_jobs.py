@@ -1,7 +1,7 @@
 """The commands of ms-swift and LLaMA-Factory, as their users type them behind the run entry.
 
 A row for each job (record.py). They take minutes and packages of their own:
-nox -f tests/noxfile.py -s jobs.
+nox -f tests/noxfile.py -s ms_swift, and -s llamafactory.
 """
 
 import base64
@@ -321,7 +321,7 @@ def check(wanted: Job, folder: Path, saved: str, conversations: list, done: Row)
 
 needs_record = pytest.mark.skipif(
     "FRAMEWORKS_RECORD" not in os.environ,
-    reason="takes minutes and packages of its own: nox -f tests/noxfile.py -s jobs",
+    reason="takes minutes and packages of its own: nox -f tests/noxfile.py -s ms_swift",
 )
 needs_swift = pytest.mark.skipif(
     importlib.util.find_spec("swift") is None, reason="ms-swift is not installed"
