@@ -100,7 +100,7 @@ SWIFT = [
         steps=100,
         rate=1e-3,
     ),
-    Job("grpo", GRPO, "reward", "sighted", "reward", steps=100, rate=3e-4, batch=192),
+    Job("grpo", GRPO, "reward", "sighted", "reward", rate=3e-4, batch=192),
 ]
 BOTH_TOWERS = "freeze_vision_tower=false freeze_multi_modal_projector=false"
 LF = "llamafactory-cli train recipe.yaml"
