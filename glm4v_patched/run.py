@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         options = environment_options() | {n: v for n, v in given.items() if v is not None}
         set_environment(options)
         glm4v_patched.apply(**options)
+        register_with_frameworks()
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     sys.argv[:] = [target, *handed_on, *rest]
@@ -118,6 +119,13 @@ def set_environment(options: dict) -> None:
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     paths = [str(STARTUP), *(path for path in others if path != str(STARTUP))]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def register_with_frameworks() -> None:
+    """Have this process's frameworks told of glm-4v, as the startup file has it in others."""
+    startup = runpy.run_path(str(STARTUP / "sitecustomize.py"), run_name="startup")
+    if not any(type(finder).__name__ == "RegisterAfterImport" for finder in sys.meta_path):
+        sys.meta_path.insert(0, startup["RegisterAfterImport"]())
 
 
 def apply_environment() -> None:

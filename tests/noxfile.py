@@ -2,7 +2,8 @@
 
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
-code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires.
+code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires,
+``ms_swift`` all of ms-swift.
 ``jobs`` runs other people's frameworks, each in an environment of its own, and fills
 docs/benchmarks/frameworks.json and the table of docs/frameworks.md; ``-s "jobs(system='TRL')"``
 does one. ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
@@ -24,6 +25,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["frameworks"]
 
 ROOT = Path(__file__).parents[1]
+TO_TEST = ["pytest", "pytest-xdist", "psutil"]
 RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
 
 
@@ -100,11 +102,32 @@ def llamafactory(session: nox.Session) -> None:
     # Not a build of torch for CPUs, which pip would prefer wherever it finds one: the torchvision
     # and torchaudio of PyPI do not load beside it.
     session.install("torch===2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0")
-    session.install("-e", str(ROOT), "llamafactory==0.9.5", "pyarrow==21.0.0", "pytest", "psutil")
+    session.install("-e", str(ROOT), "llamafactory==0.9.5", "pyarrow==21.0.0", *TO_TEST)
     session.env["PYTHONPATH"] = str(ROOT)
     for transformers in (TRANSFORMERS[0], "5.6.0"):  # the oldest of ours, the newest of its
         session.install(f"transformers=={transformers}")
         session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_patched_training.py"))
+        session.run("pytest", "-q", str(ROOT / "tests/integrations/test_llamafactory.py"))
+    run_command_jobs(session)
+
+
+@nox.session
+def ms_swift(session: nox.Session) -> None:
+    session.install("torch==2.13.0")
+    # msgspec: its GRPO imports it, and it does not require it.
+    session.install("-e", str(ROOT), "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
+    session.env["PYTHONPATH"] = str(ROOT)
+    session.run("pytest", "-q", str(ROOT / "tests/integrations/test_ms_swift.py"))
+    run_command_jobs(session)
+
+
+def run_command_jobs(session: nox.Session) -> None:
+    """The rows of the framework that is installed, and the table."""
+    session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
+    tests = str(ROOT / "tests" / "frameworks" / "test_command_jobs.py")
+    # 1: a job failed, as its row says.
+    session.run("pytest", "-q", "-n", "0", tests, success_codes=[0, 1])
+    session.run("python", "-m", "tests.frameworks.record", "--page")
 
 
 @nox.session

@@ -54,6 +54,9 @@ ELSEWHERE = {
     "torchrun --nproc_per_node 2 train.py": "nox: jobs",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    "pip install msgspec": "nox: ms_swift",
+    "python -m glm4v_patched.run swift": "nox: ms_swift",
+    "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
     # Rows in each format.
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.

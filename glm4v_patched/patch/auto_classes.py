@@ -37,6 +37,7 @@ from ..remote.modeling_chatglm import (
 )
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
+from .adapter_names import answer_names
 from .kernels import kernel_swaps
 from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
 from .swap import PatchSet, Swap
@@ -233,6 +234,8 @@ def _swaps(options: Options) -> list[Swap]:
     ]
     if is_peft_available():
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
+        tuner = "peft.tuners.tuners_utils:BaseTuner"
+        swaps.append(Swap(tuner, "inject_adapter", answer_names))
     return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
 
 

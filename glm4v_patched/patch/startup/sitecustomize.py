@@ -1,7 +1,8 @@
 """Python runs this when it starts if this folder is on PYTHONPATH; see glm4v_patched/run.py.
 
-With GLM4V_PATCHED set, glm-4v is patched as soon as transformers has been imported, and what goes
-wrong is raised out of that import: what this file itself raises, Python only mentions.
+With GLM4V_PATCHED set, glm-4v is patched as soon as transformers has been imported, and frameworks
+are told of it as soon as those of their modules have been imported that keep models and templates.
+What goes wrong is raised out of that import: what this file itself raises, Python only mentions.
 """
 
 import os
@@ -10,6 +11,18 @@ import sys
 # What patching imports. It waits until none of these is half imported: peft imports transformers
 # when it is imported, and has nothing yet that could be patched by then.
 PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "liger_kernel", "peft", "transformers"}
+
+# Modules of frameworks, and which of glm4v_patched.integrations registers what in them.
+PLUGINS = {
+    "swift.model": "ms_swift",
+    "llamafactory.data.template": "llamafactory",
+    "llamafactory.model.model_utils.visual": "llamafactory_parts",
+}
+
+
+def spec_by_others(finder, name, path, target):
+    others = [f for f in sys.meta_path if f is not finder and hasattr(f, "find_spec")]
+    return next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
 
 
 class PatchAfterImport:
@@ -21,8 +34,7 @@ class PatchAfterImport:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in PACKAGES:
             return None
-        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-        spec = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
+        spec = spec_by_others(self, name, path, target)
         if spec is not None and spec.loader is not None:
             self.watch(spec.loader)
         return spec
@@ -57,6 +69,28 @@ class PatchAfterImport:
             ) from error
 
 
+class RegisterAfterImport:
+    """Finds the modules of frameworks, and has our plug-in registered when they are imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in PLUGINS:
+            return None
+        spec = spec_by_others(self, name, path, target)
+        if spec is not None and spec.loader is not None:
+            self.watch(spec.loader, PLUGINS[name])
+        return spec
+
+    def watch(self, loader, plugin):
+        def exec_module(module):
+            del loader.exec_module
+            loader.exec_module(module)
+            import importlib
+
+            importlib.import_module(f"glm4v_patched.integrations.{plugin}").register()
+
+        loader.exec_module = exec_module
+
+
 def run_hidden_sitecustomize():
     """Debian and Colab have one, which this file is found before."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -70,6 +104,7 @@ def run_hidden_sitecustomize():
         spec.loader.exec_module(module)
 
 
-if os.environ.get("GLM4V_PATCHED", "") not in ("", "0"):
-    sys.meta_path.insert(0, PatchAfterImport())
-run_hidden_sitecustomize()
+if __name__ == "sitecustomize":  # and not when run.py takes the second class out of this file
+    if os.environ.get("GLM4V_PATCHED", "") not in ("", "0"):
+        sys.meta_path[:0] = [PatchAfterImport(), RegisterAfterImport()]
+    run_hidden_sitecustomize()

@@ -1,0 +1,96 @@
+"""glm-4v's pictures for LLaMA-Factory: ``template: glm4`` takes them where the model is a glm-4v.
+
+``python -m glm4v_patched.run llamafactory-cli train ...`` registers it by itself. A script of its
+own calls :func:`register` and that of ``llamafactory_parts``.
+"""
+
+import logging
+from copy import deepcopy
+from dataclasses import dataclass
+
+from llamafactory.data import mm_plugin
+from llamafactory.data.formatter import StringFormatter
+from llamafactory.data.template import TEMPLATES, Template
+
+import glm4v_patched
+
+from ..remote.image_processing_chatglm import as_picture
+from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
+from .members import require_members
+from .places import BEGIN, END, PLACE, UNGROWN, images_first
+
+logger = logging.getLogger(__name__)
+
+NAME = "glm4v_9b"
+TEMPLATE = "glm4"
+TESTED = "0.9.5"
+# Pieces that are encoded one by one, as the model's own chat template does: the line feed after a
+# role never becomes one token with what follows it.
+PIECES = {
+    "format_user": ["<|user|>\n", "{{content}}", "<|assistant|>"],
+    "format_assistant": ["\n", "{{content}}"],
+    "format_system": ["<|system|>\n", "{{content}}"],
+    "format_observation": ["<|observation|>\n", "{{content}}", "<|assistant|>"],
+}
+
+
+@dataclass
+class GLM4VPlugin(mm_plugin.BasePlugin):
+    """An image is begin id, a fill id for each of its positions, end id, before the words."""
+
+    def process_messages(self, messages, images, videos, audios, processor):
+        self._validate_input(processor, images, videos, audios)
+        self._validate_messages(messages, images, videos, audios)
+        image = UNGROWN
+        if self.expand_mm_tokens:
+            image = BEGIN + processor.image_token * processor.num_image_tokens + END
+        messages = deepcopy(messages)
+        for message in messages:
+            number, words = images_first(message["content"])
+            message["content"] = image * number + words.replace(PLACE, image)
+        return messages
+
+    def _regularize_images(self, images, **options):
+        """At full size: the model's processor makes them all as large as the model sees them.
+
+        Shrinking them before that (``image_max_pixels``, by default to 768 x 768) saves nothing.
+        """
+        sources = [
+            image["bytes"] or image["path"] if isinstance(image, dict) else image
+            for image in images
+        ]
+        return {"images": [as_picture(source) for source in sources]}
+
+
+class GLM4VTemplate(Template):
+    """LLaMA-Factory's glm4, which the text models of GLM-4 have too: these it leaves as it is."""
+
+    def fix_special_tokens(self, tokenizer):
+        super().fix_special_tokens(tokenizer)
+        if not isinstance(tokenizer, ChatGLM4Tokenizer):  # that of another model
+            return
+        self.mm_plugin = mm_plugin.get_mm_plugin(NAME, image_token="<|begin_of_video|>")
+        for name, slots in PIECES.items():
+            setattr(self, name, StringFormatter(slots=slots))
+        logger.info(
+            "glm4 takes glm-4v's pictures, at full size: image_max_pixels and image_min_pixels "
+            "have no effect"
+        )
+
+
+def register() -> None:
+    """Register the plug-in, and have the template ``glm4`` use it. Again does nothing.
+
+    Raises:
+        RuntimeError: this LLaMA-Factory is built differently; names what is missing.
+    """
+    if NAME in mm_plugin.PLUGINS:
+        return
+    glm4v_patched.apply()
+    methods = ("_validate_input", "_validate_messages", "_regularize_images")
+    require_members(mm_plugin.BasePlugin, methods, "llamafactory", TESTED)
+    require_members(Template, ["fix_special_tokens"], "llamafactory", TESTED)
+    require_members(TEMPLATES[TEMPLATE], PIECES, "llamafactory", TESTED)
+    mm_plugin.register_mm_plugin(NAME, GLM4VPlugin)
+    fields = vars(TEMPLATES[TEMPLATE])
+    TEMPLATES[TEMPLATE] = GLM4VTemplate(**fields)

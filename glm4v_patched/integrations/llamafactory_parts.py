@@ -1,0 +1,31 @@
+"""The parts of glm-4v, for LLaMA-Factory's ``freeze_*`` and ``lora_target: all``."""
+
+from llamafactory.model.model_utils import visual
+
+from .members import require_members
+
+TESTED = "0.9.5"
+TOWER = "transformer.vision"
+
+
+def register() -> None:
+    """Tell what the tower, its projector and the language model are. Again does nothing.
+
+    Text models that share the model type "chatglm" have only the last of these.
+
+    Raises:
+        RuntimeError: this LLaMA-Factory is built differently; names what is missing.
+    """
+    require_members(
+        visual, ["_register_composite_model", "COMPOSITE_MODELS"], "llamafactory", TESTED
+    )
+    visual._register_composite_model(
+        model_type="chatglm",
+        projector_keys=[f"{TOWER}.linear_proj", f"{TOWER}.conv"],
+        vision_model_keys=[
+            f"{TOWER}.{part}" for part in ("patch_embedding", "transformer", "boi", "eoi")
+        ],
+        language_model_keys=[
+            f"transformer.{part}" for part in ("encoder", "embedding", "output_layer")
+        ],
+    )

@@ -1,0 +1,286 @@
+"""glm-4v for ms-swift 4: how it is loaded, what its parts are called, how a chat becomes ids.
+
+``python -m glm4v_patched.run swift sft ...`` registers it by itself. Without that command::
+
+    swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
+
+It takes the place of ms-swift's own ``chatglm4v``, which fits the published code. cogagent-9b,
+which shares that name there, is then called ``chatglm4v_of_swift``.
+"""
+
+import json
+from copy import deepcopy
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from swift.model import (
+    MODEL_MAPPING,
+    Model,
+    ModelGroup,
+    ModelLoader,
+    ModelMeta,
+    MultiModelKeys,
+    register_model,
+    register_model_arch,
+)
+from swift.template import (
+    TEMPLATE_MAPPING,
+    StdTemplateInputs,
+    Template,
+    TemplateMeta,
+    load_file,
+    register_template,
+)
+from transformers import AutoProcessor
+
+import glm4v_patched
+
+from ..patch.recognition import is_glm4v
+from ..patch.swap import PatchSet, Swap
+from ..remote.image_processing_chatglm import as_picture
+from .members import require_members
+from .places import BEGIN, END, PLACE, UNGROWN, images_first
+
+NAME = "chatglm4v"
+NAME_OF_SWIFTS_OWN = "chatglm4v_of_swift"
+TESTED = "4.6.0"
+# A noncharacter, at which a text is cut before it is encoded: as in the model's own chat template,
+# the line feed after a role never becomes one token with what follows it.
+PIECE_BREAK = "\ufdd1"
+
+
+class GLM4VLoader(ModelLoader):
+    """By the Auto classes, which ``apply`` has patched."""
+
+    def get_config(self, model_dir):
+        if not _is_glm4v_folder(model_dir):
+            raise ValueError(
+                f"{model_dir} is not a glm-4v. cogagent-9b has --model_type and --template "
+                f"{NAME_OF_SWIFTS_OWN} while glm4v_patched is in force"
+            )
+        return super().get_config(model_dir)
+
+    def get_processor(self, model_dir, config):
+        # swift takes AutoTokenizer where a folder has no preprocessor_config.json, as the
+        # published repository has none.
+        return AutoProcessor.from_pretrained(model_dir)
+
+
+class GLM4VTemplate(Template):
+    """Makes the ids that the model's own processor makes, and learns what a recipe learns.
+
+    An image is begin id, a fill id for each of its positions, end id. A turn begins with a
+    line feed, which is drawn and learned, as the prompt ends with the role.
+    """
+
+    placeholder_tokens = [BEGIN, END]  # what truncation keeps; the fill id is added
+    support_padding_free = True  # positions that begin again part the samples of a row
+
+    @staticmethod
+    def _load_image(image, load_images):
+        # swift's own leaves pictures lying that EXIF says to turn.
+        if isinstance(image, dict):
+            image = image.get("bytes") or image.get("path")
+        found = load_file(image)
+        return as_picture(found.getvalue() if isinstance(found, BytesIO) else found)
+
+    def replace_tag(self, media_type, index, inputs):
+        if media_type != "image":
+            raise ValueError(f"glm-4v takes pictures, no {media_type}")
+        if self.mode in ("vllm", "lmdeploy", "sglang"):  # these grow the row themselves
+            return [UNGROWN]
+        begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN, END])
+        fill = [self.processor.image_token_id] * self.processor.num_image_tokens
+        return [[begin, *fill, end]]
+
+    def _swift_prepare_inputs(self, inputs):
+        super()._swift_prepare_inputs(inputs)
+        if self.template_backend != "swift" or not self.use_chat_template:
+            return
+        for message in inputs.messages:
+            content = message["content"]
+            if message["role"] == "user" and isinstance(content, str):
+                message["content"] = _images_first(content)
+            elif message["role"] == "assistant":
+                message["content"] = _on_new_line(content)
+
+    def _tokenize(self, context, **kwargs):
+        tokenize = super()._tokenize
+        pieces = context.split(PIECE_BREAK)
+        return [token for piece in pieces if piece for token in tokenize(piece, **kwargs)]
+
+    def _encode(self, inputs):
+        # GRPO encodes prompts without their pictures, to log them.
+        if inputs.images or self._is_learned(inputs):
+            _check_places(inputs)
+        encoded = super()._encode(inputs)
+        begin = self.tokenizer.convert_tokens_to_ids(BEGIN)
+        if (number := encoded["input_ids"].count(begin)) != len(inputs.images):
+            raise ValueError(
+                f"a row has {len(inputs.images)} pictures and {number} times {BEGIN}: take that "
+                "token out of its texts"
+            )
+        if encoded.get("labels") is not None and self.use_chat_template:
+            self._learn_ends_of_turns(encoded)
+        if inputs.images:
+            pixels = self.processor.image_processor(inputs.images, return_tensors="pt")
+            encoded["pixel_values"] = pixels["pixel_values"]
+        return encoded
+
+    def _is_learned(self, inputs: StdTemplateInputs) -> bool:
+        last = inputs.messages[-1]
+        return self.is_training and last["role"] == "assistant" and last["content"] is not None
+
+    def _learn_ends_of_turns(self, encoded: dict[str, Any]) -> None:
+        """The next role ends an answer within a conversation: that is drawn, too."""
+        roles = self.tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+        ids, labels, scale = encoded["input_ids"], encoded["labels"], encoded.get("loss_scale")
+        for at in range(1, len(ids)):
+            if ids[at] in roles and labels[at - 1] >= 0 > labels[at]:
+                labels[at] = ids[at]
+                if scale is not None:
+                    scale[at] = scale[at - 1]
+
+    def decode_generate_ids(self, *args, **kwargs):
+        return super().decode_generate_ids(*args, **kwargs).removeprefix("\n")
+
+
+def register() -> None:
+    """Register the model and its template. Once is enough; again does nothing.
+
+    Raises:
+        RuntimeError, AttributeError: this ms-swift is built differently; names what is missing.
+    """
+    if _patches.is_applied:
+        return
+    glm4v_patched.apply()
+    _require_tested_form()
+    _register_template()
+    _register_model()
+    _patches.apply()
+
+
+def _require_tested_form() -> None:
+    methods = (
+        "_encode",
+        "_load_image",
+        "_swift_prepare_inputs",
+        "_tokenize",
+        "decode_generate_ids",
+    )
+    require_members(Template, methods, "ms-swift", TESTED)
+    require_members(ModelLoader, ("get_processor", "get_config"), "ms-swift", TESTED)
+
+
+def _register_template() -> None:
+    stock = TEMPLATE_MAPPING[NAME]
+    stock.template_type = NAME_OF_SWIFTS_OWN
+    register_template(stock)
+    register_template(
+        TemplateMeta(
+            NAME,
+            prefix=["[gMASK]<sop>"],
+            system_prefix=[f"[gMASK]<sop><|system|>\n{PIECE_BREAK}{{{{SYSTEM}}}}"],
+            prompt=[f"<|user|>\n{PIECE_BREAK}{{{{QUERY}}}}<|assistant|>"],
+            chat_sep=[],
+            suffix=["<|endoftext|>"],
+            stop_words=["<|endoftext|>", "<|user|>", "<|observation|>"],
+            agent_template="chatglm4",
+            template_cls=GLM4VTemplate,
+        ),
+        exist_ok=True,
+    )
+
+
+def _register_model() -> None:
+    stock = MODEL_MAPPING[NAME]
+    glm4v = [group for group in stock.model_groups if _has_glm4v(group)]
+    if not glm4v:
+        raise RuntimeError(f"ms-swift's model type {NAME} has no glm-4v-9b: install {TESTED}")
+    stock.model_groups = [group for group in stock.model_groups if group not in glm4v]
+    stock.model_type, stock.template = NAME_OF_SWIFTS_OWN, NAME_OF_SWIFTS_OWN
+    stock.candidate_templates = [NAME_OF_SWIFTS_OWN]
+    stock.model_arch = stock.model_arch.arch_name  # from which registering made a record
+    register_model(stock)
+    register_model_arch(
+        MultiModelKeys(
+            NAME,
+            embedding="transformer.embedding.word_embeddings",
+            module_list="transformer.encoder.layers",
+            lm_head="transformer.output_layer",
+            language_model=[
+                "transformer.encoder",
+                "transformer.embedding",
+                "transformer.output_layer",
+            ],
+            vision_tower="transformer.vision",
+            aligner=[
+                f"transformer.vision.{name}" for name in ("linear_proj", "conv", "boi", "eoi")
+            ],
+        ),
+        exist_ok=True,
+    )
+    register_model(
+        ModelMeta(
+            NAME,
+            [ModelGroup([Model("ZhipuAI/glm-4v-9b", "zai-org/glm-4v-9b")])],
+            GLM4VLoader,
+            template=NAME,
+            model_arch=NAME,
+            architectures=["GLM4VForCausalLM", *stock.architectures],
+            is_multimodal=True,
+        ),
+        exist_ok=True,
+    )
+
+
+def _has_glm4v(group) -> bool:
+    return any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
+
+
+def _is_glm4v_folder(folder: str) -> bool:
+    config = Path(folder) / "config.json"
+    return config.is_file() and is_glm4v(json.loads(config.read_text(encoding="utf-8")))
+
+
+def _find_by_contents(original):
+    """swift finds a model's type by the name of its folder, or by an architecture.
+
+    That of the published glm-4v is shared with six others.
+    """
+
+    def get_matched_model_meta(model_id_or_path):
+        if _is_glm4v_folder(model_id_or_path):
+            return deepcopy(MODEL_MAPPING[NAME])
+        return original(model_id_or_path)
+
+    return get_matched_model_meta
+
+
+_patches = PatchSet([Swap("swift.model.model_meta", "get_matched_model_meta", _find_by_contents)])
+
+
+def _check_places(inputs: StdTemplateInputs) -> None:
+    """swift takes what places are left over for text, and the model would learn to read that."""
+    texts = [inputs.system, *(message["content"] for message in inputs.messages)]
+    places = sum(text.count(PLACE) for text in texts if isinstance(text, str))
+    if places > len(inputs.images):
+        raise ValueError(
+            f"a row has {len(inputs.images)} pictures and {places} places for them ({PLACE}) in "
+            'its messages: give each its picture, in "images"'
+        )
+
+
+def _images_first(content: str) -> str:
+    number, words = images_first(content)
+    return f"{PLACE * number}{PIECE_BREAK}{words}" if number else words
+
+
+def _on_new_line(content: Any) -> Any:
+    """An answer begins on a new line; ids that the model drew have it already."""
+    if isinstance(content, str):
+        return f"\n{PIECE_BREAK}{content}"
+    if isinstance(content, list) and content and isinstance(content[0], str):
+        return [f"\n{PIECE_BREAK}{content[0]}", *content[1:]]
+    return content

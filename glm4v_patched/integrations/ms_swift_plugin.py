@@ -1,0 +1,5 @@
+"""The file for ms-swift's ``--external_plugins``."""
+
+from glm4v_patched.integrations.ms_swift import register
+
+register()

@@ -1,0 +1,92 @@
+"""Names of modules that people and frameworks give to peft by habit, where this model has others.
+
+peft leaves out a name that fits no module, without a word if another one fits.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from ..remote.modeling_chatglm import ChatGLMPreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# Which are the same thing under another name.
+SAME = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
+# Which are not, and what is meant.
+MEANT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), "query_key_value"),
+    **dict.fromkeys(("o_proj", "out_proj"), "dense"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "dense_h_to_4h"),
+    "down_proj": "dense_4h_to_h",
+    **dict.fromkeys(("language_model", "model.layers", "layers"), "transformer.encoder"),
+    **dict.fromkeys(("vision_tower", "visual", "vision_model"), "transformer.vision"),
+    "multi_modal_projector": "transformer.vision.linear_proj",
+}
+ALL_LINEAR = "all-linear"
+
+
+def answer_names(inject_adapter: Callable) -> Callable:
+    """For peft's ``BaseTuner.inject_adapter``: names that fit nothing are an error there."""
+
+    @functools.wraps(inject_adapter)
+    def checked(self, model, adapter_name, *args, **kwargs):
+        config = self.peft_config[adapter_name]
+        # One that is loaded to be used has been made with whatever names it has.
+        if isinstance(model, ChatGLMPreTrainedModel) and not config.inference_mode:
+            correct_names(model, config)
+        return inject_adapter(self, model, adapter_name, *args, **kwargs)
+
+    return checked
+
+
+def correct_names(model: nn.Module, config) -> None:
+    """Give the names in a peft config that mean the same their own, in place.
+
+    Raises:
+        ValueError: names in ``modules_to_save`` or ``target_modules`` that fit no module; says
+            which ones are meant.
+    """
+    modules = [name for name, _ in model.named_modules()]
+    for option in ("modules_to_save", "target_modules"):
+        names = getattr(config, option, None)
+        if not names or names == ALL_LINEAR:
+            continue
+        if isinstance(names, str):
+            if not any(re.fullmatch(names, module) for module in modules):
+                raise ValueError(_unknown(option, [names], MEANT.keys() & set(_words(names))))
+            continue
+        known = [SAME[name] if _is_other_name(name, modules) else name for name in names]
+        if known != list(names):
+            logger.warning("%s: %s are called %s here", option, [*names], known)
+            setattr(config, option, type(names)(known))
+        unknown = [name for name in known if not _fits(name, modules)]
+        if unknown:
+            raise ValueError(_unknown(option, unknown, unknown))
+
+
+def _is_other_name(name: str, modules: list[str]) -> bool:
+    return name in SAME and not _fits(name, modules)
+
+
+def _fits(name: str, modules: list[str]) -> bool:
+    """As peft compares them."""
+    return any(module == name or module.endswith(f".{name}") for module in modules)
+
+
+def _words(pattern: str) -> Iterable[str]:
+    return re.findall(r"\w+", pattern)
+
+
+def _unknown(option: str, unknown: Iterable[str], explained: Iterable[str]) -> str:
+    meant = [f"{name} is {MEANT[name]}" for name in sorted(explained) if name in MEANT]
+    return (
+        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v: "
+        + "".join(f"{one}, " for one in meant)
+        + "and all are query_key_value, dense, dense_h_to_4h, dense_4h_to_h in the language model "
+        "(transformer.encoder), these, fc1, fc2 and gate_proj in the vision tower "
+        "(transformer.vision), word_embeddings and output_layer; or say 'all-linear'"
+    )

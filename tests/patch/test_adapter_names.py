@@ -1,0 +1,66 @@
+"""Names that people give to peft by habit, on a model of other names."""
+
+import pytest
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+
+import glm4v_patched
+from tests.helpers.tiny import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def applied():
+    with glm4v_patched.applied():
+        yield
+
+
+def trained(model) -> set[str]:
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def test_embeddings_and_head_are_found_by_the_names_that_others_give_them():
+    config = LoraConfig(
+        r=2, target_modules=["query_key_value"], modules_to_save=["embed_tokens", "lm_head"]
+    )
+    model = get_peft_model(tiny_model(), config)
+    for part in ("embedding.word_embeddings", "output_layer"):
+        assert f"base_model.model.transformer.{part}.modules_to_save.default.weight" in trained(
+            model
+        )
+    assert model.peft_config["default"].modules_to_save == ["word_embeddings", "output_layer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"target_modules": ["q_proj", "v_proj", "gate_proj"]},
+            r"target_modules names 'q_proj', 'v_proj', .* q_proj is query_key_value, v_proj is",
+        ),
+        ({"target_modules": ["dense", "down_proj"]}, "down_proj is dense_4h_to_h"),
+        (
+            {"target_modules": ["dense"], "modules_to_save": ["multi_modal_projector"]},
+            "modules_to_save names .* multi_modal_projector is transformer.vision.linear_proj",
+        ),
+        (
+            {"target_modules": r".*language_model.*(q_proj|dense)"},
+            "language_model is transformer.encoder, q_proj is query_key_value",
+        ),
+        ({"target_modules": ["dense", "nonsense"]}, "'nonsense', which fit no module"),
+    ],
+)
+def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, message):
+    for add in (get_peft_model, lambda model, config: inject_adapter_in_model(config, model)):
+        with pytest.raises(ValueError, match=message):
+            add(tiny_model(), LoraConfig(r=2, **options))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "query_key_value", {"dense"}, None])
+def test_names_that_fit_are_left_alone(targets):
+    targets = [targets] if targets == "query_key_value" else targets
+    assert trained(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=targets)))
+
+
+def test_an_adapter_that_was_made_with_other_names_loads_as_before():
+    with_stray = LoraConfig(r=2, target_modules=["query_key_value", "q_proj"])
+    with_stray.inference_mode = True
+    assert get_peft_model(tiny_model(), with_stray)
