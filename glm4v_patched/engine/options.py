@@ -74,6 +74,8 @@ class EngineOptions:
     """Or fp32: of the computation and of what is saved."""
     zero_stage: int = 3
     """Of DeepSpeed; 0 is a single process without it."""
+    fp8: bool = False
+    """Matrix products of both towers' layers in fp8 (:mod:`fp8`)."""
     attn_implementation: str | None = None
     """Of transformers; None is its choice."""
     tower: str = "auto"
@@ -121,11 +123,17 @@ class EngineOptions:
         return {"tower": self.tower, "language": self.language, "gathered": live}
 
     @property
+    def holds_fp8(self) -> bool:
+        """Whether frozen weights are in fp8 also between their uses: under LoRA, where they are not
+        saved. Second copies (hpZ) are DeepSpeed's to gather, which takes one type at a time."""
+        return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
+
+    @property
     def gathers_whole_layers(self) -> bool:
         """:func:`gathers_whole_layers` for these options."""
-        return gathers_whole_layers(
-            self.zero_stage, self.compile is True, self.tower, self.language
-        )
+        # Weights in fp8 lie beside biases in bf16: both are gathered by us (deepspeed.gather).
+        in_place = self.compile is True or self.holds_fp8
+        return gathers_whole_layers(self.zero_stage, in_place, self.tower, self.language)
 
 
 def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:

@@ -22,6 +22,7 @@ from .deepspeed.gather import gather_in_place, gather_whole_layers
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.throttle import limit_run_ahead
+from .fp8 import use_fp8
 from .memory_plan import GIB
 from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
@@ -76,6 +77,7 @@ def prepare_model(
         model = select_weights(built, options.trained, options.lora)
     if options.zero_stage == 0:
         upcast_trained(model)
+    use_fp8(model, options)
     checkpoint_layers(model.train(), options.tower, options.language)
     if options.compile:
         compile_layers(model)
