@@ -27,7 +27,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLMBlock
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
-from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions
+from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.
 
@@ -247,7 +247,8 @@ def linear_layers(model: nn.Module, compiled: bool) -> Iterator[tuple[str, nn.Li
 
 
 def _is_needed_transposed(name: str, options: EngineOptions) -> bool:
-    return options.zero_stage < 3 and (name.startswith("language") or options.trained == "lora_all")
+    has_gradient = name.startswith("language") or trains_tower(options.trained)
+    return options.keeps_transposed and has_gradient
 
 
 def _hold(linear: nn.Linear, keeps_transposed: bool) -> None:

@@ -76,6 +76,10 @@ class EngineOptions:
     """Of DeepSpeed; 0 is a single process without it."""
     fp8: bool = False
     """Matrix products of both towers' layers in fp8 (:mod:`fp8`)."""
+    keep_transposed: bool = True
+    """Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
+    which otherwise transposes each where it is used; :func:`memory_plan.decide` turns it off where
+    memory does not suffice."""
     attn_implementation: str | None = None
     """Of transformers; None is its choice."""
     tower: str = "auto"
@@ -127,6 +131,16 @@ class EngineOptions:
         """Whether frozen weights are in fp8 also between their uses: under LoRA, where they are not
         saved. Second copies (hpZ) are DeepSpeed's to gather, which takes one type at a time."""
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
+
+    @property
+    def keeps_transposed(self) -> bool:
+        """Whether ``keep_transposed`` acts."""
+        return self.keep_transposed and self.holds_fp8 and self.zero_stage < 3
+
+    @property
+    def quantises_built(self) -> bool:
+        """Whether frozen weights are on one GPU, smaller than they are built."""
+        return self.trained == "qlora" or (self.holds_fp8 and self.zero_stage < 3)
 
     @property
     def gathers_whole_layers(self) -> bool:

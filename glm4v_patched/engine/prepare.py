@@ -57,17 +57,9 @@ def prepare_model(
         replacements: Takes what is replaced inside of DeepSpeed, to be put back.
     """
     assert options.is_decided, "memory_plan.decide() comes first"
-    dtype = DTYPES[options.precision]
-    given: dict[str, Any] = {"dtype": dtype}
-    if options.attn_implementation is not None:
-        given["attn_implementation"] = options.attn_implementation
-    if options.trained == "qlora":
-        given |= quantization_options(dtype, local_device())
-    else:
+    if not options.quantises_built:
         _limit_memory(options)
-    built = build(**given)
-    # Of 4 bits, later: bench's random weights are whole on the GPU before they are quantised.
-    _limit_memory(options)
+    built = build(**_given_to_build(options))
     built.config.skip_logits = options.skip_logits
     if options.loss_chunk_size is not None:
         built.config.loss_chunk_size = options.loss_chunk_size
@@ -78,6 +70,8 @@ def prepare_model(
     if options.zero_stage == 0:
         upcast_trained(model)
     use_fp8(model, options)
+    # Of weights that were quantised, only now: bench's random ones were whole on the GPU before.
+    _limit_memory(options)
     checkpoint_layers(model.train(), options.tower, options.language)
     if options.compile:
         compile_layers(model)
@@ -92,6 +86,16 @@ def prepare_model(
         if options.norms_in_place:
             take_norms_in_place(model, replacements)
     return model
+
+
+def _given_to_build(options: EngineOptions) -> dict[str, Any]:
+    dtype = DTYPES[options.precision]
+    given: dict[str, Any] = {"dtype": dtype}
+    if options.attn_implementation is not None:
+        given["attn_implementation"] = options.attn_implementation
+    if options.trained == "qlora":
+        given |= quantization_options(dtype, local_device())
+    return given
 
 
 def _limit_memory(options: EngineOptions) -> None:

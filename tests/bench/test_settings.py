@@ -234,6 +234,7 @@ def test_a_machine_that_may_do_it_is_tried(monkeypatch):
 
 def test_an_ablation_goes_from_plain_training_to_what_was_asked_for():
     asked = {"packed": True, "optimizer": "adamw_8bit", "liger": True, "reuse_features": True}
+    asked |= {"fp8": True}
     settings = list(ablation(Settings(micro_batch=4, memory_limit=40, **asked)).values())
     plain = {name: value for of in MEASURES.values() for name, value in of.items()}
     assert settings[0] == Settings(micro_batch=4, memory_limit=40, **plain)
