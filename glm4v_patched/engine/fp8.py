@@ -27,6 +27,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLMBlock
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
+from .gpu_facts import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.
@@ -38,8 +39,6 @@ LARGEST = 448.0
 SMALLEST = 1e-30
 MULTIPLE = 16
 """Channels of a layer are a multiple of it: what the GPU's products take."""
-OLDEST_CAPABILITY = (8, 9)
-"""Of GPUs: Ada; Hopper is (9, 0)."""
 
 # Layers of the tower that stay in bf16, unless their layer is compiled or ever. On one H200, of
 # 25,604 rows, in ms: bf16; fp8, and quantising the input where no kernel that makes it does that.
@@ -69,23 +68,15 @@ def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
     if not _on_cpu:
         if not torch.cuda.is_available():
             raise RuntimeError("fp8 runs on a GPU, and torch sees none; leave out fp8")
-        found = torch.cuda.get_device_capability()
-        if found < OLDEST_CAPABILITY:
-            raise RuntimeError(fault_of_capability(torch.cuda.get_device_name(), found))
+        found = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if fault := fault_of_fp8(*found):
+            raise RuntimeError(fault)
     for name, size in _sizes(config):
         if size % MULTIPLE:
             raise ValueError(
                 f"fp8 with {name} {size}: its products take multiples of {MULTIPLE}; "
                 "leave out fp8 for this model"
             )
-
-
-def fault_of_capability(name: str, found: tuple[int, int]) -> str:
-    oldest = ".".join(map(str, OLDEST_CAPABILITY))
-    return (
-        f"fp8 needs a GPU of compute capability {oldest} or newer (Ada, Hopper), and {name} has "
-        f"{'.'.join(map(str, found))}; leave out fp8"
-    )
 
 
 def _sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
