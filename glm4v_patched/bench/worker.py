@@ -59,6 +59,10 @@ def measure(settings: Settings) -> dict | None:
             found = base.transformer.get_image_features(batch.pop("pixel_values"), return_dict=True)
         batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
+    if len(set(losses)) == 1:
+        raise RuntimeError(
+            f"the loss stayed {losses[0]} in {len(losses)} steps: nothing is learned"
+        )
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, work = statistics.median(times), useful_flop(config, settings)

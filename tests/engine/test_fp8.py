@@ -167,6 +167,22 @@ def test_a_compiler_keeps_no_quantised_weight_from_forward_to_backward(held):
     assert apart(gradient, x.grad.double()) < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+def test_a_compiler_loses_no_gradient(held, dtype):
+    """As that of torch 2.11 does of a Function whose output is cast to the type that it has."""
+    torch._dynamo.reset()
+    linear = layer(held)
+    x, towards = torch.randn(8, 96, dtype=dtype), torch.randn(8, 64, dtype=dtype)
+    expected = passes(linear, x, towards)
+    linear.zero_grad()
+    linear.forward = torch.compile(linear.forward, backend="aot_eager")
+    found = passes(linear, x, towards)
+    assert all(one.any() for one in found)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype and apart(one, other.double()) < NEAR
+
+
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.tensor([text(5) + grown_image() + text(9)])
     return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1).bfloat16()}

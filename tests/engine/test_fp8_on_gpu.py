@@ -5,6 +5,11 @@ import torch
 from torch import nn
 
 from glm4v_patched.engine import fp8
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
+from glm4v_patched.engine.compilation import compile_layers
+from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import GLMBlock
 
 pytestmark = pytest.mark.gpu
 
@@ -80,9 +85,9 @@ def test_products_and_gradients_are_near_those_of_fp64(kind, held, errors):
     assert all(one < BF16 for one in of[2:])
 
 
+@pytest.mark.parametrize("kind", ["language dense_4h_to_h", "tower fc1"])
 @pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
-def test_compiled_layers_compute_what_plain_ones_do(held):
-    kind = "language dense_4h_to_h"
+def test_compiled_layers_compute_what_plain_ones_do(held, kind):
     into, out = KINDS[kind]
     linear = layer(kind, held)
     x = torch.randn(300, into, device="cuda", dtype=torch.bfloat16)
@@ -91,6 +96,36 @@ def test_compiled_layers_compute_what_plain_ones_do(held):
     linear.forward = torch.compile(linear.forward)
     for found, expected in zip(passes(linear, x, towards), plain, strict=True):
         assert error(found, expected.double()) < BF16
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
+    """A layer of the language model at its real size, with what is trained before it."""
+    config = ChatGLMConfig(num_layers=1)
+    gradients = {}
+    for in_fp8 in (False, True):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            block = GLMBlock(config, 0).to(torch.bfloat16).train()
+        block.requires_grad_(not held)
+        options = EngineOptions(
+            trained="lora_lm" if held else "full", fp8=in_fp8, compile=True, zero_stage=0
+        )
+        model = nn.ModuleList([block])
+        fp8.use_fp8(model, options)
+        checkpoint_layers(model, "none", policy)
+        compile_layers(model)
+        x = torch.randn(1, 600, config.hidden_size, device="cuda", dtype=torch.bfloat16)
+        x.requires_grad_()
+        angles = torch.rand(1, 1, 600, config.kv_channels // 4, device="cuda").bfloat16()
+        out = block(x, angles.cos(), angles.sin(), None, None, None, {})
+        out.backward(torch.randn_like(out))
+        found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+        gradients[in_fp8] = found | {"x": x.grad}
+    assert gradients[True].keys() == gradients[False].keys()
+    for name, exact in gradients[False].items():
+        assert 0.001 < error(gradients[True][name], exact.double()) < 0.2, name
 
 
 def test_both_layouts_of_a_held_weight_give_one_gradient():
