@@ -18,7 +18,8 @@ from .activation_policies import Policy, check_policy, policies_of_layers
 
 # Of linear layers, and which argument is the weight [in, out].
 _LINEARS = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: -1}
-_LINEARS[torch.ops.aten._scaled_mm.default] = 1  # in fp8 (fp8.py)
+if hasattr(torch.ops.aten, "_scaled_mm"):  # in fp8, whose require_fp8 asks for it
+    _LINEARS[torch.ops.aten._scaled_mm.default] = 1
 
 
 def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "full") -> None:

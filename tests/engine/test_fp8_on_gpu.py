@@ -99,7 +99,7 @@ def test_compiled_layers_compute_what_plain_ones_do(held, kind):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
     """A layer of the language model at its real size, with what is trained before it."""
     config = ChatGLMConfig(num_layers=1)
@@ -116,7 +116,8 @@ def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
         model = nn.ModuleList([block])
         fp8.use_fp8(model, options)
         checkpoint_layers(model, "none", policy)
-        compile_layers(model)
+        if in_fp8:
+            compile_layers(model)
         x = torch.randn(1, 600, config.hidden_size, device="cuda", dtype=torch.bfloat16)
         x.requires_grad_()
         angles = torch.rand(1, 1, 600, config.kv_channels // 4, device="cuda").bfloat16()
