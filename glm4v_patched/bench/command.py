@@ -129,7 +129,7 @@ def command_of(settings: Settings, gpus: int, on_cpu: bool) -> str:
 
 def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: bool) -> dict:
     """One row; ``error`` says what went wrong where the processes failed or hung."""
-    same = ("micro_batch", "text_tokens", "zero_stage", "offload")
+    same = ("micro_batch", "text_tokens", "zero_stage", "offload", "fp8")
     row = {
         "workload": settings.trained,
         "implementation": "ours" if settings.against is None else "original",

@@ -88,13 +88,14 @@ def _row(
 
 def recipe_of(settings: Settings, folder: Path) -> dict:
     """What ``glm4v-patched train`` is given."""
-    shared = ("zero_stage", "tower", "language", "compile", "optimizer", "offload", "memory_limit")
+    shared = ("zero_stage", "tower", "language", "compile", "optimizer", "offload")
+    shared_too = ("memory_limit", "fp8")
     return {
         "model": settings.model or str(folder / "model"),
         "out": str(folder / "out"),
         "trained": settings.trained,
         "data": {"train": str(folder / "train.jsonl")},
-        "engine": {name: getattr(settings, name) for name in shared},
+        "engine": {name: getattr(settings, name) for name in shared + shared_too},
         "trainer": {
             "max_steps": settings.warm_up + settings.steps,
             "per_device_train_batch_size": settings.micro_batch,

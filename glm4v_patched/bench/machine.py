@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from ..engine.gpu_facts import compute_capabilities, fault_of_fp8
 from ..engine.gpus import find_gpus
 from ..engine.ram import free_ram
 from ..printed import in_bytes
@@ -16,6 +17,9 @@ def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bo
     estimated peak.
     """
     gpus, memory = find_gpus(), 0
+    wants_fp8 = measurements[0].fp8
+    if on_cpu and wants_fp8:
+        raise ValueError("fp8 runs on a GPU, and --device is cpu: leave out --fp8")
     if on_cpu and measurements[0].config is None:
         real = "--device cpu with the real model, of 13.9 billion weights"
         raise ValueError(f"{real}: expected --config of a small one")
@@ -27,6 +31,11 @@ def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bo
             cure = f"expected --gpus {found}{' or fewer' * (found > 1)}"
             raise ValueError(f"--gpus {processes} on a machine with {found}: {cure}")
         memory = min(gpu.memory for gpu in gpus.found[:processes])
+        if wants_fp8:
+            capabilities = compute_capabilities(processes)
+            for gpu, capability in zip(gpus.found, capabilities, strict=False):
+                if fault := fault_of_fp8(gpu.name, capability):
+                    raise ValueError(fault)
     if told := [line for asked in measurements for line in _too_large(asked, processes, memory)]:
         raise ValueError("\n".join(dict.fromkeys(told)))
 

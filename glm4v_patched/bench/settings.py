@@ -41,6 +41,7 @@ class Settings:
     attn_implementation: str = _option("sdpa", "of transformers", metavar="NAME")
     liger: bool = _option(False, "RMSNorm and SwiGLU of Liger-Kernel")
     zero_stage: int = _option(3, "0 is one process without DeepSpeed", choices=(0, 1, 2, 3))
+    fp8: bool = _option(False, "matrix products in fp8, on Ada, Hopper and newer")
     optimizer: str = _option("adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS)
     offload: bool = _option(False, "keep the optimizer's states on the CPU")
     memory_limit: float | None = _option(None, "GiB that torch may allocate on a GPU", at_least=1)
@@ -67,7 +68,7 @@ class Settings:
     against: str | None = _option(None, "the original's code, measured, too", metavar="FOLDER")
 
     def __post_init__(self) -> None:
-        if faults := [*self._faults_of_fields(), *self._conflicts()]:
+        if faults := [*self._faults_of_fields(), *self._conflicts(), *self._conflicts_of_fp8()]:
             raise ValueError("\n".join(faults))
 
     def _faults_of_fields(self) -> Iterator[str]:
@@ -112,6 +113,16 @@ class Settings:
         if self.reuse_features and trains_tower(self.trained):
             yield f"{self.trained} trains the vision tower: no reuse_features, or use lora_lm"
 
+    def _conflicts_of_fp8(self) -> Iterator[str]:
+        if not self.fp8:
+            return
+        if self.trained == "qlora":
+            yield "fp8 with qlora, whose weights have 4 bits: use lora_lm, or leave out fp8"
+        if self.against is not None:
+            yield "the original's code knows no fp8: leave out fp8"
+        if "zero_quantized_weights" in self.zero_options:
+            yield "fp8 with zero_quantized_weights of zero_options: leave out one of them"
+
     def engine_options(self) -> EngineOptions:
         """The recipe's defaults, but for what is asked; of the original's code, nothing of ours."""
         shared = DEFAULTS.keys() & {each.name for each in fields(EngineOptions)}
@@ -145,7 +156,7 @@ class Settings:
 
 # What a row of --from-files may ask for.
 OF_THE_RECIPE = {"trained", "micro_batch", "text_tokens", "zero_stage", "optimizer", "offload"}
-OF_THE_RECIPE |= {"memory_limit", "tower", "language", "compile", "warm_up", "steps"}
+OF_THE_RECIPE |= {"memory_limit", "tower", "language", "compile", "warm_up", "steps", "fp8"}
 OF_THE_RECIPE |= {"shortest_text", "from_files", "model", "config"}
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}

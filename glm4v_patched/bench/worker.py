@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
 from ..engine.prepare import Engine, join_processes, local_device, start
 from ..engine.trainable import quantise
@@ -42,6 +43,7 @@ def measure(settings: Settings) -> dict | None:
     asked, config = settings.engine_options(), config_of(settings)
     join_processes(asked)
     sizes = batch_of(settings, config, int(os.environ.get("WORLD_SIZE", 1)))
+    require_fp8(asked, config)
     options = decide(config, asked, sizes, free_memory(settings.memory_limit))
     build = partial(_build, settings, config)
     trainer = start(options, build, settings.micro_batch, LEARNING_RATE, settings.zero_changes())
@@ -57,6 +59,10 @@ def measure(settings: Settings) -> dict | None:
             found = base.transformer.get_image_features(batch.pop("pixel_values"), return_dict=True)
         batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
+    if len(set(losses)) == 1:
+        raise RuntimeError(
+            f"the loss stayed {losses[0]} in {len(losses)} steps: nothing is learned"
+        )
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, work = statistics.median(times), useful_flop(config, settings)

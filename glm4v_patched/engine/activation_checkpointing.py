@@ -16,7 +16,10 @@ from ..remote.checkpointing import CheckpointedLayer
 from ..remote.modeling_chatglm import GLMBlock
 from .activation_policies import Policy, check_policy, policies_of_layers
 
-_LINEARS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+# Of linear layers, and which argument is the weight [in, out].
+_LINEARS = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: -1}
+if hasattr(torch.ops.aten, "_scaled_mm"):  # in fp8, whose require_fp8 asks for it
+    _LINEARS[torch.ops.aten._scaled_mm.default] = 1
 
 
 def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "full") -> None:
@@ -69,7 +72,7 @@ def _keep(widest: float, narrowest_input: int) -> Callable[..., CheckpointPolicy
         if "scaled_dot_product" in str(operator) or "flash_attn" in str(operator):
             return CheckpointPolicy.MUST_SAVE
         if operator in _LINEARS:
-            into, out = arguments[-1].shape
+            into, out = arguments[_LINEARS[operator]].shape
             # What LoRA adds comes from few channels and is cheaper to compute than to keep.
             if out <= widest and into >= narrowest_input:
                 return CheckpointPolicy.MUST_SAVE

@@ -11,6 +11,8 @@ from pathlib import Path
 
 SECONDS = 10  # nvidia-smi takes one or two where the driver is not kept loaded
 COMPUTE_CAPABILITY = (75, 76)  # of cuDeviceGetAttribute: major, minor
+OLDEST_FOR_FP8 = (8, 9)
+"""Compute capability of Ada; Hopper has 9.0."""
 NVLINK = re.compile(r"NV\d+")
 
 
@@ -61,6 +63,17 @@ def compute_capabilities(number: int) -> list[tuple[int, int]]:
             numbers.append(value.value)
         found.append((numbers[0], numbers[1]))
     return found
+
+
+def fault_of_fp8(name: str, capability: tuple[int, int]) -> str | None:
+    """Why a GPU cannot multiply in fp8."""
+    if capability >= OLDEST_FOR_FP8:
+        return None
+    oldest, found = (".".join(map(str, numbers)) for numbers in (OLDEST_FOR_FP8, capability))
+    return (
+        f"fp8 needs GPUs of compute capability {oldest} or newer (Ada, Hopper), and {name} has "
+        f"{found}; leave out fp8"
+    )
 
 
 def memory_in_use() -> list[Use]:

@@ -123,16 +123,24 @@ def _choices(config: ChatGLMConfig, options: EngineOptions):
     if options.compile:
         gathered = (_all_that_return(config, options), *SOME_GATHERED)
     asked = options.stage3_max_live_parameters
-    for tower, language, live in product(
+    for tower, language, live, transposed in product(
         towers if options.tower == "auto" else (options.tower,),
         CANDIDATES if options.language == "auto" else (options.language,),
         gathered if asked is None else (asked,),
+        (True, False) if options.keeps_transposed else (options.keep_transposed,),
     ):
-        yield replace(options, tower=tower, language=language, stage3_max_live_parameters=live)
+        yield replace(
+            options,
+            tower=tower,
+            language=language,
+            stage3_max_live_parameters=live,
+            keep_transposed=transposed,
+        )
 
 
-def _cost(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> tuple[float, float]:
-    return recomputed_flop(config, options, batch), -_live(options)
+def _cost(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> tuple[float, bool, float]:
+    again = recomputed_flop(config, options, batch)
+    return again, not options.keep_transposed, -_live(options)
 
 
 def _needs_offload(
@@ -140,7 +148,11 @@ def _needs_offload(
 ) -> bool:
     """Whether training fits into ``free`` bytes only with the optimizer's states on the CPU."""
     smallest = replace(
-        options, tower="full", language="full", stage3_max_live_parameters=min(SOME_GATHERED)
+        options,
+        tower="full",
+        language="full",
+        stage3_max_live_parameters=min(SOME_GATHERED),
+        keep_transposed=False,
     )
     size = estimate(config, replace(smallest, offload=False), batch)
     helped = estimate(config, replace(smallest, offload=True), batch) < size
@@ -221,6 +233,7 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
     weights = width * (of_tower + of_language) / (shards if stage == 3 else 1)
     if stage == 3 and options.zero_hpz_partition_size > 1:  # a second copy, within a machine
         weights += width * (of_tower + of_language) / options.zero_hpz_partition_size
+    weights -= _saved_by_fp8(config, options) / (shards if stage == 3 else 1)
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
         weights = BF16 * embeddings + (of_tower + of_language - embeddings) * 0.55
@@ -236,6 +249,24 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
     if options.offload is True:  # ZeRO-3 keeps gradients here all the same (gradient_buffer)
         return weights + (gradients if stage == 3 else 0)
     return weights + gradients + (FP32 + moments) * trained / shards
+
+
+def count_held(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
+    """Weights of tower and language model that are held in fp8."""
+    if not options.holds_fp8:
+        return 0, 0
+    side, inner = config.vision.hidden_size, config.vision.intermediate_size
+    of_layer = side * (3 * side + inner + (inner if options.compile else 0))  # fp8.linear_layers
+    projected, fused = _projected(config)
+    of_block = config.hidden_size * (projected + fused + 3 * config.ffn_hidden_size)
+    return config.vision.num_hidden_layers * of_layer, config.num_layers * of_block
+
+
+def _saved_by_fp8(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Bytes that held weights take less than those in bf16."""
+    of_tower, of_language = count_held(config, options)
+    transposed = of_language + (of_tower if trains_tower(options.trained) else 0)
+    return (BF16 - 1) * (of_tower + of_language) - options.keeps_transposed * transposed
 
 
 def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
@@ -280,7 +311,10 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
     gathered = 0.0
     if options.zero_stage == 3:
         output_layer = config.padded_vocab_size * config.hidden_size
-        gathered = min(_live(options) + 2 * GATHERED_AHEAD, sum(count_parameters(config)))
+        everything = sum(count_parameters(config))
+        gathered = min(_live(options) + 2 * GATHERED_AHEAD, everything)
+        # Those in fp8 count half.
+        gathered *= 1 - sum(count_held(config, options)) / everything / 2
         gathered = max(gathered, output_layer)
     tower_tokens, language_tokens = _tokens(config, batch)
     of_tower, of_language = _sizes(config, options, batch)

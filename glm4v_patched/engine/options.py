@@ -74,6 +74,12 @@ class EngineOptions:
     """Or fp32: of the computation and of what is saved."""
     zero_stage: int = 3
     """Of DeepSpeed; 0 is a single process without it."""
+    fp8: bool = False
+    """Matrix products of both towers' layers in fp8 (:mod:`fp8`)."""
+    keep_transposed: bool = True
+    """Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
+    which otherwise transposes each where it is used; :func:`memory_plan.decide` turns it off where
+    memory does not suffice."""
     attn_implementation: str | None = None
     """Of transformers; None is its choice."""
     tower: str = "auto"
@@ -121,11 +127,27 @@ class EngineOptions:
         return {"tower": self.tower, "language": self.language, "gathered": live}
 
     @property
+    def holds_fp8(self) -> bool:
+        """Whether frozen weights are in fp8 also between their uses: under LoRA, where they are not
+        saved. Second copies (hpZ) are DeepSpeed's to gather, which takes one type at a time."""
+        return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
+
+    @property
+    def keeps_transposed(self) -> bool:
+        """Whether ``keep_transposed`` acts."""
+        return self.keep_transposed and self.holds_fp8 and self.zero_stage < 3
+
+    @property
+    def quantises_built(self) -> bool:
+        """Whether frozen weights are on one GPU, smaller than they are built."""
+        return self.trained == "qlora" or (self.holds_fp8 and self.zero_stage < 3)
+
+    @property
     def gathers_whole_layers(self) -> bool:
         """:func:`gathers_whole_layers` for these options."""
-        return gathers_whole_layers(
-            self.zero_stage, self.compile is True, self.tower, self.language
-        )
+        # Weights in fp8 lie beside biases in bf16: both are gathered by us (deepspeed.gather).
+        in_place = self.compile is True or self.holds_fp8
+        return gathers_whole_layers(self.zero_stage, in_place, self.tower, self.language)
 
 
 def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:

@@ -23,6 +23,7 @@ from .deepspeed.gradient_buffer import keep_gradients_on_gpu
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.throttle import limit_run_ahead
+from .fp8 import use_fp8
 from .memory_plan import GIB
 from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
@@ -57,19 +58,11 @@ def prepare_model(
         replacements: Takes what is replaced inside of DeepSpeed, to be put back.
     """
     assert options.is_decided, "memory_plan.decide() comes first"
-    dtype = DTYPES[options.precision]
-    given: dict[str, Any] = {"dtype": dtype}
-    if options.attn_implementation is not None:
-        given["attn_implementation"] = options.attn_implementation
-    if options.trained == "qlora":
-        given |= quantization_options(dtype, local_device())
-    else:
+    if not options.quantises_built:
         _limit_memory(options)
     if options.zero_stage == 3:
         wait_for_every_gather()
-    built = build(**given)
-    # Of 4 bits, later: bench's random weights are whole on the GPU before they are quantised.
-    _limit_memory(options)
+    built = build(**_given_to_build(options))
     built.config.skip_logits = options.skip_logits
     if options.loss_chunk_size is not None:
         built.config.loss_chunk_size = options.loss_chunk_size
@@ -79,6 +72,9 @@ def prepare_model(
         model = select_weights(built, options.trained, options.lora)
     if options.zero_stage == 0:
         upcast_trained(model)
+    use_fp8(model, options)
+    # Of weights that were quantised, only now: bench's random ones were whole on the GPU before.
+    _limit_memory(options)
     checkpoint_layers(model.train(), options.tower, options.language)
     if options.compile:
         compile_layers(model)
@@ -99,6 +95,16 @@ def _adapt_zero3(model: nn.Module, options: EngineOptions, replacements: Replace
         take_norms_in_place(model, replacements)
     if options.offload:
         keep_gradients_on_gpu(model)
+
+
+def _given_to_build(options: EngineOptions) -> dict[str, Any]:
+    dtype = DTYPES[options.precision]
+    given: dict[str, Any] = {"dtype": dtype}
+    if options.attn_implementation is not None:
+        given["attn_implementation"] = options.attn_implementation
+    if options.trained == "qlora":
+        given |= quantization_options(dtype, local_device())
+    return given
 
 
 def _limit_memory(options: EngineOptions) -> None:

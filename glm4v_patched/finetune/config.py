@@ -100,6 +100,9 @@ class Engine(Section):
     computed with under autocast where precision is bf16."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of the computation and of what is saved."""
+    fp8: bool = False
+    """Matrix products in fp8 (GPUs of compute capability 8.9 and newer, bf16 otherwise): faster,
+    and rounded more coarsely. What is saved is bf16 as without it."""
     tower: Policy = "auto"
     """Which activations the vision tower's layers keep; "auto" is the fastest
     for which the GPUs' free memory suffices ("full" on a CPU)."""
@@ -513,6 +516,46 @@ def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
         return (
             f"qlora with engine.zero_stage {zero_stage}: weights of 4 bits cannot be sharded; "
             "expected engine.zero_stage 0, and one process"
+        )
+    return None
+
+
+@rule("engine.fp8", "trained")
+def _four_bits_are_not_fp8(fp8, trained) -> str | None:
+    if fp8 and trained == "qlora":
+        return (
+            "engine.fp8 with trained qlora, whose weights have 4 bits; expected trained lora_lm, "
+            "or engine.fp8 to be false"
+        )
+    return None
+
+
+@rule("engine.fp8", "engine.precision")
+def _fp8_is_faster_bf16(fp8, precision) -> str | None:
+    if fp8 and precision == "fp32":
+        return (
+            "engine.fp8 with engine.precision fp32: products in fp8 give bf16; expected "
+            "engine.precision bf16, or engine.fp8 to be false"
+        )
+    return None
+
+
+@rule("engine.fp8", "trained", "lora.use_dora")
+def _dora_needs_plain_weights(fp8, trained, use_dora) -> str | None:
+    if fp8 and use_dora and is_lora(trained):
+        return (
+            "engine.fp8 with lora.use_dora: DoRA takes norms of weights, which are then in fp8; "
+            "expected lora.use_dora to be null, or engine.fp8 to be false"
+        )
+    return None
+
+
+@rule("engine.fp8", "engine.zero_quantized_weights")
+def _weights_travel_in_8_bits_once(fp8, quantized) -> str | None:
+    if fp8 and quantized:
+        return (
+            "engine.fp8 with engine.zero_quantized_weights, which quantises in another way what is "
+            "gathered; expected one of them to be false"
         )
     return None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..data.sets import Source, fault_of_path, make_sources
+from ..engine.gpu_facts import compute_capabilities, fault_of_fp8
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..engine.places import fault_of_folder
@@ -172,11 +173,22 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected "
             "adamw",
         )
+    if known.get("engine.fp8") and (text := _fault_of_fp8(device)):
+        yield Fault("engine.fp8", text)
     for name in ("trained", "engine.optimizer"):
         try:
             require_packages(known.get(name, ""))
         except RuntimeError as error:
             yield Fault(name, str(error))
+
+
+def _fault_of_fp8(device: Device) -> str | None:
+    if device == "cpu":
+        return "engine.fp8 is true, which runs on a GPU, and --device is cpu; expected false"
+    gpus = find_gpus().found  # where there is none, that is told elsewhere
+    capabilities = compute_capabilities(len(gpus)) if gpus else []
+    faults = (fault_of_fp8(g.name, c) for g, c in zip(gpus, capabilities, strict=True))
+    return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)
 
 
 def fault_of_model(model: str) -> str | None:

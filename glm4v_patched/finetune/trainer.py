@@ -38,6 +38,7 @@ from ..data.loading import loader_options
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.deepspeed.shared_memory import remove_own_buffer
+from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, Batch, decide, estimate, free_memory
 from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
@@ -414,6 +415,7 @@ def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
     if torch.cuda.is_available():
         join_processes(asked)
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    require_fp8(asked, config)
     batch = batch_of(recipe, rows, _processes())
     steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
     options = decide(config, asked, batch, free_memory(asked.memory_limit), steps)

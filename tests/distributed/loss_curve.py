@@ -12,7 +12,8 @@ The verdict (:func:`judge`): the distance of two curves is the root mean square 
 both smoothed by a running mean of 10 steps, over all steps and again over the last quarter. The
 noise is the distance of the two plain seeds. For each seed, both distances of the fast curve from
 the plain one of that seed must be below the noise. ``--also blank`` adds a control that must not:
-the fast path with every picture blank.
+the fast path with every picture blank. ``--also fp8`` trains the fast path in fp8, with both seeds,
+which must lie within the noise as the fast path does.
 """
 
 import argparse
@@ -39,8 +40,10 @@ from glm4v_patched import __version__
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, tiny_config
+from glm4v_patched.engine.fp8 import require_fp8
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import Engine, start
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
@@ -71,6 +74,7 @@ class Training:
     skip_logits: bool
     packed: bool = False
     blank: bool = False
+    fp8: bool = False
 
 
 FAST = {
@@ -85,6 +89,7 @@ PATHS = {
     "fast": Training(**FAST),
     "packed": Training(**FAST, packed=True),
     "blank": Training(**FAST, blank=True),
+    "fp8": Training(**FAST, fp8=True),
 }
 
 
@@ -207,6 +212,7 @@ def start_engine(path: Training, size: Size, weights: Path) -> Engine:
     start_deepspeed()
     options = EngineOptions(
         zero_stage=path.zero_stage,
+        fp8=path.fp8,
         attn_implementation=path.attention,
         tower=path.checkpoints,
         language=path.checkpoints,
@@ -216,6 +222,7 @@ def start_engine(path: Training, size: Size, weights: Path) -> Engine:
         skip_logits=path.skip_logits,
         loss_chunk_size=32,  # several chunks a batch
     )
+    require_fp8(options, ChatGLMConfig.from_pretrained(weights))
     load = partial(GLM4VForCausalLM.from_pretrained, weights)
     return start(options, load, size.micro_batch, size.learning_rate)
 
@@ -349,6 +356,7 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
         "fast": ("tab:blue", "tab:orange"),
         "packed": ("tab:green",),
         "blank": ("tab:red",),
+        "fp8": ("tab:purple", "tab:brown"),
     }
     figure = Figure(figsize=(8, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -418,7 +426,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, help="another than the size's own")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--also", nargs="+", choices=["packed", "blank"], default=[])
+    parser.add_argument("--also", nargs="+", choices=["packed", "blank", "fp8"], default=[])
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one training")
     parser.add_argument(
         "--at-once",
@@ -438,6 +446,8 @@ def main() -> int:
             f"--size mid takes a GPU for each of {options.processes} processes, and there are "
             f"{torch.cuda.device_count()}: use --size tiny, or fewer --processes"
         )
+    if "fp8" in options.also and runs_on_cpu(options.processes) and not options.draw_only:
+        parser.error(f"--also fp8 takes a GPU for each of {options.processes} processes")
     if options.draw_only:
         report = json.loads(options.out.read_text())
     else:
@@ -461,7 +471,8 @@ def train_all(options: argparse.Namespace) -> dict:
     if not options.compile:
         paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
     wanted = [(name, seed) for name in ("plain", "fast") for seed in SEEDS]
-    wanted += [(name, SEEDS[0]) for name in options.also]
+    for name in options.also:
+        wanted += [(name, seed) for seed in (SEEDS if name == "fp8" else SEEDS[:1])]
     report = {
         "command": "python " + shlex.join(sys.argv),
         "processes": options.processes,

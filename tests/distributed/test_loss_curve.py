@@ -133,6 +133,26 @@ def test_the_mid_size_is_refused_without_gpus(tmp_path):
     assert "takes a GPU for each of 2 processes, and there are 0: use --size tiny" in ended.output
 
 
+def test_fp8_is_refused_without_gpus_and_else_trained_with_both_seeds(tmp_path, monkeypatch):
+    command = ["loss_curve.py", "--out", str(tmp_path / "x"), "--picture", str(tmp_path / "x.png")]
+    monkeypatch.setattr(sys, "argv", [*command, "--size", "tiny", "--also", "fp8"])
+    with pytest.raises(SystemExit):
+        loss_curve.main()
+    trained = []
+
+    def train_one(name, path, size, seed, folder, options):
+        trained.append((name, path.fp8, seed))
+        return {"path": name, "seed": seed, "losses": curve(seed)} | dict.fromkeys(
+            ("median_step_s", "total_s"), 0.0
+        )
+
+    monkeypatch.setattr(loss_curve, "runs_on_cpu", lambda processes: False)
+    monkeypatch.setattr(loss_curve, "train_one", train_one)
+    assert loss_curve.main() == 0
+    assert {each for each in trained if each[1]} == {("fp8", True, 0), ("fp8", True, 1)}
+    assert {each[0] for each in trained if not each[1]} == {"plain", "fast"}
+
+
 @pytest.mark.slow
 def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path, monkeypatch):
     """Five trainings on two processes; layers are left uncompiled, which takes minutes."""

@@ -83,18 +83,17 @@ def gather_in_place(model: nn.Module, replacements: Replacements) -> None:
 class _Gather:
     """Weights on their way, as DeepSpeed's coordinator expects them to be represented."""
 
-    def __init__(self, work: Any, parameters: list[Any]):
-        self.work, self.parameters = work, parameters
+    def __init__(self, works: list[Any], parameters: list[Any]):
+        self.works, self.parameters = works, parameters
 
     def wait(self, **_: Any) -> None:
         # Once: it is waited for by each parameter, and some may have been released again by then.
-        if self.work is None:
-            return
-        self.work.wait()
+        for work in self.works:
+            work.wait()
         available = resolve(ZERO_PARAM_STATUS).AVAILABLE
         for parameter in self.parameters:
             parameter.ds_status = available
-        self.work, self.parameters = None, []  # which hold memory
+        self.works, self.parameters = [], []  # which hold memory
 
 
 def _in_place(gather: Callable) -> Callable:
@@ -111,19 +110,25 @@ def _in_place(gather: Callable) -> Callable:
         shards = [parameter.ds_tensor for parameter in parameters]
         # Before the manager, which leaves the group unusable if there is no memory inside of it.
         wholes = [shard.new_empty(processes * shard.numel()) for shard in shards]
-        with distributed_c10d._coalescing_manager(group, async_ops=True) as work:
-            for whole, shard in zip(wholes, shards, strict=True):
-                torch.distributed.all_gather_into_tensor(whole, shard, group=group, async_op=True)
+        works = []
+        for dtype in dict.fromkeys(shard.dtype for shard in shards):  # one, and bytes
+            with distributed_c10d._coalescing_manager(group, async_ops=True) as work:
+                for whole, shard in zip(wholes, shards, strict=True):
+                    if shard.dtype is dtype:
+                        torch.distributed.all_gather_into_tensor(
+                            whole, shard, group=group, async_op=True
+                        )
+            works.append(work)
         for whole, parameter in zip(wholes, parameters, strict=True):
             parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
             parameter.ds_status = status.INFLIGHT
-        return _Gather(work, parameters)
+        return _Gather(works, parameters)
 
     return gather_in_place
 
 
 def _are_plain(parameters: list[Any]) -> bool:
-    """Whether all are sharded over one group of processes, on their device and in their type.
+    """Whether all are sharded over one group of processes, on their device, in one type or in fp8.
 
     Others are DeepSpeed's: offloaded or quantised weights, second shards (hpZ), shards within a
     part of the processes (MiCS, ``comm``), gathers in another type (autocast, ``comm_dtype``).
@@ -132,12 +137,15 @@ def _are_plain(parameters: list[Any]) -> bool:
         return False
     group = parameters[0].ds_process_group
     absent = resolve(ZERO_PARAM_STATUS).NOT_AVAILABLE
-    return torch.distributed.get_world_size(group) > 1 and all(
+    types = {parameter.dtype for parameter in parameters} - {torch.uint8}  # of weights in fp8
+    if len(types) > 1 or torch.distributed.get_world_size(group) == 1:
+        return False
+    return all(
         parameter.ds_status is absent
         and parameter.ds_secondary_tensor is None
         and parameter.ds_process_group is group
         and parameter.ds_tensor.device == parameter.device
-        and parameter.ds_tensor.dtype == parameter.dtype == parameters[0].dtype
+        and parameter.ds_tensor.dtype == parameter.dtype
         and not hasattr(parameter, "comm")
         and not hasattr(parameter, "comm_dtype")
         for parameter in parameters

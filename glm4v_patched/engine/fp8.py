@@ -1,0 +1,285 @@
+"""Linear layers whose matrix products run in fp8 (e4m3): twice as fast as bf16's on a Hopper GPU.
+
+Both operands of a product are quantised, with one fp32 scale for each row of activations and for
+each channel of a weight. What comes out is bf16. Of a layer with a weight ``W`` of ``[out, in]``:
+
+- forward: input times ``W``, both in fp8;
+- gradient of the input: gradient times ``W``, both in fp8;
+- gradient of the weight: bf16, of operands that are not quantised.
+
+A weight that is trained, or saved, stays the bf16 (or fp32) parameter that it is and is quantised
+where it is used: under ZeRO-3 after it is gathered. A frozen one under LoRA is neither, and is held
+in fp8 (:class:`HeldLinear`): half of the memory, and half of what ZeRO-3 gathers. Biases, norms,
+LoRA's factors, embeddings, the adapter between the towers and the output layer stay as they are.
+
+Quantising is plain torch, so that torch.compile puts it into the kernel that makes the activation.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..remote.configuration_chatglm import ChatGLMConfig
+from ..remote.modeling_chatglm import GLMBlock
+from .activation_checkpointing import checkpointed_layers
+from .deepspeed import internals
+from .gpu_facts import fault_of_fp8
+from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
+
+# Shapes: T rows of activations (tokens), I channels in, O channels out.
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Of e4m3."""
+# Below, a row's scale could not be inverted in fp32; what is so small counts as zero.
+SMALLEST = 1e-30
+MULTIPLE = 16
+"""Channels of a layer are a multiple of it: what the GPU's products take."""
+
+# Layers of the tower that stay in bf16, unless their layer is compiled or ever. On one H200, of
+# 25,604 rows, in ms: bf16; fp8, and quantising the input where no kernel that makes it does that.
+#   1,792 -> 1,792 (dense)   0.215; 0.119 + 0.128: attention makes its input, no kernel of ours
+#   15,360 -> 1,792 (fc2)    1.996; 0.998 + 0.785: pays where GELU's kernel quantises
+# The others gain 1.45 to 1.83 times, quantised by kernels of their own.
+NEVER, IF_COMPILED = ("dense",), ("fc2",)
+
+_on_cpu = False
+"""For tests: products of fp8 on a CPU, which are slow there."""
+
+
+def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
+    """Raise if fp8 is asked for and this process cannot train the model with it.
+
+    Raises:
+        RuntimeError: no GPU, an old one, or a torch without what is used of it.
+        ValueError: the model's sizes are not multiples of :data:`MULTIPLE`.
+    """
+    if not options.fp8:
+        return
+    if not hasattr(torch, "_scaled_mm"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch._scaled_mm, with which fp8 multiplies; "
+            "install a tested one (README, What you need), or leave out fp8"
+        )
+    if not _on_cpu:
+        if not torch.cuda.is_available():
+            raise RuntimeError("fp8 runs on a GPU, and torch sees none; leave out fp8")
+        found = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if fault := fault_of_fp8(*found):
+            raise RuntimeError(fault)
+    for name, size in _sizes(config):
+        if size % MULTIPLE:
+            raise ValueError(
+                f"fp8 with {name} {size}: its products take multiples of {MULTIPLE}; "
+                "leave out fp8 for this model"
+            )
+
+
+def _sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
+    yield "hidden_size", config.hidden_size
+    yield "ffn_hidden_size", config.ffn_hidden_size
+    yield "num_attention_heads * kv_channels", config.num_attention_heads * config.kv_channels
+    yield "multi_query_group_num * kv_channels", config.multi_query_group_num * config.kv_channels
+    yield "vision_config.hidden_size", config.vision.hidden_size
+    yield "vision_config.intermediate_size", config.vision.intermediate_size
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in fp32 that
+    give it back. NaN and infinity make their row NaN."""
+    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
+    # By a product: its rounding is far below that of e4m3, so nothing rounds beyond the largest.
+    quantised = (x.float() * (LARGEST / largest)).to(E4M3)
+    return quantised.contiguous(), largest / LARGEST
+
+
+def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
+    """bf16 ``(T, N)`` of two quantised tensors ``(T, K)`` and ``(N, K)``, with scales ``(T, 1)``
+    and ``(N, 1)``."""
+    if not len(left):
+        return left_scale.new_empty(0, len(right), dtype=torch.bfloat16)
+    if left.is_cpu:  # in tests; torch 2.11 takes one scale for all there
+        one = left_scale.new_ones(())
+        sums = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
+        return (sums * left_scale * right_scale.t()).bfloat16()
+    return torch._scaled_mm(
+        left,
+        right.t(),  # the layout that the GPU takes: channels of a row side by side in both
+        scale_a=left_scale,
+        scale_b=right_scale.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+class _QuantisedWhereUsed(torch.autograd.Function):
+    """A product with a weight that is a parameter; input ``(T, I)``, weight ``(O, I)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        # The parameter itself: what is made from it would keep a gathered one in memory.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.of_input = x.dtype
+        return product(*quantise_rows(x), *quantise_rows(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            quantised = quantise_rows(gradient)
+            transposed = quantise_rows(_after(quantised[1], weight).t())
+            of_input = _cast(product(*quantised, *transposed), ctx.of_input)
+        if ctx.needs_input_grad[1]:
+            of_weight = _cast(gradient.t() @ _cast(x, gradient.dtype), weight.dtype)
+        return of_input, of_weight
+
+
+class _Held(torch.autograd.Function):
+    """A product with a weight that is held quantised: the bytes of its numbers ``(O, I)``, maybe
+    also transposed, and the bits of its scales ``(O, 1)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, transposed: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale, transposed)  # no input: only its gradient is wanted
+        ctx.of_input = x.dtype
+        numbers = weight.view(E4M3)
+        return product(*quantise_rows(x), numbers, scale.view(torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, scale, transposed = ctx.saved_tensors
+        # The weight's scales belong to the channels that are summed here: they go to the gradient,
+        # and the same numbers do for both products.
+        quantised = quantise_rows(gradient.float() * scale.view(torch.float32).t())
+        if transposed is None:
+            transposed = _after(quantised[1], weight).t().contiguous()
+        ones = quantised[1].new_ones(len(transposed), 1)
+        of_input = product(*quantised, transposed.view(E4M3), ones)
+        return _cast(of_input, ctx.of_input), None, None, None
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # A cast that changes nothing, of what a Function returns, makes compilers of torch 2.11 take
+    # the gradient for zero.
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _after(scale: Tensor, weight: Tensor) -> Tensor:
+    """``weight``, to a compiler made with a gradient's ``scale``.
+
+    Otherwise it would make in forward what backward needs of the weight, and keep it until then.
+    """
+    if not torch.compiler.is_compiling() or not len(scale):
+        return weight
+    bits = weight.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.element_size()])
+    nothing = scale[:1].view(torch.int32) & 0
+    return (bits | nothing.to(bits.dtype)).view(weight.dtype)
+
+
+def _in_computed_type(x: Tensor) -> Tensor:
+    """As autocast casts the input of a linear layer."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class Linear(nn.Linear):
+    """Quantises its weight where it is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _in_computed_type(x)
+        found = _QuantisedWhereUsed.apply(x.reshape(-1, self.in_features), self.weight)
+        return _finish(found, x, self.bias)
+
+
+class HeldLinear(nn.Linear):
+    """Holds its frozen weight in fp8: ``weight`` ``(O, I)`` as bytes, ``weight_scale`` ``(O, 1)``
+    as bits, types that no cast of a model changes."""
+
+    weight_scale: Tensor
+    transposed: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _in_computed_type(x)
+        flat = x.reshape(-1, self.in_features)
+        found = _Held.apply(flat, self.weight, self.weight_scale, self.transposed)
+        return _finish(found, x, self.bias)
+
+
+def _finish(found: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    found = _cast(found, x.dtype).view(*x.shape[:-1], found.shape[-1])
+    return found if bias is None else found + bias.to(found.dtype)
+
+
+def use_fp8(model: nn.Module, options: EngineOptions) -> None:
+    """Have linear layers of both towers multiply in fp8, as the options ask. Call it when what is
+    trained is chosen, adapters are in, and before ``deepspeed.initialize``.
+
+    Under LoRA, frozen weights are replaced by quantised ones, layer by layer, and under ZeRO-3
+    sharded again. Others stay as they are, and are saved as they are. Does nothing without fp8.
+    """
+    if not options.fp8:
+        return
+    for name, linear in linear_layers(model, options.compile is True):
+        if options.holds_fp8 and not linear.weight.requires_grad:
+            _hold(linear, keeps_transposed=_is_needed_transposed(name, options))
+        else:
+            linear.__class__ = Linear
+    gc.collect()  # what DeepSpeed hung on weights refers to itself
+
+
+def linear_layers(model: nn.Module, compiled: bool) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers that multiply in fp8, with names that begin with their tower: "language", or
+    "tower"."""
+    for layer in checkpointed_layers(model):
+        tower, targets = "tower", {*TOWER_TARGETS} - {*NEVER}
+        if isinstance(layer, GLMBlock):
+            tower, targets = "language", {*LANGUAGE_TARGETS}
+        elif not compiled:
+            targets -= {*IF_COMPILED}
+        for name, module in [*layer.named_modules()]:
+            inner = name.removesuffix(".base_layer").rpartition(".")[2]  # of LoRA's
+            if type(module) is nn.Linear and inner in targets:
+                yield f"{tower}.{inner}", module
+
+
+def _is_needed_transposed(name: str, options: EngineOptions) -> bool:
+    has_gradient = name.startswith("language") or trains_tower(options.trained)
+    return options.keeps_transposed and has_gradient
+
+
+def _hold(linear: nn.Linear, keeps_transposed: bool) -> None:
+    old: Any = linear.weight
+    with _gathered(old), torch.no_grad():
+        numbers, scale = quantise_rows(old.detach().to(_device_to_quantise_on(old)))
+    held = numbers.view(torch.uint8)
+    new = nn.Parameter(held, requires_grad=False)
+    if internals.is_sharded(old):
+        internals.attribute(old, "convert_to_zero_parameters")([new])
+        old.ds_tensor.data = old.ds_tensor.data.new_empty(0)
+    linear.__class__ = HeldLinear
+    linear.weight = new
+    linear.register_buffer("weight_scale", scale.view(torch.int32), persistent=False)
+    transposed = held.t().contiguous() if keeps_transposed else None
+    linear.register_buffer("transposed", transposed, persistent=False)
+
+
+def _device_to_quantise_on(weight: Tensor) -> torch.device:
+    """The GPU, layer by layer, for a model that is loaded into the machine's memory."""
+    if weight.is_cuda or not torch.cuda.is_available():
+        return weight.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gathered(weight: nn.Parameter):
+    if not internals.is_sharded(weight):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([weight])

@@ -1,0 +1,369 @@
+"""Layers that multiply in fp8, on a CPU: against a plain emulation, and what becomes of a model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glm4v_patched.engine import fp8
+from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
+from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.engine.prepare import prepare_model, start
+from tests.helpers.fp8 import PLAIN, build, emulated
+from tests.helpers.tiny import grown_image, pictures, text, tiny_config
+
+# What comes out is rounded to bf16, a relative 0.0017 on random data. Of other operands it
+# would be 0.03 apart.
+NEAR = 0.004
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(fp8, "_on_cpu", True)
+
+
+def layer(held: bool, bias: bool = True, into: int = 96, out: int = 64) -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16)
+    if held:
+        linear.requires_grad_(False)
+        fp8._hold(linear, keeps_transposed=bias)
+    else:
+        linear.__class__ = fp8.Linear
+    return linear
+
+
+def plain(held: bool, **sizes) -> nn.Linear:
+    linear = layer(False, **sizes)
+    linear.__class__ = nn.Linear
+    return linear
+
+
+def passes(linear: nn.Linear, x: torch.Tensor, towards: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    out = linear(x)
+    out.backward(towards)
+    gradients = [x.grad, *(p.grad for p in linear.parameters() if p.requires_grad)]
+    return [out.detach(), *gradients]
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.isfinite().all()
+    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
+    torch.manual_seed(1)
+    # Rows and channels of very different sizes: one scale for all would lose the small ones.
+    x = (torch.randn(40, 96) * torch.logspace(-6, 6, 40)[:, None]).bfloat16()
+    towards = (torch.randn(40, 64) * torch.logspace(3, -9, 40)[:, None]).bfloat16()
+    reference = plain(held, bias=bias)
+    linear = layer(held, bias=bias)
+    found = passes(linear, x, towards)
+    expected = emulated(reference, x, towards, held)
+    assert len(found) == (2 if held else 3 + bias)
+    assert all(one.dtype is torch.bfloat16 for one in found)
+    for of_rows, others in zip(found[:2], expected, strict=False):
+        for one, other in zip(of_rows, others, strict=True):
+            assert apart(one, other) < NEAR
+    for one, other in zip(found[2:], expected[2:], strict=False):
+        assert apart(one, other) < NEAR
+    exact = torch.nn.functional.linear(x.double(), reference.weight.detach().double())
+    row = x.shape[0] // 2
+    if not bias:
+        assert 0.01 < apart(found[0][row], exact[row]) < 0.06  # it is quantised
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+def test_rows_of_zeros_huge_and_tiny_ones(held):
+    linear = layer(held, bias=False)
+    x = torch.randn(6, 96)
+    x[1], x[2], x[3], x[4] = 0, x[2] * 3e37, x[3] * 1e-37, x[4] * 1e-20
+    x = x.bfloat16()
+    out, gradient, *_ = passes(linear, x, torch.ones(6, 64, dtype=torch.bfloat16))
+    exact = x.double() @ plain(held, bias=False).weight.detach().double().t()
+    assert (out[1] == 0).all() and apart(out[2], exact[2]) < 0.06 and apart(out[4], exact[4]) < 0.06
+    assert out.isfinite().all() and gradient.isfinite().all()
+    zeros = passes(linear, x, torch.zeros(6, 64, dtype=torch.bfloat16))[1]
+    assert (zeros == 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_in_its_row_alone(value):
+    linear = layer(True, bias=False)
+    x = torch.randn(3, 96).bfloat16()
+    x[1, 5] = value
+    out, gradient = passes(linear, x, torch.ones(3, 64, dtype=torch.bfloat16))
+    assert not out[1].isfinite().any() and out[[0, 2]].isfinite().all()
+    towards = torch.ones(3, 64, dtype=torch.bfloat16)
+    towards[2, 0] = value
+    _, gradient = passes(linear, torch.randn(3, 96).bfloat16(), towards)
+    assert not gradient[2].isfinite().any() and gradient[:2].isfinite().all()
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+def test_an_empty_batch_any_strides_and_more_dimensions(held):
+    linear = layer(held)
+    empty = passes(linear, torch.zeros(0, 96).bfloat16(), torch.zeros(0, 64).bfloat16())
+    assert empty[0].shape == (0, 64) and empty[1].shape == (0, 96)
+    assert all((gradient == 0).all() for gradient in empty[2:])
+    linear.zero_grad()
+    x = torch.randn(96, 5, 2).bfloat16().permute(2, 1, 0)  # (2, 5, 96), strided
+    towards = torch.randn(64, 5, 2).bfloat16().permute(2, 1, 0)
+    found = passes(linear, x, towards)
+    linear.zero_grad()
+    flat = passes(linear, x.reshape(10, 96), towards.reshape(10, 64))
+    assert found[0].shape == (2, 5, 64)
+    for one, other in zip(found, flat, strict=True):
+        assert torch.equal(one.reshape(other.shape), other)
+
+
+def test_under_autocast_a_weight_in_fp32_gets_its_gradient_in_fp32():
+    linear = layer(False).float()
+    x = torch.randn(4, 96, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear(x)
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16 and x.grad.dtype is linear.weight.grad.dtype is torch.float32
+
+
+def test_a_held_layer_keeps_no_input_and_a_trained_one_keeps_it_unquantised():
+    kept = []
+    x = torch.randn(4, 96, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        held = layer(True, bias=False)
+        held(x)
+        assert {id(t) for t in kept} == {id(held.weight), id(held.weight_scale)}
+        kept.clear()
+        used = layer(False, bias=False)
+        used(x)
+    # The parameters themselves, and nothing made of them: ZeRO-3 releases what is in them.
+    assert len(kept) == 2 and kept[1] is used.weight and kept[0].data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+def test_a_compiler_keeps_no_quantised_weight_from_forward_to_backward(held):
+    torch._dynamo.reset()
+    linear = layer(held, bias=False, into=128, out=256)
+    if held:
+        linear.transposed = None
+    norm = nn.LayerNorm(128, dtype=torch.bfloat16, elementwise_affine=False)
+    compiled = torch.compile(lambda x: linear(norm(x)))
+    x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = compiled(x)
+    own = {linear.weight.data_ptr(), *(b.data_ptr() for b in linear.buffers())}
+    others = [t for t in kept if t.data_ptr() not in own]
+    assert kept and all(t.numel() <= x.numel() for t in others)
+    out.backward(torch.ones_like(out))
+    gradient = x.grad.clone()
+    x.grad = None
+    linear(norm(x)).backward(torch.ones_like(out))
+    assert apart(gradient, x.grad.double()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+def test_a_compiler_loses_no_gradient(held, dtype):
+    """As that of torch 2.11 does of a Function whose output is cast to the type that it has."""
+    torch._dynamo.reset()
+    linear = layer(held)
+    x, towards = torch.randn(8, 96, dtype=dtype), torch.randn(8, 64, dtype=dtype)
+    expected = passes(linear, x, towards)
+    linear.zero_grad()
+    linear.forward = torch.compile(linear.forward, backend="aot_eager")
+    found = passes(linear, x, towards)
+    assert all(one.any() for one in found)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype and apart(one, other.double()) < NEAR
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([text(5) + grown_image() + text(9)])
+    return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1).bfloat16()}
+
+
+def step(options: EngineOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor], nn.Module]:
+    torch.manual_seed(0)
+    model = prepare_model(options, build)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    loss = model(**batch()).loss
+    loss.backward()
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, model
+
+
+def kinds(model: nn.Module) -> dict[str, type]:
+    """Of the linear layers of the first layer of each tower."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".0." in name:
+            found[name.split(".0.", 1)[1].removesuffix(".base_layer")] = type(module)
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_which_layers_multiply_in_fp8(compiled):
+    model = build().requires_grad_(False)
+    fp8.use_fp8(model, replace(PLAIN, trained="full", compile=compiled))
+    assert kinds(model) == {
+        "self_attention.query_key_value": fp8.Linear,
+        "self_attention.dense": fp8.Linear,
+        "mlp.dense_h_to_4h": fp8.Linear,
+        "mlp.dense_4h_to_h": fp8.Linear,
+        "attention.query_key_value": fp8.Linear,
+        "attention.dense": nn.Linear,
+        "mlp.fc1": fp8.Linear,
+        "mlp.fc2": fp8.Linear if compiled else nn.Linear,
+    }
+    layers = [*checkpointed_layers(model)]
+    inside = {id(m) for one in layers for m in one.modules()}
+    outside = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
+    assert len(outside) == 5  # the adapter's, and the output layer
+    assert not any(isinstance(m, (fp8.Linear, fp8.HeldLinear)) for m in outside)
+
+
+def test_lora_holds_what_is_frozen_and_its_factors_stay_as_they_are():
+    _, gradients, model = step(PLAIN)
+    found = kinds(model)
+    assert all(kind is nn.Linear for name, kind in found.items() if "lora_" in name)
+    held = [m for m in model.modules() if type(m) is fp8.HeldLinear]
+    assert len(held) == 2 * 4 + 2 * 2
+    plain = prepare_model(replace(PLAIN, fp8=False), build)
+    names = {name: p.shape for name, p in plain.named_parameters()}
+    assert {name: p.shape for name, p in model.named_parameters()} == names
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    # The casts that frameworks do leave the numbers alone.
+    model.bfloat16().half().bfloat16()
+    assert all(m.weight.dtype is torch.uint8 for m in held)
+    assert all(m.weight_scale.dtype is torch.int32 for m in held)
+    assert gradients and all("lora_" in name for name in gradients)
+
+
+@pytest.mark.parametrize("trained", ["lora_all", "full"])
+def test_a_models_gradients_are_near_those_of_bf16(trained):
+    loss, gradients, _ = step(replace(PLAIN, trained=trained, fp8=False))
+    found_loss, found, _ = step(replace(PLAIN, trained=trained))
+    assert found.keys() == gradients.keys()
+    together = [torch.cat([g.double().flatten() for g in of.values()]) for of in (found, gradients)]
+    assert 1e-4 < abs(found_loss - loss) / loss < 0.01 and 0.01 < apart(*together) < 0.2
+
+
+@pytest.mark.parametrize("trained", ["lora_all", "full"])
+@pytest.mark.parametrize("policy", ["linear", "selective", "attention", "full", "every 2"])
+def test_every_policy_gives_the_same_gradients(trained, policy):
+    options = replace(PLAIN, trained=trained)
+    loss, gradients, _ = step(options)
+    again, found, _ = step(replace(options, tower=policy, language=policy))
+    assert torch.equal(loss, again) and gradients.keys() == found.keys()
+    assert all(torch.equal(gradients[name], found[name]) for name in gradients)
+
+
+class Counted(TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.products += operator is torch.ops.aten._scaled_mm.default
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(("policy", "again"), [("linear", 0), ("selective", 8), ("full", 12)])
+def test_policies_keep_products_in_fp8_as_others(policy, again):
+    model = prepare_model(replace(PLAIN, tower=policy, language=policy), build)
+    loss = model(**batch()).loss
+    with Counted() as counted:
+        loss.backward()
+    assert counted.products == 12 + again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained", "policy"), [("lora_all", "none"), ("full", "selective")])
+def test_compiled_layers_give_the_gradients_of_plain_ones(trained, policy):
+    torch._dynamo.reset()
+    options = replace(PLAIN, trained=trained, tower=policy, language=policy)
+    loss, gradients, _ = step(options)
+    # Here fc2 is in fp8, too, and a norm is not rounded before it is quantised.
+    other, found, _ = step(replace(options, compile=True))
+    together = [torch.cat([g.double().flatten() for g in of.values()]) for of in (found, gradients)]
+    assert abs(loss - other) / loss < 0.01 and 0.001 < apart(*together) < 0.2
+
+
+def test_one_process_trains_without_zero_and_what_it_trains_stays_in_fp32():
+    options = replace(PLAIN, zero_stage=0, trained="lm")
+    engine = start(options, build, 1, 0.01)
+    losses = [engine.step(batch()).item() for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.3
+    trained = [p for p in engine.model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+
+
+def test_packed_rows_give_the_gradients_of_rows_one_by_one():
+    model = prepare_model(PLAIN, build)
+    rows = [text(6) + grown_image() + text(8, seed=seed) for seed in (1, 2)]
+    ids = torch.tensor([sum(rows, [])])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    images = pictures(2).bfloat16()
+    packed = model(input_ids=ids, position_ids=positions, pixel_values=images, skip_logits=False)
+    single = [
+        model(input_ids=torch.tensor([row]), pixel_values=image[None], skip_logits=False).logits
+        for row, image in zip(rows, images, strict=True)
+    ]
+    torch.testing.assert_close(packed.logits, torch.cat(single, 1), atol=0.05, rtol=0)
+
+
+def test_reused_features_are_taken():
+    model = prepare_model(PLAIN, build)
+    given = batch()
+    loss = model(**given).loss
+    base = model.get_base_model()
+    features = base.transformer.get_image_features(given.pop("pixel_values"), return_dict=True)
+    assert torch.equal(model(**given, image_features=features.pooler_output.detach()).loss, loss)
+
+
+def test_both_layouts_give_the_same_gradients():
+    _, both, model = step(PLAIN)
+    assert any(m.transposed is not None for m in model.modules() if type(m) is fp8.HeldLinear)
+    _, one, model = step(replace(PLAIN, keep_transposed=False))
+    assert all(m.transposed is None for m in model.modules() if type(m) is fp8.HeldLinear)
+    assert all(torch.equal(both[name], one[name]) for name in both)
+    lm = prepare_model(replace(PLAIN, trained="lora_lm"), build)
+    held = [m for m in lm.modules() if type(m) is fp8.HeldLinear]
+    # Nothing flows back through the tower, which is 32 wide.
+    assert {m.in_features == 32 for m in held if m.transposed is None} == {True}
+    assert not any(m.in_features == 32 for m in held if m.transposed is not None)
+
+
+def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch):
+    config = tiny_config()
+    fp8.require_fp8(PLAIN, config)
+    fp8.require_fp8(replace(PLAIN, fp8=False), tiny_config(ffn_hidden_size=100))
+    with pytest.raises(ValueError, match=r"ffn_hidden_size 100: .* multiples of 16; leave out fp8"):
+        fp8.require_fp8(PLAIN, tiny_config(ffn_hidden_size=100))
+    monkeypatch.setattr(fp8, "_on_cpu", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="fp8 runs on a GPU, and torch sees none"):
+        fp8.require_fp8(PLAIN, config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    told = r"capability 8\.9 or newer \(Ada, Hopper\), and NVIDIA A100 has 8\.0; leave out fp8"
+    with pytest.raises(RuntimeError, match=told):
+        fp8.require_fp8(PLAIN, config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    fp8.require_fp8(PLAIN, config)
+    monkeypatch.delattr(torch, "_scaled_mm")
+    with pytest.raises(RuntimeError, match=r"torch .* has no torch\._scaled_mm.*install"):
+        fp8.require_fp8(PLAIN, config)
+
+
+def test_without_fp8_nothing_changes():
+    model = build()
+    fp8.use_fp8(model, replace(PLAIN, fp8=False))
+    assert not any(isinstance(m, (fp8.Linear, fp8.HeldLinear)) for m in model.modules())

@@ -1,0 +1,116 @@
+"""A recipe with fp8: what is refused, and when; what is saved; how it goes on after a stop."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from glm4v_patched.engine import fp8
+from glm4v_patched.engine.gpus import Gpu, Gpus
+from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.preflight import examine
+from glm4v_patched.finetune.recipe_file import RecipeError
+from tests.helpers.recipes import LEAST, drawn_recipe, recipe, train_here
+
+
+def test_it_is_off_unless_it_is_asked_for():
+    assert recipe().engine.fp8 is False
+    assert recipe({"engine.fp8": True}).engine.fp8 is True
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        (
+            {"trained": "qlora", "engine.zero_stage": 0},
+            "qlora, whose weights have 4 bits; expected",
+        ),
+        ({"engine.precision": "fp32"}, "precision fp32: products in fp8 give bf16; expected"),
+        (
+            {"trained": "lora_lm", "lora.use_dora": True, "engine.zero_stage": 0},
+            "lora.use_dora: DoRA takes norms of weights",
+        ),
+        ({"engine.zero_quantized_weights": True}, "expected one of them to be false"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(others, told):
+    recipe(others)
+    with pytest.raises(RecipeError, match=rf"^engine\.fp8 with .*{told}"):
+        recipe(others | {"engine.fp8": True})
+
+
+def faults(tmp_path: Path, device: str = "cuda") -> list[str]:
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(LEAST | {"engine": {"fp8": True}}))
+    return [fault.text for fault in examine(file, device=device).faults if "fp8" in fault.name]
+
+
+def test_a_gpu_that_cannot_is_told_before_anything_starts(tmp_path, monkeypatch):
+    cards = Gpus((Gpu("NVIDIA L4", 24 * 10**9), Gpu("NVIDIA A100", 80 * 10**9)))
+    monkeypatch.setattr(preflight, "find_gpus", lambda: cards)
+    monkeypatch.setattr(preflight, "compute_capabilities", lambda number: [(8, 9), (8, 0)][:number])
+    (told,) = faults(tmp_path)
+    assert "compute capability 8.9 or newer (Ada, Hopper), and NVIDIA A100 has 8.0" in told
+    monkeypatch.setattr(preflight, "compute_capabilities", lambda number: [(8, 9), (9, 0)])
+    assert faults(tmp_path) == []
+    monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus((), "no driver"))
+    assert faults(tmp_path) == []  # of which another fault tells
+    (told,) = faults(tmp_path, device="cpu")
+    assert told.startswith("engine.fp8 is true, which runs on a GPU, and --device is cpu")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    asked = {"engine": {"fp8": True, "zero_stage": 0}, "trained": "lora_all", "lora.rank": 4}
+    asked |= {"trainer.max_steps": 4, "trainer.learning_rate": 1e-2, "trainer.save_steps": 2}
+    asked |= {"trainer.save_strategy": "steps"}
+    return drawn_recipe(tmp_path_factory.mktemp("fp8"), asked)
+
+
+def weights(asked: Recipe) -> dict[str, torch.Tensor]:
+    (file,) = Path(asked.out).glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["lora_all", "lm"])
+def test_a_stopped_run_goes_on_to_the_bit_and_saves_bf16(drawn, tmp_path, monkeypatch, trained):
+    monkeypatch.setattr(fp8, "_on_cpu", True)
+    whole = drawn.override({"out": str(tmp_path / "whole"), "trained": trained})
+    history = train_here(whole)["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    saved = weights(whole)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    plain = whole.override({"engine.fp8": False, "out": str(tmp_path / "plain")})
+    assert train_here(plain)["history"] != history
+    of_bf16 = weights(plain)
+    assert {name: t.shape for name, t in saved.items()} == {n: t.shape for n, t in of_bf16.items()}
+    if trained == "lm":  # the frozen tower is what it was
+        tower = [name for name in saved if ".vision." in name]
+        assert tower and all(torch.equal(saved[name], of_bf16[name]) for name in tower)
+
+    stopped = whole.override({"out": str(tmp_path / "stopped")})
+    shutil.copytree(whole.out, stopped.out)
+    shutil.rmtree(Path(stopped.out, "checkpoint-4"), ignore_errors=True)
+    again = train_here(stopped, Path(stopped.out, "checkpoint-2"))["history"]
+    assert again[-2:] == history[-2:]
+    found = weights(stopped)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_model_whose_sizes_do_not_fit_is_refused_before_it_is_loaded(
+    drawn, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fp8, "_on_cpu", True)
+    folder = tmp_path / "model"
+    shutil.copytree(drawn.model, folder)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"ffn_hidden_size": 100}))
+    asked = drawn.override({"model": str(folder), "out": str(tmp_path / "out")})
+    with pytest.raises(ValueError, match="ffn_hidden_size 100: .* multiples of 16"):
+        train_here(asked)

@@ -1,0 +1,60 @@
+"""Products in fp8 on a CPU, written plainly, and a model whose sizes they take."""
+
+import torch
+from torch import Tensor, nn
+
+from glm4v_patched.engine import fp8
+from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.tiny import golden_json, tiny_config
+
+PLAIN = EngineOptions(
+    trained="lora_all",
+    zero_stage=2,
+    fp8=True,
+    tower="none",
+    language="none",
+    offload=False,
+    compile=False,
+    stage3_max_live_parameters=1e9,
+)
+
+
+def allow_on_cpu() -> None:
+    """For a process of a test."""
+    fp8._on_cpu = True
+
+
+def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
+    """The golden data's sizes with random weights, which are large enough to be learned from."""
+    torch.manual_seed(0)
+    vision = golden_json("config.json")["vision_config"] | {"scaling_factor": 1}
+    config = tiny_config(initializer_range=0.05, vision_config=vision)
+    return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa").to(dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What is left of a tensor's rows, each scaled to e4m3 in fp32 and back, in fp64."""
+    largest = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    numbers = (x.float() * (448 / largest)).to(torch.float8_e4m3fn)
+    return numbers.double() * (largest / 448).double()
+
+
+def emulated(linear: nn.Linear, x: Tensor, towards: Tensor, held: bool) -> list[Tensor]:
+    """Output and gradients of input, weight and bias, in fp64 from quantised operands.
+
+    Args:
+        linear: bf16.
+        x, towards: ``(T, I)`` and ``(T, O)``.
+        held: The gradient of the input is made with the weight of forward, whose scales are
+            multiplied into ``towards``; otherwise the weight is quantised by its input channels.
+    """
+    weight, wide = linear.weight.detach(), towards.double()
+    out = rounded(x) @ rounded(weight).t()
+    if held:
+        scale = weight.float().abs().amax(-1, keepdim=True) / 448
+        of_input = rounded(towards.float() * scale.t()) @ (rounded(weight) / scale.double())
+    else:
+        of_input = rounded(towards) @ rounded(weight.t()).t()
+    bias = 0 if linear.bias is None else linear.bias.detach().double()
+    return [out + bias, of_input, wide.t() @ x.double(), wide.sum(0)]
