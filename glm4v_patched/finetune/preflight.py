@@ -167,6 +167,15 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         for source in _sets_of(known.get(name)):
             if text := fault_of_path(source.path):
                 yield Fault(name, f"{name} has {shown(source.path)}: {text}")
+    yield from _faults_of_device(known, device)
+    for name in ("trained", "engine.optimizer"):
+        try:
+            require_packages(known.get(name, ""))
+        except RuntimeError as error:
+            yield Fault(name, str(error))
+
+
+def _faults_of_device(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
     if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
         yield Fault(
             "engine.optimizer",
@@ -175,11 +184,6 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         )
     if known.get("engine.fp8") and (text := _fault_of_fp8(device)):
         yield Fault("engine.fp8", text)
-    for name in ("trained", "engine.optimizer"):
-        try:
-            require_packages(known.get(name, ""))
-        except RuntimeError as error:
-            yield Fault(name, str(error))
 
 
 def _fault_of_fp8(device: Device) -> str | None:
