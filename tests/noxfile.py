@@ -69,6 +69,7 @@ SYSTEMS = {
     "TRL": ["trl==1.16.0"],
     "transformers": [],
     "accelerate": [],
+    "peft": [],
     "Lightning": ["lightning==2.6.6"],
     "Ray": ["ray[train]==2.60.0"],
     "OpenRLHF": ["ray[train]==2.60.0", "pylatexenc", "sympy", "torchdata"],
@@ -91,9 +92,9 @@ def jobs(session: nox.Session, system: str) -> None:
     if alone := WITHOUT_DEPENDENCIES.get(system):
         session.install("--no-deps", *alone)
     session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
-    tests = str(ROOT / "tests" / "frameworks" / "test_jobs.py")
+    tests = [str(ROOT / "tests/frameworks" / name) for name in ("test_jobs.py", "test_peft.py")]
     # 1: a job failed, as its row says.
-    session.run("pytest", "-q", "-n", "0", tests, "-k", system, success_codes=[0, 1])
+    session.run("pytest", "-q", "-n", "0", *tests, "-k", system, success_codes=[0, 1])
     session.run("python", "-m", "tests.frameworks.record", "--page")
 
 

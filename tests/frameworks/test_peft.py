@@ -1,11 +1,13 @@
 """peft's methods on both towers: which train and generate, and what the others say."""
 
 import inspect
+import os
 
 import peft
 import pytest
 import torch
 
+from tests.frameworks.record import job
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -141,3 +143,17 @@ def test_x_lora_is_answered(tmp_path):
     )
     with pytest.raises(ValueError, match="Got unexpected keys"):
         peft.get_peft_model(base, config)
+
+
+@pytest.mark.skipif(
+    "FRAMEWORKS_RECORD" not in os.environ, reason="all of the above again, as a row"
+)
+def test_a_row_for_the_methods_that_work():
+    name = f"{len(METHODS)} methods, {len(LORA)} kinds of LoRA"
+    with job("peft", name, "peft.get_peft_model", packages=["peft"]) as done:
+        done.note = "losses fall, and they generate; prefix tuning, cartridges, X-LoRA are refused"
+        for method in METHODS:
+            assert_it_learns_and_generates(config_of(method))
+        for options in LORA.values():
+            given = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": LINEAR} | options
+            assert_it_learns_and_generates(peft.LoraConfig(**given))
