@@ -105,7 +105,7 @@ def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor
     if left.is_cpu:  # in tests; torch 2.11 takes one scale for all there
         one = left_scale.new_ones(())
         sums = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
-        return (sums * left_scale * right_scale.t()).bfloat16()
+        return (sums * (left_scale * right_scale.t())).bfloat16()
     return torch._scaled_mm(
         left,
         right.t(),  # the layout that the GPU takes: channels of a row side by side in both
