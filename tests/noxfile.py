@@ -69,10 +69,18 @@ SYSTEMS = {
     "TRL": ["trl==1.16.0"],
     "transformers": [],
     "accelerate": [],
+    "peft": [],
     "Lightning": ["lightning==2.6.6"],
     "Ray": ["ray[train]==2.60.0"],
-    # With --no-deps: it pins transformers 5.15.0, DeepSpeed 0.19.6 and flash-attn.
     "OpenRLHF": ["ray[train]==2.60.0", "pylatexenc", "sympy", "torchdata"],
+    "verl": [],
+    "unsloth": [],
+}
+# Each pins a transformers of its own, and some what needs a GPU.
+WITHOUT_DEPENDENCIES = {
+    "OpenRLHF": ["openrlhf==0.11.2"],
+    "verl": ["verl==0.9.1"],
+    "unsloth": ["unsloth==2026.10.9"],
 }
 
 
@@ -81,12 +89,12 @@ SYSTEMS = {
 def jobs(session: nox.Session, system: str) -> None:
     """A row of docs/benchmarks/frameworks.json for each job of a system, and the table."""
     install(session, TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
-    if system == "OpenRLHF":
-        session.install("--no-deps", "openrlhf==0.11.2")
+    if alone := WITHOUT_DEPENDENCIES.get(system):
+        session.install("--no-deps", *alone)
     session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
-    tests = str(ROOT / "tests" / "frameworks" / "test_jobs.py")
+    tests = [str(ROOT / "tests/frameworks" / name) for name in ("test_jobs.py", "test_peft.py")]
     # 1: a job failed, as its row says.
-    session.run("pytest", "-q", "-n", "0", tests, "-k", system, success_codes=[0, 1])
+    session.run("pytest", "-q", "-n", "0", *tests, "-k", system, success_codes=[0, 1])
     session.run("python", "-m", "tests.frameworks.record", "--page")
 
 

@@ -1,11 +1,13 @@
 """peft's methods on both towers: which train and generate, and what the others say."""
 
 import inspect
+import os
 
 import peft
 import pytest
 import torch
 
+from tests.frameworks.record import job
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -128,3 +130,30 @@ def test_adaption_prompts_are_answered():
     config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
     with pytest.raises(ValueError, match="Unsupported model type for adaption prompt: 'chatglm'"):
         peft.get_peft_model(tiny_model(), config)
+
+
+def test_x_lora_is_answered(tmp_path):
+    """It takes it that the weights of every model begin with "model."."""
+    model = tiny_model()
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["query_key_value"])
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    base = tiny_model(use_cache=False)
+    config = peft.XLoraConfig(
+        task_type="CAUSAL_LM", hidden_size=64, adapters={"one": str(tmp_path / "adapter")}
+    )
+    with pytest.raises(ValueError, match="Got unexpected keys"):
+        peft.get_peft_model(base, config)
+
+
+@pytest.mark.skipif(
+    "FRAMEWORKS_RECORD" not in os.environ, reason="all of the above again, as a row"
+)
+def test_a_row_for_the_methods_that_work():
+    name = f"{len(METHODS)} methods, {len(LORA)} kinds of LoRA"
+    with job("peft", name, "peft.get_peft_model", packages=["peft"]) as done:
+        done.note = "losses fall, and they generate; prefix tuning, cartridges, X-LoRA are refused"
+        for method in METHODS:
+            assert_it_learns_and_generates(config_of(method))
+        for options in LORA.values():
+            given = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": LINEAR} | options
+            assert_it_learns_and_generates(peft.LoraConfig(**given))
