@@ -262,7 +262,8 @@ def _hold(linear: nn.Linear, keeps_transposed: bool) -> None:
     new = nn.Parameter(held, requires_grad=False)
     if internals.is_sharded(old):
         internals.attribute(old, "convert_to_zero_parameters")([new])
-        old.ds_tensor.data = old.ds_tensor.data.new_empty(0)
+        shard = internals.shard_of(old)
+        shard.data = shard.data.new_empty(0)
     linear.__class__ = HeldLinear
     linear.weight = new
     linear.register_buffer("weight_scale", scale.view(torch.int32), persistent=False)
