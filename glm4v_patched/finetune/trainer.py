@@ -34,7 +34,7 @@ from ..data.check import check_sets
 from ..data.checked import BatchRows, CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.loading import loader_options
+from ..data.loading import loader_options, worker_start
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.deepspeed.shared_memory import remove_own_buffer
@@ -291,6 +291,7 @@ def train(
         rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         eval_collator=ConversationCollator(processor, stamps),
         sample=sample_of(recipe, base, checked, processor),
+        worker_start=worker_start(options.offload),
         args=arguments,
         train_dataset=conversations,
         eval_dataset=evaluated,
