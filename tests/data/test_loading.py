@@ -70,14 +70,14 @@ def test_evaluation_s_workers_fit_beside_those_of_training(tmp_path, machine, mo
     for free in (total - training, 2**20):
         machine(8, shared_memory=free)
         loss_of = lambda _: torch.ones(())  # noqa: E731
-        evaluation.mean_loss(torch.nn.Identity(), rows, collate, 2, cpu, loss_of, 7, "forkserver")
+        evaluation.mean_loss(torch.nn.Identity(), rows, collate, 2, cpu, loss_of, 7, "spawn")
     (workers, ahead, start), none = started
     assert 1 <= workers < 7 and training + workers * (ahead + 1) * 2 * 2 * picture <= total
-    assert start == "forkserver" and none == (0, None, None)
+    assert start == "spawn" and none == (0, None, None)
 
 
 def test_an_offloaded_optimizer_has_workers_without_its_memory():
-    assert worker_start(True) == "forkserver"
+    assert worker_start(True) == "spawn"
     assert worker_start(False) is worker_start("auto") is None
 
 
@@ -93,7 +93,7 @@ def test_a_recipe_may_say_how_many(machine):
 def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     """Two epochs, of which the second is drawn anew; LoRA's dropout draws random numbers, too.
 
-    Forked workers would keep what an offloaded optimizer replaces, so those of a server are used.
+    Forked workers would keep what an offloaded optimizer replaces, so others are started there.
     """
     started, plain = set(), DataLoader.__iter__
 
@@ -104,7 +104,7 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(DataLoader, "__iter__", watched)
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
-    for workers, start in ((0, None), (2, None), (2, "forkserver")):
+    for workers, start in ((0, None), (2, None), (2, "spawn")):
         monkeypatch.setattr(trainer, "worker_start", lambda _, start=start: start)
         folder = tmp_path / f"{workers} {start}"
         folder.mkdir()
@@ -114,4 +114,4 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
         results.append((json.dumps(history), weights, torch.get_rng_state().tolist()))
         assert len(history) == 14
     assert results[1] == results[0] and results[2] == results[0]
-    assert started == {0, None, multiprocessing.get_context("forkserver")}
+    assert started == {0, None, multiprocessing.get_context("spawn")}
