@@ -169,9 +169,9 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
                 continue
             if not isinstance(row, dict):
                 raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
+            row = {key: value for key, value in row.items() if key not in source.ignore}
             if read_row is None:
                 read_row = FORMATS[find_format(row)][1]
-            row = {key: value for key, value in row.items() if key not in source.ignore}
             yield Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
         except ValueError as error:
             yield Fault(line, str(error))

@@ -183,6 +183,8 @@ def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
     assert read(folder, json.dumps(alpaca | earlier)) == [[*history, question, ANSWER]]
     plain = {"instruction": "q", "input": "", "output": "b", "system": "", "history": []}
     assert read(folder, json.dumps(plain)) == [[said("user", "q"), ANSWER]]
+    nulls = plain | dict.fromkeys(["input", "system", "history", "images"])
+    assert read(folder, json.dumps(nulls)) == [[said("user", "q"), ANSWER]]
     source = Source(str(folder / "data.jsonl"))
     (folder / "data.jsonl").write_text(json.dumps({"instruction": "q"}))
     (asked,) = read_rows(source, to_learn=False)
@@ -194,13 +196,14 @@ def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
     [
         ({"output": ""}, "the content of assistant is empty"),
         ({"output": 5}, "output is 5; expected text"),
+        ({"output": None}, "output is null; expected text"),
         ({"history": [["a"]]}, r"turn 1 of 1 of history is a list; expected \[question, answer\]"),
         ({"history": "a"}, 'history is "a"; expected a list'),
         ({"image": "a.png"}, "pictures of the row: 1, places .*: 0; write one <image>"),
         ({"mood": "good"}, 'the key "mood" is not read: a row has instruction, input'),
         ({"messages": []}, '"messages" is not read: the first row of this file has "instruction"'),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_alpacas_rows_that_are_not_understood_are_refused(folder, changed, message):
     alpaca = {"instruction": "q", "output": "b"}
@@ -218,6 +221,14 @@ def test_a_format_may_be_named_and_keys_left_out(folder):
     assert read_conversations(Source(path, ignore=("id", "source"))) == [[said("user"), ANSWER]]
     with pytest.raises(ValueError, match='"messages" is not read: the first row .*"conversations"'):
         read_conversations(Source(path, format="conversations", ignore=("id", "source")))
+
+
+@pytest.mark.parametrize("other", ["messages", "conversations", "prompt"])
+def test_a_key_that_is_left_out_tells_no_format(folder, other):
+    given = {"instruction": "q", "output": "b", other: "of another trainer"}
+    (folder / "data.jsonl").write_text(json.dumps(given))
+    source = Source(str(folder / "data.jsonl"), ignore=(other,))
+    assert read_conversations(source) == [[said("user", "q"), ANSWER]]
 
 
 def test_pictures_get_absolute_paths(folder):
