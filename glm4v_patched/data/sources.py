@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -28,6 +29,7 @@ BINARY = {
 }
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 CHARACTERS_AT_ONCE = 2**20
+CHARACTERS_TO_TELL = 2**16  # what a file is
 EXPECTED = 'expected a row a line: {"messages": [...]}'
 ARRAY = "of rows in a list within an object, write that list alone: [{...}, {...}]"
 AROUND_ROWS = re.compile(r'\{\s*"[^"]*"\s*:\s*[\[{]?')  # at the end of a line
@@ -222,7 +224,9 @@ def _kind(path: Path) -> str:
                 raise ValueError(f"{path}: {csv_cure(str(path))}")
             _require_text(path, head[:4])
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-            first = next((text for line in lines if (text := line.strip())), "")
+            # A whole array may stand in one line.
+            begins = iter(partial(lines.readline, CHARACTERS_TO_TELL), "")
+            first = next((text for begin in begins if (text := begin.strip())), "")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     if first == "{" or AROUND_ROWS.fullmatch(first):
