@@ -93,7 +93,8 @@ def _with_its_files(row: "Row | Fault") -> "Row | Fault":
     if isinstance(row, Row):
         for picture in row.pictures:
             if not os.path.isfile(picture):
-                return Fault(row.line, f"the image {shorten(picture)} does not exist")
+                fault = "is no file" if os.path.exists(picture) else "does not exist"
+                return Fault(row.line, f"the image {shorten(picture)} {fault}")
     return row
 
 
@@ -289,11 +290,19 @@ def _parse(line: int, text: str, read: _Json) -> Any:
         value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
     except json.JSONDecodeError as error:
         told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
-        return Fault(line, read.fault_of(text) or told)
+        return Fault(line, read.fault_of(text) or told + _cure_of_json(text.strip()))
     except RecursionError:
         return Fault(line, "objects or lists are nested too deeply")
     fault = read.fault_of(text)
     return value if fault is None else Fault(line, fault)
+
+
+def _cure_of_json(text: str) -> str:
+    if text.startswith("{'"):
+        return "; it is Python's way to write it: write it with json.dumps"
+    if text.endswith(","):
+        return "; leave out the comma: lines are no list"
+    return ""
 
 
 def _array(path: Path) -> Iterator[tuple[int, Any]]:

@@ -1,6 +1,7 @@
 """Reading rows: what is taken, and that all else is refused with file, line and cure."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -363,7 +364,7 @@ REFUSED = {
     "row of number": ("5", "is a number; expected"),
     # Pictures
     "lost": (row(said("user", image="no.png"), ANSWER), r"image .*no\.png does not exist"),
-    "folder": (row(said("user", image="."), ANSWER), "does not exist"),
+    "folder": (row(said("user", image="."), ANSWER), "is no file"),
     "null": (row(said("user", image=None), ANSWER), "image is null; .*leave the key out"),
     "empty path": (row(said("user", image=""), ANSWER), 'image is ""; .*leave the key out'),
     "list": (row(said("user", image=["a.png"]), ANSWER), "image is a list; expected the path of"),
@@ -464,6 +465,8 @@ REFUSED = {
     "metadata of two lines": (row(said("user"), said("assistant", metadata="a\nb")), "one line"),
     # JSON
     "no JSON": ("not json", r"no JSON \(Expecting value, column 1\): not json"),
+    "of Python": ("{'messages': []}", r"no JSON .*write it with json\.dumps"),
+    "comma": (GOOD.rstrip() + ",", r"no JSON .*leave out the comma"),
     "cut": (GOOD[:-5], "no JSON"),
     "cut early": ('{"messages": [', r"no JSON \(Expecting value, column 15\)"),
     "two rows in one line": (GOOD + GOOD, "no JSON .Extra data"),
@@ -532,11 +535,13 @@ def test_csv_is_refused_with_the_command_that_makes_a_table_of_it(tmp_path, monk
     lines = [("prompt", "completion", "image"), ("<image>q", "b", "a.png")]
     (tmp_path / name).write_text("\n".join(separator.join(line) for line in lines))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=f"^{name}: CSV is not read; .*prompt, completion") as told:
+    with pytest.raises(
+        ValueError, match=f"^{name}: CSV is not read; .*<image> for the pic"
+    ) as told:
         read_conversations(name)
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    exec(str(told.value).split('python -c "')[1].removesuffix('"'), {})
+    exec(shlex.split(str(told.value).partition(": python ")[2])[1], {})  # as a shell takes it
     made = name.split(".")[0] + ".parquet"
     picture = str(tmp_path / "a.png")
     assert read_conversations(tmp_path / made) == [[said("user", "q", image=picture), ANSWER]]
