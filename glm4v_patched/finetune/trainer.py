@@ -30,6 +30,7 @@ from transformers import (
     set_seed,
 )
 
+from ..atomic import write_atomically
 from ..data.check import check_sets
 from ..data.checked import BatchRows, CheckedData
 from ..data.collate import ConversationCollator
@@ -386,7 +387,7 @@ def _write_report(
         report["best_step"] = trainer.state.best_global_step
     report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), **known}
     text = json.dumps(report, indent=2, allow_nan=False)
-    Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
+    write_atomically(Path(cast(str, trainer.args.output_dir), REPORT), text)
 
 
 def _processes() -> int:

@@ -56,6 +56,15 @@ def test_a_dry_run_says_all_and_writes_nothing(drawn, tmp_path, capsys):
     assert sorted(Path(drawn.model).parent.rglob("*")) == before
 
 
+def test_a_dry_run_tells_of_doubtful_values(drawn, tmp_path, capsys):
+    drawn.write(tmp_path / "recipe.json")
+    command = ["train", str(tmp_path / "recipe.json"), "--device", "cpu", "--dry-run"]
+    assert main(command) == 0
+    assert "doubtful" not in capsys.readouterr().out
+    assert main([*command, "trainer.learning_rate=10"]) == 0
+    assert "\ndoubtful    trainer.learning_rate is 10: " in capsys.readouterr().out
+
+
 def test_each_learned_turn_of_the_sample_is_marked_and_no_other(drawn):
     messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
     later = [{"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}]
