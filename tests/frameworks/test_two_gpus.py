@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.frameworks.two_gpus import JOBS, Job, Place, perform
+from tests.frameworks.two_gpus import Place, perform
+from tests.frameworks.two_gpus_jobs import JOBS, Job
 
 MODULES = {"factory": "llamafactory", "openrlhf": "openrlhf", "main": "deepspeed"}
 
