@@ -179,7 +179,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             input_ids, embeds, features, position_ids, strict=True
         ):
             begin, end = self.image_span(ids)
-            rows.append(torch.cat((row[:begin], image, row[end + 1 :])))
+            rows.append(torch.cat((row[:begin], image.to(row.device), row[end + 1 :])))
             # All of an image stands at one position.
             repeated = position[begin + 1].repeat(len(image) - 2)
             positions.append(torch.cat((position[: begin + 1], repeated, position[end:])))
