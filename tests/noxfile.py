@@ -7,9 +7,11 @@ code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB 
 ``jobs`` runs other people's frameworks, each in an environment of its own, and fills
 docs/benchmarks/frameworks.json and the table of docs/frameworks.md; ``-s "jobs(system='TRL')"``
 does one. ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
-docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
+docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``oldest`` runs all default tests
+on the oldest versions that pyproject.toml allows; .ci/run leaves out what does not depend on them.
 """
 
+import re
 import sys
 import tempfile
 from itertools import product
@@ -49,6 +51,14 @@ def matrix(session: nox.Session) -> None:
         session.run(*command, success_codes=[0, 1])  # 1: a cell failed, as the table says
         if deepspeed == DEEPSPEED[-1]:
             session.run(*command, "--strategy", *WITHOUT_DEEPSPEED, success_codes=[0, 1])
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    names = "accelerate|datasets|jinja2|peft|pydantic"
+    claimed = re.findall(rf'^ *"({names})>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
+    install(session, TRANSFORMERS[0], DEEPSPEED[-1], *map("==".join, claimed))
+    session.run("pytest", "-q", *(session.posargs or [str(ROOT / "tests")]))
 
 
 @nox.session

@@ -18,7 +18,7 @@ from ..inference.speed import add_speed_arguments, measure_speed
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
 from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
-from .settings import OLD_NAMES, Settings
+from .settings import Settings
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
@@ -50,9 +50,6 @@ def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
         typed["nargs"], default = "+", [default]
     told += "" if default is None else f" (default: {each.default})"
     parser.add_argument(_flag(each), help=told, default=default, **typed)
-    for old in (old for old, name in OLD_NAMES.items() if name == each.name):
-        dashed, hidden = f"--{old}".replace("_", "-"), argparse.SUPPRESS
-        parser.add_argument(dashed, help=hidden, default=hidden, **typed)
 
 
 def _flag(each: Field) -> str:

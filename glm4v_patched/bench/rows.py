@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
-from .settings import DEFAULTS, settings_of
+from .settings import DEFAULTS
 
 REQUIRED = {"workload", "gpus", "micro_batch", "text_tokens", "settings"}
 # What a long error message means, by a pattern in it.
@@ -65,7 +65,7 @@ def chosen(row: dict) -> list[str]:
 
     What the row says was chosen comes before what was asked for.
     """
-    of = settings_of(row) | (row.get("policies") or {})
+    of = row["settings"] | (row.get("policies") or {})
     live = of.get("gathered", of.get("stage3_max_live_parameters"))
     tower = of["tower"] if trains_tower(row["workload"]) else "-"  # a frozen one keeps nothing
     policies = "-" if row.get("implementation") == "original" else f"{tower}, {of['language']}"
@@ -76,7 +76,7 @@ def method(row: dict) -> list[str]:
     """The ZeRO stage, and every other setting that is not the default."""
     stage = row.get("zero_stage", 3)
     words = [f"ZeRO-{stage}" if stage else "no ZeRO"]
-    for name, value in settings_of(row).items():
+    for name, value in row["settings"].items():
         if name == "against" and value is not None:
             words.append("the original's code")
         elif name not in TOLD and value != DEFAULTS.get(name):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -12,9 +12,6 @@ from ..engine.activation_policies import EVERY, POLICIES, check_policy
 from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions, trains_tower
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
-# What fields were called in older rows and in their commands.
-OLD_NAMES = {"workload": "trained", "attention": "attn_implementation"}
-OLD_NAMES |= {"loss_chunk": "loss_chunk_size", "kept_gathered": "stage3_max_live_parameters"}
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -160,8 +157,3 @@ OF_THE_RECIPE |= {"memory_limit", "tower", "language", "compile", "warm_up", "st
 OF_THE_RECIPE |= {"shortest_text", "from_files", "model", "config"}
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
-
-
-def settings_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's settings by their names of today; what an older row does not know is left out."""
-    return {OLD_NAMES.get(name, name): value for name, value in row["settings"].items()}

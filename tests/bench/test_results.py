@@ -24,7 +24,6 @@ from glm4v_patched.bench.rows import (
     markdown_table,
     read_rows,
 )
-from glm4v_patched.bench.settings import settings_of
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.printed import pip_install
@@ -41,7 +40,7 @@ OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to a
 
 
 def make_row(trained="lora_lm", micro_batch=1, settings=None, **changes):
-    asked = {"workload": trained, "tower": "none", "language": "full", "compile": True}
+    asked = {"trained": trained, "tower": "none", "language": "full", "compile": True}
     return {
         "workload": trained,
         "gpus": 2,
@@ -147,7 +146,7 @@ def cells_of(text):
         # What was chosen, not what was asked for.
         (make_row("full", policies={"language": "every 2"}), POLICIES, "none, every 2"),
         (make_row("full", implementation="original"), POLICIES, "-"),
-        (make_row(settings={"kept_gathered": 2e8}), "live parameters", "2e+08"),
+        (make_row(settings={"stage3_max_live_parameters": 2e8}), "live parameters", "2e+08"),
         (make_row(policies={"gathered": 9.44e9}), "live parameters", "9.4e+09"),
         (make_row(policies={"gathered": 1e9}, zero_stage=2), "live parameters", "-"),
         (make_row(), "method", "ZeRO-3"),
@@ -251,10 +250,9 @@ def test_a_page_without_both_markers_is_refused_and_left_alone(tmp_path, text):
 
 @pytest.mark.parametrize("row", MEASURED + TRIED, ids=lambda row: row["command"][-40:])
 def test_a_rows_command_asks_for_its_settings(row):
-    """Of old rows, too: options that were renamed since are still taken."""
     arguments = shlex.split(row["command"].removeprefix("TORCH_NCCL_HIGH_PRIORITY=1 "))[1:]
     (asked,) = settings_asked(_parser().parse_args(arguments))
-    recorded = settings_of(row)
+    recorded = row["settings"]
     assert {name: getattr(asked, name) for name in recorded} == recorded
     again = shlex.split(command_of(asked, row["gpus"], on_cpu=False))[1:]
     assert settings_asked(_parser().parse_args(again)) == [asked]
