@@ -12,8 +12,9 @@ faults show in them, and with ours:
 Each job is a row (record.py)::
 
     python -m tests.frameworks.two_gpus --rows rows.json                 # all
-    python -m tests.frameworks.two_gpus --rows rows.json --only zero3    # names that begin so
+    python -m tests.frameworks.two_gpus --rows rows.json --only zero3    # some of them
     python -m tests.frameworks.two_gpus --list
+    python -m tests.frameworks.two_gpus --merge rows.json                # into docs/benchmarks
 
 ``--cpu`` runs the same on two processes of a CPU, as far as they can: to find mistakes before a GPU
 is paid for. ``--packages DIR`` has folders of packages that come before those of Python, for jobs
@@ -36,7 +37,7 @@ from safetensors.torch import save_file
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.frameworks import workshop
-from tests.frameworks.record import VARIABLE, Row, job
+from tests.frameworks.record import RESULTS, VARIABLE, Row, job, merge, read
 from tests.frameworks.two_gpus_jobs import JOBS, Job
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
@@ -327,10 +328,16 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU")
     parser.add_argument("--until", type=float, help="seconds after which no job is started")
     parser.add_argument("--list", action="store_true", help="print the short names")
+    parser.add_argument("--merge", type=Path, help="put the rows of this file among the others")
     given = parser.parse_args()
+    if unknown := {*(given.only or ())} - {each.short for each in JOBS}:
+        parser.error(f"there is no job {', '.join(sorted(unknown))}; --list names them")
     wanted = [each for each in JOBS if not given.only or each.short in given.only]
     if given.list:
         print("\n".join(each.short for each in wanted))
+        return
+    if given.merge:
+        merge(read(given.merge), RESULTS)
         return
     if given.rows:
         os.environ[VARIABLE] = str(given.rows.resolve())

@@ -58,7 +58,7 @@ CHECKPOINT_ERROR = r"CheckpointError: .*have different metadata.*"
 ELSEWHERE = r"RuntimeError: Expected all tensors to be on the same device.*"
 REFUSED = r"ValueError: You can't train a model that has been loaded.*"
 DEEPSPEED_OLD = (("deepspeed", "0.19.2"),)
-PUBLISHED_CODE = "the published code (a stand-in with its faults)"
+PUBLISHED_CODE = "the published code (a stand-in)"
 
 
 def trainer(
@@ -145,15 +145,22 @@ def openrlhf(short: str, name: str, *packages: str, **more) -> Job:
     )
 
 
+HOW = {
+    "dynamic": "a cache that grows",
+    "static": "a static cache, steps not compiled (TRL's default for it)",
+    "compiled": "a static cache, steps compiled",
+}
+
+
 def grpo(short: str, cache: str, steps: int, **more) -> Job:
     script = (HERE / "trl_on_gpus_script.py", "grpo", steps, 4e-4, 192, cache)
     return Job(
         short,
         "TRL",
-        f"GRPO, two GPUs, {cache} cache",
+        f"two GPUs: GRPO, {HOW[cache]}",
         "trl",
         (*TORCHRUN, *script),
-        f"trl.GRPOTrainer, {cache} cache",
+        "trl.GRPOTrainer",
         model="sighted",
         measure="reward",
         judged="out",
@@ -162,7 +169,7 @@ def grpo(short: str, cache: str, steps: int, **more) -> Job:
     )
 
 
-ALL = "sft, LoRA, bf16, ZeRO-3, checkpoints"
+ALL = "two GPUs: LoRA, bf16, ZeRO-3, checkpoints"
 JOBS = [
     trainer(
         "zero3-published",
@@ -195,32 +202,32 @@ JOBS = [
     trainer(
         "split-published",
         "split",
-        f'device_map="auto": {PUBLISHED_CODE}',
+        f'two GPUs: LoRA, device_map="auto": {PUBLISHED_CODE}',
         patched=False,
         fails=ELSEWHERE,
         cpu=False,
     ),
-    trainer("split", "split", 'LoRA, device_map="auto" over two GPUs', size=(60, 1e-2, 24)),
+    trainer("split", "split", 'two GPUs: LoRA, device_map="auto"', size=(60, 1e-2, 24)),
     trainer(
         "qwen-published",
         "qwen",
-        f"LoRA, DDP, checkpoints: {PUBLISHED_CODE}",
+        f"two GPUs: LoRA, DDP, checkpoints: {PUBLISHED_CODE}",
         patched=False,
         says=OLD_FORMAT,
         measure="nothing",
     ),
-    trainer("qwen", "qwen", "LoRA, DDP, checkpoints", silent=OLD_FORMAT),
+    trainer("qwen", "qwen", "two GPUs: LoRA, DDP, checkpoints", silent=OLD_FORMAT),
     trainer(
         "qwen-auto",
         "qwen_auto",
-        'LoRA, DDP, device_map="auto"',
+        'two GPUs: LoRA, DDP, device_map="auto"',
         fails=REFUSED,
         cpu=False,
         note="load it without device_map, as Qwen's script does for several processes",
     ),
     factory(
         "factory-lora",
-        "sft, LoRA, ZeRO-3, two GPUs, published repository",
+        "two GPUs: sft, LoRA, ZeRO-3, published repository",
         f"finetuning_type=lora lora_target=all {BOTH}",
         "published",
         1e-2,
@@ -228,7 +235,7 @@ JOBS = [
     ),
     factory(
         "factory-full",
-        "sft, all weights, ZeRO-3, two GPUs",
+        "two GPUs: sft, all weights, ZeRO-3",
         f"finetuning_type=full {BOTH}",
         "model",
         2e-3,
@@ -236,16 +243,16 @@ JOBS = [
     ),
     openrlhf(
         "openrlhf-old",
-        "DPO, LoRA, ZeRO-3, two GPUs, DeepSpeed 0.19.2",
+        "two GPUs: DPO, LoRA, ZeRO-3, checkpoints, DeepSpeed 0.19.2",
         "old",
         "main",
         versions=DEEPSPEED_OLD,
     ),
-    openrlhf("openrlhf", "DPO, LoRA, ZeRO-3, two GPUs", "main"),
+    openrlhf("openrlhf", "two GPUs: DPO, LoRA, ZeRO-3", "main"),
     Job(
         "dpo",
         "TRL",
-        "DPO, LoRA, ZeRO-3, two GPUs",
+        "two GPUs: DPO, LoRA, ZeRO-3",
         "trl",
         (*TORCHRUN, HERE / "trl_on_gpus_script.py", "dpo", 60, 5e-3, 18),
         "trl.DPOTrainer",
