@@ -122,7 +122,12 @@ OPENRLHF = {
 }
 OPENRLHF_FLAGS = ("--model.gradient_checkpointing_enable", "--ds.adam_offload")
 COMBINE = ("-m", "openrlhf.cli.lora_combiner", "--model_path", "model", "--lora_path", "adapter")
-COMBINE = (*COMBINE, "--output_path", "merged", "--param_dtype", "bf16")
+COMBINE = (*COMBINE, "--output_path", "merged", "--ds.param_dtype", "bf16")
+
+SAVE_PROCESSOR = """
+from transformers import AutoProcessor
+AutoProcessor.from_pretrained("model", trust_remote_code=True).save_pretrained("merged")
+"""
 
 
 def openrlhf(short: str, name: str, *packages: str, **more) -> Job:
@@ -139,7 +144,8 @@ def openrlhf(short: str, name: str, *packages: str, **more) -> Job:
         "--ds.adam_offload",
         packages=("openrlhf", *packages),
         measure="texts",
-        more=((*RUN, *COMBINE),),
+        more=((*RUN, *COMBINE), ("-c", SAVE_PROCESSOR)),
+        note="merged by openrlhf.cli.lora_combiner, which saves no processor",
         seconds=220,
         **more,
     )
