@@ -2,15 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from transformers import Trainer
 
 from glm4v_patched.atomic import write_atomically
 from glm4v_patched.data.checked import CheckedData
 from glm4v_patched.data.pictures import PictureFiles
 from glm4v_patched.data.stored_rows import RowsWriter
-from glm4v_patched.finetune.run_folder import RECORD, begin, close_record
+from glm4v_patched.finetune.run_folder import RECORD, REPORT, begin, close_record
+from glm4v_patched.finetune.trainer import _write_report
 from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.recipes import recipe
 
 
 def rows_of(folder: Path):
@@ -23,12 +28,23 @@ def checked_of(folder: Path) -> CheckedData:
     return CheckedData((), (), None, rows_of(folder), (("x" * 5000, 0, 0),), 0)  # type: ignore
 
 
+def report_of(out: Path) -> None:
+    losses = [{"step": step, "loss": 0.5} for step in range(500)]
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(log_history=losses, best_global_step=None),
+        args=SimpleNamespace(output_dir=str(out), load_best_model_at_end=False, world_size=1),
+    )
+    _write_report(cast(Trainer, trainer), None, recipe(), {})
+
+
 WRITERS = {
     "content": lambda out, apart: write_atomically(out / "a", b"x" * 9000),
     "rows": lambda out, apart: rows_of(apart).move(out / "data.arrow"),
     "checked": lambda out, apart: checked_of(apart).write(out / "data.json"),
     "picture": lambda out, apart: PictureFiles("", store=out).path_of(b"x" * 9000),
     "record": lambda out, apart: close_record(out, adapters=True),
+    "recipe": lambda out, apart: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
+    "report": lambda out, apart: report_of(out),
 }
 
 
@@ -43,6 +59,8 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path,
             (out / f"model-{number:05d}.safetensors").touch()
     elif kind == "checked":
         checked_of(apart).write(out / "data.json")
+    for name in ("recipe.json", REPORT):
+        (out / name).write_text("of an earlier run")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     prepared = rows_of(apart) if kind in ("rows", "checked") else None
     if prepared is not None:  # the limit is of what comes after
@@ -58,7 +76,8 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path,
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
-    left = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", "data_eval.arrow", RECORD)]
+    names = ("data.json", "data_eval.arrow", RECORD, REPORT)
+    left = [f"{name}.{'0a' * 16}.partial" for name in names]
     for name in (*left, "mine.partial", "data.json.partial"):
         (tmp_path / name).touch()
     begin(tmp_path, [])

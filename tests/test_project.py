@@ -39,6 +39,23 @@ def test_every_oldest_version_that_is_claimed_is_tested():
     assert f'install -q -e ".[dev]" transformers=={TRANSFORMERS[0]} $floors' in CI
 
 
+def test_on_the_oldest_versions_run_the_tests_of_all_that_uses_them():
+    """A folder of tests for each one of the package, and nothing but the matrix of the rest."""
+    [older] = re.findall(r"\((accelerate\|.*)\)>=", CI)
+    imports = re.compile(rf"^ *(?:from|import) (?:transformers|{older})\b", re.M)
+    files = (ROOT / "glm4v_patched").glob("*/**/*.py")
+    users = {file.relative_to(ROOT).parts[1] for file in files if imports.search(file.read_text())}
+    [folders] = re.findall(r'^on_the_oldest="(.*?)"$', CI, re.M | re.S)
+    assert {*folders.split()} >= {f"tests/{folder}" for folder in users}
+    assert all((ROOT / folder).is_dir() for folder in folders.split())
+
+
+def test_the_test_command_installs_all_that_the_first_command_does():
+    """For .ci/run types both in one environment."""
+    [of_us] = [one for one in required("dev") if one.name == PROJECT["project"]["name"]]
+    assert "train" in of_us.extras
+
+
 def test_the_range_of_transformers_is_that_of_the_code():
     [transformers] = [one for one in required() if one.name == "transformers"]
     assert transformers.specifier == Requirement(f"x{TESTED_TRANSFORMERS}").specifier

@@ -134,6 +134,9 @@ def read_alpaca(row: dict) -> Any:
     _refuse_row_keys(row, ("instruction", "input", "output", "system", "history", *ROW_PICTURES))
     if "instruction" not in row:
         raise ValueError('the key "instruction" is missing; expected "instruction" and "output"')
+    # Which files made from tables have as null where a row has none.
+    optional = ("input", "system", "history")
+    row = {key: value for key, value in row.items() if value is not None or key not in optional}
     for key in ("instruction", "input", "output", "system"):
         if not isinstance(row.get(key, ""), str):
             raise ValueError(f"{key} is {as_words(row[key])}; expected text")

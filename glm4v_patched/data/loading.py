@@ -38,6 +38,16 @@ def loader_options(
     return options | ({PREFETCH: BATCHES_AHEAD} if workers else {})
 
 
+def worker_start(offload: object) -> str | None:
+    """How workers start, as ``multiprocessing`` names it; ``None`` for its default.
+
+    A forked worker keeps what its parent had in memory as it was then. An offloaded optimizer
+    writes all of its states in the first step, so that each page would be there twice. Not from
+    ``multiprocessing``'s server: its workers do not see that the training process was killed.
+    """
+    return "spawn" if offload is True else None
+
+
 def default_workers(processes: int, pictures: int, side: int) -> int:
     """How many workers suit this machine; 0 for none."""
     workers = min(cores() // processes - 1, MOST_WORKERS)

@@ -1,9 +1,11 @@
 """Sets of rows, as a recipe names them. Needs no torch."""
 
 import difflib
+import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -72,12 +74,13 @@ def fault_of_path(path: str) -> str | None:
 
 def csv_cure(path: str) -> str:
     """Why a file of comma-separated values is not read, and what to do."""
-    made = os.path.splitext(path)[0] + ".parquet"
-    more = ', sep="\\t"' if path.lower().endswith(".tsv") else ""
+    of = [json.dumps(path), *['sep="\\t"'] * path.lower().endswith(".tsv")]
+    made = json.dumps(os.path.splitext(path)[0] + ".parquet")
+    code = f"import datasets; datasets.Dataset.from_csv({', '.join(of)}).to_parquet({made})"
     return (
-        "CSV is not read; give its columns the names of a row's keys, as prompt, completion and "
-        f'image, and make it Parquet: python -c "import datasets; datasets.Dataset.from_csv('
-        f'{path!r}{more}).to_parquet({made!r})"'
+        "CSV is not read; give its columns the names of a row's keys, as image, prompt (which "
+        "begins with <image> for the picture) and completion, and make it Parquet: "
+        f"python -c {shlex.quote(code)}"
     )
 
 

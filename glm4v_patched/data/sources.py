@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -28,6 +29,7 @@ BINARY = {
 }
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 CHARACTERS_AT_ONCE = 2**20
+CHARACTERS_TO_TELL = 2**16  # what a file is
 EXPECTED = 'expected a row a line: {"messages": [...]}'
 ARRAY = "of rows in a list within an object, write that list alone: [{...}, {...}]"
 AROUND_ROWS = re.compile(r'\{\s*"[^"]*"\s*:\s*[\[{]?')  # at the end of a line
@@ -91,7 +93,8 @@ def _with_its_files(row: "Row | Fault") -> "Row | Fault":
     if isinstance(row, Row):
         for picture in row.pictures:
             if not os.path.isfile(picture):
-                return Fault(row.line, f"the image {shorten(picture)} does not exist")
+                fault = "is no file" if os.path.exists(picture) else "does not exist"
+                return Fault(row.line, f"the image {shorten(picture)} {fault}")
     return row
 
 
@@ -169,9 +172,9 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
                 continue
             if not isinstance(row, dict):
                 raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
+            row = {key: value for key, value in row.items() if key not in source.ignore}
             if read_row is None:
                 read_row = FORMATS[find_format(row)][1]
-            row = {key: value for key, value in row.items() if key not in source.ignore}
             yield Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
         except ValueError as error:
             yield Fault(line, str(error))
@@ -222,7 +225,9 @@ def _kind(path: Path) -> str:
                 raise ValueError(f"{path}: {csv_cure(str(path))}")
             _require_text(path, head[:4])
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-            first = next((text for line in lines if (text := line.strip())), "")
+            # A whole array may stand in one line.
+            begins = iter(partial(lines.readline, CHARACTERS_TO_TELL), "")
+            first = next((text for begin in begins if (text := begin.strip())), "")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     if first == "{" or AROUND_ROWS.fullmatch(first):
@@ -285,11 +290,19 @@ def _parse(line: int, text: str, read: _Json) -> Any:
         value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
     except json.JSONDecodeError as error:
         told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
-        return Fault(line, read.fault_of(text) or told)
+        return Fault(line, read.fault_of(text) or told + _cure_of_json(text.strip()))
     except RecursionError:
         return Fault(line, "objects or lists are nested too deeply")
     fault = read.fault_of(text)
     return value if fault is None else Fault(line, fault)
+
+
+def _cure_of_json(text: str) -> str:
+    if text.startswith("{'"):
+        return "; it is Python's way to write it: write it with json.dumps"
+    if text.endswith(","):
+        return "; leave out the comma: lines are no list"
+    return ""
 
 
 def _array(path: Path) -> Iterator[tuple[int, Any]]:

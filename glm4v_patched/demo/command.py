@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from .. import __version__
+from ..atomic import write_atomically
 from ..data.check import require_pictures
 from ..data.sources import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
@@ -168,7 +169,7 @@ def _run(
         "loss_last": report["history"][-1]["loss"],
         "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
     }
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    write_atomically(out / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     return metrics
 
 

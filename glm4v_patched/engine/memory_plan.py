@@ -271,11 +271,10 @@ def _saved_by_fp8(config: ChatGLMConfig, options: EngineOptions) -> float:
 
 def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Bytes of the machine's memory, of all processes together, that an offloaded optimizer takes:
-    fp32 copies, fp32 gradients and two moments, and when training starts gradients in the weights'
-    type, too. Adapters are too small to count."""
+    fp32 copies, fp32 gradients and two moments. Adapters are too small to count."""
     if options.offload is not True or is_lora(options.trained):
         return 0.0
-    return (4.0 * FP32 + _width(options)) * count_trained(config, options)
+    return 4.0 * FP32 * count_trained(config, options)
 
 
 def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
+from ..atomic import write_atomically
 from ..engine.options import (
     LANGUAGE_TARGETS,
     PARTS,
@@ -211,7 +212,7 @@ class Recipe(Section):
     def write(self, path: Path) -> None:
         """As JSON, which is YAML, too."""
         text = json.dumps(self.model_dump(), indent=2, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_atomically(path, text + "\n")
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":

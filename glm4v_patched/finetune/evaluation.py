@@ -31,6 +31,7 @@ def mean_loss(
     device: torch.device,
     loss_of: Callable[[dict[str, Any]], torch.Tensor],
     workers: int = 0,
+    start: str | None = None,
 ) -> tuple[float, int]:
     """The mean loss of all supervised tokens of ``rows``, and their number; the same on all
     processes, of which each computes its share.
@@ -43,6 +44,7 @@ def mean_loss(
         loss_of: The sum of the losses of all supervised tokens of a batch.
         workers: The most processes that read pictures: those of training still hold batches in
             shared memory, and what is free there may be less than they took.
+        start: How they start (:func:`worker_start`).
     """
     share, weights = _share(len(rows), batch_size)
     if workers and isinstance(rows, Conversations):
@@ -54,6 +56,7 @@ def mean_loss(
         collate_fn=collator,
         num_workers=workers,
         prefetch_factor=BATCHES_AHEAD if workers else None,
+        multiprocessing_context=start if workers else None,
         generator=torch.Generator(),  # else it draws a seed from everybody's
     )
     totals = torch.zeros(2, dtype=torch.float64, device=device)

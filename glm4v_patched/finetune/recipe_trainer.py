@@ -37,6 +37,7 @@ class RecipeTrainer(Trainer):
             have their own.
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
         sample: Rows that are answered at each evaluation.
+        worker_start: How processes that read pictures start (:func:`data.loading.worker_start`).
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RecipeTrainer(Trainer):
         rates: Mapping[Any, float] | None = None,
         eval_collator: Callable | None = None,
         sample: Sample | None = None,
+        worker_start: str | None = None,
         **options,
     ):
         for name in OVERRIDDEN:
@@ -54,7 +56,7 @@ class RecipeTrainer(Trainer):
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
                 "release: 4.57.6 to 5.23"
             )
-        self.rates, self.sample = rates, sample
+        self.rates, self.sample, self.worker_start = rates, sample, worker_start
         self.eval_collator = eval_collator or options["data_collator"]
         self.watch = DivergenceWatch(max_nonfinite_steps)
         self.features = features
@@ -88,6 +90,13 @@ class RecipeTrainer(Trainer):
         optimizer.param_groups[:] = [group for group in groups if group["params"]]
         return optimizer
 
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        if self.worker_start and loader.num_workers:
+            # accelerate's loader hands on what its inner one reads.
+            loader.base_dataloader.multiprocessing_context = self.worker_start
+        return loader
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.features is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -118,6 +127,7 @@ class RecipeTrainer(Trainer):
             self.args.device,
             self._sum_of_losses,
             self.args.dataloader_num_workers,
+            self.worker_start,
         )
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
         if self.sample is not None:

@@ -240,7 +240,7 @@ def require_usable(
 
 def begin(folder: Path, remove: list[str]) -> None:
     """Remove what :func:`require_usable` said, and say that what comes now is a run's."""
-    remove_partial(folder, [*STATE, RECORD])
+    remove_partial(folder, [*STATE, RECORD, REPORT])
     # Written anew already, or about to be.
     if remove := [name for name in remove if name not in STATE]:
         for name in remove:

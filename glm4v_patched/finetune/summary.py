@@ -26,6 +26,7 @@ from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .config import Recipe
 from .disk import needed_space
+from .doubts import find_doubts
 from .identity import Base
 from .preflight import Placement
 from .trainer import batch_of, options_of
@@ -63,10 +64,11 @@ def describe(
 ) -> str:
     """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
     config, options, batch, steps, free = planned
+    rows = len(checked.batch_rows().lengths)
     told = {
         "data": _describe_data(checked),
         "evaluation": _describe_evaluation(recipe, checked),
-        "steps": _describe_steps(recipe, len(checked.batch_rows().lengths), steps, placement),
+        "steps": _describe_steps(recipe, rows, steps, placement),
         "trained": _describe_trained(recipe, config, options),
         "device": _describe_device(recipe, placement),
         "kept": _describe_policies(options, batch),
@@ -75,6 +77,9 @@ def describe(
         "disk": _describe_disk(recipe, steps),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
+    lines += [
+        f"{'doubtful':<12}{text}" for text in find_doubts(recipe, rows, steps, placement.processes)
+    ]
     sample = show_sample(load_processor(base), checked.conversations()[0])
     return "\n".join(
         [*lines, "the first row, with what is learned of it between [[ and ]]:", sample]

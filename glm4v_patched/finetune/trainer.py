@@ -30,11 +30,12 @@ from transformers import (
     set_seed,
 )
 
+from ..atomic import write_atomically
 from ..data.check import check_sets
 from ..data.checked import BatchRows, CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.loading import loader_options
+from ..data.loading import loader_options, worker_start
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.deepspeed.shared_memory import remove_own_buffer
@@ -291,6 +292,7 @@ def train(
         rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         eval_collator=ConversationCollator(processor, stamps),
         sample=sample_of(recipe, base, checked, processor),
+        worker_start=worker_start(options.offload),
         args=arguments,
         train_dataset=conversations,
         eval_dataset=evaluated,
@@ -385,7 +387,7 @@ def _write_report(
         report["best_step"] = trainer.state.best_global_step
     report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), **known}
     text = json.dumps(report, indent=2, allow_nan=False)
-    Path(cast(str, trainer.args.output_dir), REPORT).write_text(text)
+    write_atomically(Path(cast(str, trainer.args.output_dir), REPORT), text)
 
 
 def _processes() -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..atomic import write_atomically
 from ..data.messages import pictures_of, shorten
 from ..data.sources import Source
 from .questions import Question
@@ -97,7 +98,7 @@ class AnswersFile:
         self.has_begun = True
         self.file.truncate(0)
         text = json.dumps(self.settings, indent=2) + "\n"
-        self.settings_path.write_text(text, encoding="utf-8")
+        write_atomically(self.settings_path, text)
 
     def _require_same(self) -> None:
         cure = "give --out another file, or replace it (--overwrite)"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..atomic import write_atomically
 from .answer import Request, answer_questions, settings_of
 from .answers_file import Line
 from .questions import digest_pictures, read_questions
@@ -61,7 +62,7 @@ def evaluate(
             "settings": settings,
             "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
         }
-        (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         right = [line.answer for line in lines if not line.swapped]
         draw_sheet(questions, right, folder / SHEET)
     return report

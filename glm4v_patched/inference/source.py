@@ -37,7 +37,7 @@ floating point, with which the computation is in the model's own dtype."""
 
 
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
-OF_ADAPTERS += ["chat_template.jinja"]
+OF_ADAPTERS += ["tokenizer.model", "chat_template.jinja"]
 """What is taken of adapters on the Hub; no code."""
 
 

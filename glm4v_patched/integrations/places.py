@@ -1,5 +1,7 @@
 """Where pictures stand in a message: ``<image>``, as ms-swift and LLaMA-Factory write it."""
 
+from collections.abc import Callable
+
 PLACE = "<image>"
 BEGIN, END = "<|begin_of_image|>", "<|end_of_image|>"
 # In the published form, which a model or vLLM grows itself.
@@ -10,11 +12,18 @@ def images_first(content: str) -> tuple[int, str]:
     """How many places stand at the beginning and end of a message, and its words without them.
 
     The model is used to pictures before the words, and to words without space around them, which
-    LLaVA's data sets have ("<image>\\n"). Places between words stay in them.
+    LLaVA's data sets have ("<image>\\n"). Places between words stay where they are, and
+    with them those at the end, so that pictures keep their order.
     """
-    words = content.strip() if PLACE in content else content
+    if PLACE not in content:
+        return 0, content
+    words, before = _without(content.strip(), str.startswith, str.removeprefix)
+    others, behind = _without(words, str.endswith, str.removesuffix)
+    return (before, words) if PLACE in others else (before + behind, others)
+
+
+def _without(words: str, has: Callable, remove: Callable) -> tuple[str, int]:
     number = 0
-    while words.startswith(PLACE) or words.endswith(PLACE):
-        words = words.removeprefix(PLACE) if words.startswith(PLACE) else words.removesuffix(PLACE)
-        words, number = words.strip(), number + 1
-    return number, words
+    while has(words, PLACE):
+        words, number = remove(words, PLACE).strip(), number + 1
+    return words, number

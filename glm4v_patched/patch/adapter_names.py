@@ -27,6 +27,8 @@ MEANT = {
     "multi_modal_projector": "transformer.vision.linear_proj",
 }
 ALL_LINEAR = "all-linear"
+# peft adds both to modules_to_save of every classifier or reward model, whatever its head's name.
+HEADS = ("classifier", "score")
 
 
 def answer_names(inject_adapter: Callable) -> Callable:
@@ -53,9 +55,11 @@ def correct_names(model: nn.Module, config) -> None:
     modules = [name for name, _ in model.named_modules()]
     for option in ("modules_to_save", "target_modules"):
         names = getattr(config, option, None)
-        if not names or names == ALL_LINEAR:
+        if not names:
             continue
         if isinstance(names, str):
+            if names.lower() == ALL_LINEAR:
+                continue
             if not any(re.fullmatch(names, module) for module in modules):
                 raise ValueError(_unknown(option, [names], MEANT.keys() & set(_words(names))))
             continue
@@ -63,7 +67,8 @@ def correct_names(model: nn.Module, config) -> None:
         if known != list(names):
             logger.warning("%s: %s are called %s here", option, [*names], known)
             setattr(config, option, type(names)(known))
-        unknown = [name for name in known if not _fits(name, modules)]
+        heads = HEADS if option == "modules_to_save" else ()
+        unknown = [name for name in known if name not in heads and not _fits(name, modules)]
         if unknown:
             raise ValueError(_unknown(option, unknown, unknown))
 

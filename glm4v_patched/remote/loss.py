@@ -86,8 +86,14 @@ class KeptColumns(NamedTuple):
 
     @classmethod
     def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
-        """Raises ``ValueError`` for a mask that keeps more positions in one row than in another."""
+        """
+        Raises:
+            ValueError: a number below 0, or a mask that keeps more positions in one row than in
+                another.
+        """
         if not isinstance(logits_to_keep, Tensor):
+            if logits_to_keep < 0:
+                raise ValueError(f"logits_to_keep is {logits_to_keep}; expected 0 (all) or more")
             return cls(logits_to_keep)
         if logits_to_keep.dtype != torch.bool:
             return cls(None, logits_to_keep)
@@ -158,16 +164,17 @@ class KeptColumns(NamedTuple):
         Raises:
             ValueError: they are not.
         """
-        if self.last == 0 or given is None or given.shape[1] == grown_length:
+        if self.last == 0 or given is None:
             return
         length = given.shape[1]
         grows = f"rows of {length} ids take {grown_length} positions here"
         cure = "give grown rows, as this model's processor makes them"
         if self.length not in (None, grown_length):
+            cure = cure if self.length == length else "give it one entry for each"
             raise ValueError(
                 f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}"
             )
-        if not image_ids:
+        if not image_ids or length == grown_length:
             return
         tail = given[:, -self.number(length) :]
         if self.last is None or any(bool((tail == image_id).any()) for image_id in image_ids):

@@ -10,7 +10,6 @@ from it, each with a test:
 - generation: a drawn token needs nothing from the rows before it             (cached_rows.py)
 """
 
-import copy
 from dataclasses import dataclass
 from inspect import signature
 from itertools import islice
@@ -916,7 +915,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
 
         Raises:
-            ValueError: labels are neither as long as the rows nor as many as are kept.
+            ValueError: labels are neither as long as the rows nor as many as are kept, or a mask of
+                kept positions is not as long as the grown rows.
         """
         if self.training:
             refuse_split_model(self)  # again: the processes may have met after train()
@@ -925,6 +925,11 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         are_cut = kept.are_cut(labels, given)
         if are_cut:
             assert labels is not None and given is not None
+            if attention_kwargs.get("shift_labels") is not None:
+                raise ValueError(
+                    f"labels were cut to {labels.shape[1]} positions, and there are shift_labels "
+                    "beside them: give one of them"
+                )
             attention_kwargs["shift_labels"] = kept.shifted_labels(labels, given.shape[1])
             labels = None
         output = self.transformer(
@@ -1101,18 +1106,21 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         return [i for i in ids if i is not None]
 
     def _get_logits_processor(self, generation_config, *arguments, **options):
-        # An image id among drawn ids is taken for a lost image by whoever trains on them. Trainers
-        # name some ids of their own; only an empty list says that all may be drawn.
-        given = generation_config.suppress_tokens
-        if given is None or len(given):
-            generation_config = copy.copy(generation_config)
-            generation_config.suppress_tokens = list({*(given or ()), *self._image_ids()})
         if not arguments:
             # Continuous batching names none; its graphs cannot copy the ids from the host.
             options.setdefault("device", self.device)
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
+        # An image id among drawn ids is taken for a lost image by whoever trains on them. Trainers
+        # name some ids of their own; only an empty list says that all may be drawn. First, so that
+        # what chooses among the best sees it; a processor of its own, for generate would drop that
+        # of the config for one of the same class that it is given.
+        given = generation_config.suppress_tokens
+        if given is None or len(given):
+            processors.insert(
+                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(self.device))
+            )
         for processor in processors:
             if isinstance(processor, SuppressTokensLogitsProcessor):
                 # It looks at the last dimension alone; continuous batching would warn.

@@ -1,6 +1,7 @@
 """Reading rows: what is taken, and that all else is refused with file, line and cure."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,6 +184,8 @@ def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
     assert read(folder, json.dumps(alpaca | earlier)) == [[*history, question, ANSWER]]
     plain = {"instruction": "q", "input": "", "output": "b", "system": "", "history": []}
     assert read(folder, json.dumps(plain)) == [[said("user", "q"), ANSWER]]
+    nulls = plain | dict.fromkeys(["input", "system", "history", "images"])
+    assert read(folder, json.dumps(nulls)) == [[said("user", "q"), ANSWER]]
     source = Source(str(folder / "data.jsonl"))
     (folder / "data.jsonl").write_text(json.dumps({"instruction": "q"}))
     (asked,) = read_rows(source, to_learn=False)
@@ -194,13 +197,14 @@ def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
     [
         ({"output": ""}, "the content of assistant is empty"),
         ({"output": 5}, "output is 5; expected text"),
+        ({"output": None}, "output is null; expected text"),
         ({"history": [["a"]]}, r"turn 1 of 1 of history is a list; expected \[question, answer\]"),
         ({"history": "a"}, 'history is "a"; expected a list'),
         ({"image": "a.png"}, "pictures of the row: 1, places .*: 0; write one <image>"),
         ({"mood": "good"}, 'the key "mood" is not read: a row has instruction, input'),
         ({"messages": []}, '"messages" is not read: the first row of this file has "instruction"'),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_alpacas_rows_that_are_not_understood_are_refused(folder, changed, message):
     alpaca = {"instruction": "q", "output": "b"}
@@ -218,6 +222,14 @@ def test_a_format_may_be_named_and_keys_left_out(folder):
     assert read_conversations(Source(path, ignore=("id", "source"))) == [[said("user"), ANSWER]]
     with pytest.raises(ValueError, match='"messages" is not read: the first row .*"conversations"'):
         read_conversations(Source(path, format="conversations", ignore=("id", "source")))
+
+
+@pytest.mark.parametrize("other", ["messages", "conversations", "prompt"])
+def test_a_key_that_is_left_out_tells_no_format(folder, other):
+    given = {"instruction": "q", "output": "b", other: "of another trainer"}
+    (folder / "data.jsonl").write_text(json.dumps(given))
+    source = Source(str(folder / "data.jsonl"), ignore=(other,))
+    assert read_conversations(source) == [[said("user", "q"), ANSWER]]
 
 
 def test_pictures_get_absolute_paths(folder):
@@ -352,7 +364,7 @@ REFUSED = {
     "row of number": ("5", "is a number; expected"),
     # Pictures
     "lost": (row(said("user", image="no.png"), ANSWER), r"image .*no\.png does not exist"),
-    "folder": (row(said("user", image="."), ANSWER), "does not exist"),
+    "folder": (row(said("user", image="."), ANSWER), "is no file"),
     "null": (row(said("user", image=None), ANSWER), "image is null; .*leave the key out"),
     "empty path": (row(said("user", image=""), ANSWER), 'image is ""; .*leave the key out'),
     "list": (row(said("user", image=["a.png"]), ANSWER), "image is a list; expected the path of"),
@@ -453,6 +465,8 @@ REFUSED = {
     "metadata of two lines": (row(said("user"), said("assistant", metadata="a\nb")), "one line"),
     # JSON
     "no JSON": ("not json", r"no JSON \(Expecting value, column 1\): not json"),
+    "of Python": ("{'messages': []}", r"no JSON .*write it with json\.dumps"),
+    "comma": (GOOD.rstrip() + ",", r"no JSON .*leave out the comma"),
     "cut": (GOOD[:-5], "no JSON"),
     "cut early": ('{"messages": [', r"no JSON \(Expecting value, column 15\)"),
     "two rows in one line": (GOOD + GOOD, "no JSON .Extra data"),
@@ -521,11 +535,13 @@ def test_csv_is_refused_with_the_command_that_makes_a_table_of_it(tmp_path, monk
     lines = [("prompt", "completion", "image"), ("<image>q", "b", "a.png")]
     (tmp_path / name).write_text("\n".join(separator.join(line) for line in lines))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=f"^{name}: CSV is not read; .*prompt, completion") as told:
+    with pytest.raises(
+        ValueError, match=f"^{name}: CSV is not read; .*<image> for the pic"
+    ) as told:
         read_conversations(name)
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    exec(str(told.value).split('python -c "')[1].removesuffix('"'), {})
+    exec(shlex.split(str(told.value).partition(": python ")[2])[1], {})  # as a shell takes it
     made = name.split(".")[0] + ".parquet"
     picture = str(tmp_path / "a.png")
     assert read_conversations(tmp_path / made) == [[said("user", "q", image=picture), ANSWER]]

@@ -1,6 +1,7 @@
 """Pictures that are decoded by workers: how many there are, and that nothing else changes."""
 
 import json
+import multiprocessing
 from collections import namedtuple
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from glm4v_patched.data import loading
-from glm4v_patched.data.loading import default_workers, loader_options
+from glm4v_patched.data.loading import default_workers, loader_options, worker_start
 from glm4v_patched.data.stored_rows import Conversations, RowsWriter
-from glm4v_patched.finetune import evaluation
+from glm4v_patched.finetune import evaluation, trainer
 from tests.helpers.recipes import drawn_recipe, train_here
 
+START = "multiprocessing_context"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -59,7 +61,7 @@ def test_evaluation_s_workers_fit_beside_those_of_training(tmp_path, machine, mo
     started = []
 
     def watched(*arguments, **options):
-        started.append((options.pop("num_workers"), options.pop("prefetch_factor", 2)))
+        started.append(tuple(map(options.pop, ("num_workers", "prefetch_factor", START))))
         return DataLoader(*arguments, **options)
 
     monkeypatch.setattr(evaluation, "DataLoader", watched)
@@ -68,10 +70,15 @@ def test_evaluation_s_workers_fit_beside_those_of_training(tmp_path, machine, mo
     for free in (total - training, 2**20):
         machine(8, shared_memory=free)
         loss_of = lambda _: torch.ones(())  # noqa: E731
-        evaluation.mean_loss(torch.nn.Identity(), rows, collate, 2, cpu, loss_of, 7)
-    (workers, ahead), none = started
+        evaluation.mean_loss(torch.nn.Identity(), rows, collate, 2, cpu, loss_of, 7, "spawn")
+    (workers, ahead, start), none = started
     assert 1 <= workers < 7 and training + workers * (ahead + 1) * 2 * 2 * picture <= total
-    assert none == (0, None)
+    assert start == "spawn" and none == (0, None, None)
+
+
+def test_an_offloaded_optimizer_has_workers_without_its_memory():
+    assert worker_start(True) == "spawn"
+    assert worker_start(False) is worker_start("auto") is None
 
 
 def test_a_recipe_may_say_how_many(machine):
@@ -83,18 +90,28 @@ def test_a_recipe_may_say_how_many(machine):
     }
 
 
-def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path):
-    """Two epochs, of which the second is drawn anew; LoRA's dropout draws random numbers, too."""
+def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
+    """Two epochs, of which the second is drawn anew; LoRA's dropout draws random numbers, too.
+
+    Forked workers would keep what an offloaded optimizer replaces, so others are started there.
+    """
+    started, plain = set(), DataLoader.__iter__
+
+    def watched(loader):
+        started.add(loader.num_workers and loader.multiprocessing_context)
+        return plain(loader)
+
+    monkeypatch.setattr(DataLoader, "__iter__", watched)
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
-    for workers in (0, 2):
-        folder = tmp_path / str(workers)
+    for workers, start in ((0, None), (2, None), (2, "spawn")):
+        monkeypatch.setattr(trainer, "worker_start", lambda _, start=start: start)
+        folder = tmp_path / f"{workers} {start}"
         folder.mkdir()
         recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": workers})
         history = train_here(recipe)["history"]
         weights = Path(recipe.out, "adapter_model.safetensors").read_bytes()
-        results.append((history, weights, torch.get_rng_state()))
+        results.append((json.dumps(history), weights, torch.get_rng_state().tolist()))
         assert len(history) == 14
-    (one, weights, state), (other, same, same_state) = results
-    assert json.dumps(one) == json.dumps(other) and weights == same
-    assert torch.equal(state, same_state)
+    assert results[1] == results[0] and results[2] == results[0]
+    assert started == {0, None, multiprocessing.get_context("spawn")}

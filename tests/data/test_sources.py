@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,7 @@ from glm4v_patched.data import sources
 from glm4v_patched.data.messages import pictures_of
 from glm4v_patched.data.pictures import PictureFiles, fetch
 from glm4v_patched.data.sets import Source
-from glm4v_patched.data.sources import Fault, read_conversations, read_rows
+from glm4v_patched.data.sources import Fault, Row, read_conversations, read_rows
 
 datasets = pytest.importorskip("datasets")
 
@@ -53,6 +54,16 @@ def test_an_array_has_the_rows_of_the_lines(tmp_path, monkeypatch, at_once, inde
         row._replace(line=number)
         for number, row in enumerate(read_rows(tmp_path / "a.jsonl"), start=1)
     ]
+
+
+def test_an_array_in_one_line_is_not_held_as_a_whole(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps([{"messages": turns("q" * 10**6)}] * 16))
+    tracemalloc.start()
+    try:
+        assert sum(isinstance(row, Row) for row in read_rows(tmp_path / "rows.json")) == 16
+        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_rows_of_an_array_are_named_by_their_number(tmp_path):

@@ -14,19 +14,20 @@ Not for what is said of launchers, of a first start, or of the order of imports:
 a user starts it (:mod:`processes`).
 """
 
-import atexit
+import fcntl
 import gc
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from select import select
 from types import ModuleType
@@ -43,45 +44,67 @@ READ_BY_IMPORTS = {
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torch's launcher gives the others 30 seconds to end.
 SECONDS_TO_END = 10
+# How often a warm process looks whether it may still be needed.
+SECONDS_TO_LOOK = 2
 
 
 class WarmProcess:
-    """One of them, on the side of the tests."""
+    """One of them, on the side of the tests. All processes of xdist share it, and all of pytest for
+    which ``WARM_PROCESSES`` names one folder; it ends once the process has ended whose number that
+    folder's name ends with."""
 
-    def __init__(self, imports: str, environment: dict[str, str]):
+    def __init__(self, name: str, imports: str, environment: dict[str, str]):
         self.names = READ_BY_IMPORTS[imports]
-        self.imported_with = {name: environment.get(name) for name in self.names}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, imports],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the tests
-            text=True,
-        )
-        atexit.register(self.end)
+        self.address = _folder() / name
+        with open(f"{self.address}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._is_there():
+                self._begin(imports, environment)
+        self.imported_with = json.loads(Path(f"{self.address}.json").read_text())
         self.pid: int | None = None
 
-    def end(self) -> None:
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
+    def _is_there(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as trying:
+            try:
+                trying.connect(str(self.address))
+            except OSError:  # there is none, or it was killed
+                self.address.unlink(missing_ok=True)
+                return False
+        return True
+
+    def _begin(self, imports: str, environment: dict[str, str]) -> None:
+        read = {name: environment.get(name) for name in self.names}
+        Path(f"{self.address}.json").write_text(json.dumps(read))
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(self.address))
+            listening.listen()
+            subprocess.Popen(
+                [sys.executable, "-P", __file__, imports, str(self.address)],
+                env=environment,
+                stdin=listening,
+                start_new_session=True,  # Ctrl-C is for the tests
+            )
 
     def start(self, request: dict) -> None:
         """Fork a process."""
         wanted = {name: request["environment"].get(name) for name in self.names}
         assert wanted == self.imported_with, f"{wanted}, not {self.imported_with}: start it fresh"
         assert self.pid is None, f"process {self.pid} has not ended"
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(str(self.address))
+        # Not buffered: select tells of what can be read.
+        self.channel = self.connection.makefile("rwb", buffering=0)
+        self.channel.write(json.dumps(request).encode() + b"\n")
         self.pid = self._read()["pid"]
 
     def ended(self, seconds: float) -> bool:
         """Wait for the end of the fork."""
-        return bool(select([self.process.stdout], [], [], max(seconds, 0))[0])
+        return bool(select([self.connection], [], [], max(seconds, 0))[0])
 
     def status(self) -> int:
         self.pid = None
-        return self._read()["status"]
+        with self.connection, self.channel:
+            return self._read()["status"]
 
     def kill(self, number: signal.Signals) -> None:
         """The fork, and on SIGKILL what it has started."""
@@ -95,12 +118,22 @@ class WarmProcess:
                     part.send_signal(number)
 
     def _read(self) -> dict:
-        line = self.process.stdout.readline()
-        assert line, f"a warm process has ended, with status {self.process.wait()}"
+        line = self.channel.readline()
+        assert line, f"the warm process at {self.address} has ended"
         return json.loads(line)
 
 
-WARM: dict[str, list[WarmProcess]] = defaultdict(list)
+WARM: dict[str, WarmProcess] = {}
+
+
+@cache
+def _folder() -> Path:
+    given = os.environ.get("WARM_PROCESSES")
+    in_xdist = "PYTEST_XDIST_WORKER" in os.environ
+    name = f"warm-{os.getppid() if in_xdist else os.getpid()}"
+    folder = Path(given or Path(tempfile.gettempdir(), name))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def run_ranks(
@@ -139,15 +172,18 @@ def run_code(
 
 
 def _run(imports: str, requests: list[dict], seconds: float) -> tuple[int | None, str]:
-    warm = WARM[imports]
-    while len(warm) < len(requests):
-        warm.append(WarmProcess(imports, requests[0]["environment"]))
+    warm = []
+    for rank, request in enumerate(requests):
+        name = f"{imports}-{rank}"
+        if name not in WARM:
+            WARM[name] = WarmProcess(name, imports, request["environment"])
+        warm.append(WARM[name])
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         output.touch()
-        for process, request in zip(warm, requests, strict=False):
+        for process, request in zip(warm, requests, strict=True):
             process.start(request | {"output": str(output)})
-        status = _wait(warm[: len(requests)], time.monotonic() + seconds)
+        status = _wait(warm, time.monotonic() + seconds)
         return status, output.read_text(errors="replace")
 
 
@@ -202,21 +238,44 @@ def import_all() -> None:
     torch.set_num_threads(1)
 
 
-def main(imports: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
+def main(imports: str, address: str) -> None:
     os.dup2(2, 1)  # old DeepSpeed prints while it is imported
+    listening = socket.socket(fileno=os.dup(0))
+    listening.settimeout(SECONDS_TO_LOOK)
     {"torch": import_torch, "all": import_all}[imports]()
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            answers.close()
-            return become(request)
-        print(json.dumps({"pid": pid}), file=answers, flush=True)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps({"status": status}), file=answers, flush=True)
+    for_whom = Path("/proc", Path(address).parent.name.rpartition("-")[2])
+    answering: list[int] = []
+    while for_whom.exists():
+        answering = [pid for pid in answering if not os.waitpid(pid, os.WNOHANG)[0]]
+        with suppress(TimeoutError):
+            connection, _ = listening.accept()
+            pid = os.fork()
+            if pid == 0:
+                listening.close()
+                return answer(connection)
+            connection.close()
+            answering.append(pid)
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+def answer(connection: socket.socket) -> None:
+    """Fork what is asked for, and tell its number and how it ended."""
+    connection.settimeout(None)
+    channel = connection.makefile("rwb", buffering=0)
+    if not (line := channel.readline()):
+        os._exit(0)  # it was only asked whether it is there
+    request = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        connection.close()
+        return become(request)
+    for told in ("pid", "status"):
+        number = pid if told == "pid" else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        channel.write(json.dumps({told: number}).encode() + b"\n")
+    os._exit(0)
 
 
 def become(request: dict) -> None:
@@ -252,4 +311,4 @@ def become(request: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

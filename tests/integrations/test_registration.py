@@ -108,9 +108,13 @@ def test_the_file_for_external_plugins_is_printed():
         ("<image>", 1, ""),
         ("\nWhat?", 0, "\nWhat?"),
         ("Is <image> this?", 0, "Is <image> this?"),
+        ("<image> What?\n<image>", 2, "What?"),
+        ("<image><image>", 2, ""),
+        ("Is <image> like <image>", 0, "Is <image> like <image>"),
+        ("<image>Is <image> like\n<image>", 1, "Is <image> like\n<image>"),
     ],
 )
-def test_pictures_go_before_the_words(content, number, words):
+def test_pictures_go_before_the_words_in_their_order(content, number, words):
     assert images_first(content) == (number, words)
 
 

@@ -4,7 +4,8 @@ import pytest
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
 import glm4v_patched
-from tests.helpers.tiny import tiny_model
+from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
+from tests.helpers.tiny import tiny_config, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,18 @@ def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, m
             add(tiny_model(), LoraConfig(r=2, **options))
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "query_key_value", {"dense"}, None])
+@pytest.mark.parametrize("saved", [None, ["embed_tokens"]])
+def test_a_reward_model_trains_its_head_beside_adapters(saved):
+    """For which peft adds names that heads have elsewhere, too."""
+    names = {"target_modules": ["dense"], "modules_to_save": saved}
+    config = LoraConfig(r=2, task_type="SEQ_CLS", **names)
+    model = get_peft_model(ChatGLMForSequenceClassification(tiny_config(num_labels=1)), config)
+    assert "base_model.model.score.modules_to_save.default.weight" in trained(model)
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", "All-Linear", "query_key_value", {"dense"}, None]
+)
 def test_names_that_fit_are_left_alone(targets):
     targets = [targets] if targets == "query_key_value" else targets
     assert trained(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=targets)))

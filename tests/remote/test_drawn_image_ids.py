@@ -2,7 +2,11 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+)
 
 from tests.helpers.tiny import BOI, EOI, FILL, grown_image, pictures, text, tiny_model
 
@@ -64,6 +68,13 @@ def test_what_a_trainer_suppresses_is_suppressed_besides(drawing_image_ids):
     best = drawn(drawing_image_ids, do_sample=False)
     others = drawn(drawing_image_ids, do_sample=False, suppress_tokens=[FILL, *best])
     assert not others & {BOI, EOI, FILL, *best}
+
+
+def test_a_processor_of_the_same_class_that_is_given_takes_nothing_away(drawing_image_ids):
+    own = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
+    for more in ({}, {"suppress_tokens": [4]}):
+        options = {"do_sample": False, "logits_processor": own, **more}
+        assert not drawn(drawing_image_ids, **options) & {BOI, EOI, FILL}
 
 
 def test_the_config_that_is_given_stays_as_it_is(drawing_image_ids):

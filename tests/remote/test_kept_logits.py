@@ -140,3 +140,27 @@ def test_a_mask_that_keeps_more_of_one_row_is_refused(model):
     mask[0, -3:] = mask[1, -1:] = True
     with pytest.raises(ValueError, match=r"keeps \[3, 1\] positions of 2 rows"):
         model(**batch(grown_image()), logits_to_keep=mask)
+
+
+@pytest.mark.parametrize("labels", ["whole", "cut", None])
+@pytest.mark.parametrize(("length", "shape"), [(9, "row"), (9, "rows"), (17, "row")])
+def test_a_mask_of_another_length_is_refused(model, length, shape, labels):
+    inputs = batch(grown_image())
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[:3] = True
+    inputs["labels"] = {"whole": inputs["labels"], "cut": inputs["labels"][:, :3]}.get(labels)
+    with pytest.raises(ValueError, match=f"a mask of {length} positions, but rows of 15 ids take"):
+        model(**inputs, logits_to_keep=mask if shape == "row" else mask.expand(2, -1))
+
+
+def test_less_than_no_position_is_refused(model):
+    with pytest.raises(ValueError, match=r"logits_to_keep is -3; expected 0"):
+        model(**batch(grown_image()), logits_to_keep=-3)
+
+
+def test_labels_are_not_given_twice(model):
+    inputs = batch(grown_image())
+    shifted = inputs["labels"].roll(-1, dims=1)
+    inputs["labels"] = inputs["labels"][:, -4:]
+    with pytest.raises(ValueError, match="labels were cut to 4 positions, and there are shift_la"):
+        model(**inputs, shift_labels=shifted, logits_to_keep=4)
