@@ -24,6 +24,7 @@ is installed.
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -44,6 +45,7 @@ from tests.helpers.processes import cpu_environment, gpu_environment, run_with_l
 from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
 from tests.helpers.tiny import NUM_IMAGE_TOKENS
 
+LEAST_SECONDS = 30  # a job is not started with less
 INV_FREQ = "transformer.rotary_pos_emb.inv_freq"
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -262,8 +264,13 @@ def check(done: Row) -> None:
     assert done.swapped is None or done.swapped <= 0.25, done.swapped
 
 
-def perform(wanted: Job, place: Place, logs: Path | None = None) -> Row:
-    """Run a job, write its row and return it. ``AssertionError`` if it is not as expected."""
+def perform(wanted: Job, place: Place, logs: Path | None = None, left: float = math.inf) -> Row:
+    """Run a job, write its row and return it. ``AssertionError`` if it is not as expected.
+
+    Args:
+        logs: A folder for what its processes print.
+        left: Seconds after which they are ended, if that is sooner than the job's own limit.
+    """
     folder = place.make(wanted)
     environment = place.environment(wanted, folder)
     found = place.versions(wanted, folder)
@@ -278,6 +285,7 @@ def perform(wanted: Job, place: Place, logs: Path | None = None) -> Row:
             for number, command in enumerate((wanted.command, *wanted.more)):
                 words = [sys.executable, *map(str, command)]
                 limit = wanted.seconds * (4 if place.on_cpu else 1)
+                limit = max(1, min(limit, left - (time.monotonic() - started)))
                 ended = run_with_limit(words, limit, environment, folder)
                 said += f"$ {' '.join(words)}\n{ended.output}\nstatus {ended.status}\n"
                 printed += ended.output
@@ -326,7 +334,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("two_gpus_output"))
     parser.add_argument("--packages", type=Path, help="folders of packages")
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU")
-    parser.add_argument("--until", type=float, help="seconds after which no job is started")
+    parser.add_argument("--until", type=float, help="seconds after which jobs are ended")
     parser.add_argument("--list", action="store_true", help="print the short names")
     parser.add_argument("--merge", type=Path, help="put the rows of this file among the others")
     given = parser.parse_args()
@@ -347,12 +355,13 @@ def main() -> None:
     for each in wanted:
         if given.cpu and not each.cpu:
             continue
-        if given.until and time.monotonic() - began > given.until:
+        started = time.monotonic()
+        left = (given.until or math.inf) - (started - began)
+        if left < LEAST_SECONDS:
             print(f"-- {each.short}: no time left", flush=True)
             continue
-        started = time.monotonic()
         try:
-            done = perform(each, place, given.folder / "logs")
+            done = perform(each, place, given.folder / "logs", left)
             found = f"{done.outcome[:150]} loss {done.loss} reward {done.reward}"
             found += f" right {done.right} swapped {done.swapped} | {done.note}"
         except Exception as error:  # the next jobs are run all the same
