@@ -56,7 +56,7 @@ MERGE = ("-m", "glm4v_patched", "merge", "adapter", "--out", "merged", "--no-che
 OLD_FORMAT = "You are using an old version of the checkpointing format that is deprecated"
 CHECKPOINT_ERROR = r"CheckpointError: .*have different metadata.*"
 ELSEWHERE = r"RuntimeError: Expected all tensors to be on the same device.*"
-REFUSED = r"ValueError: You can't train a model that has been loaded.*"
+REFUSED = r"ValueError: You can't train a model that has been loaded with .* distributed mode"
 DEEPSPEED_OLD = (("deepspeed", "0.19.2"),)
 PUBLISHED_CODE = "the published code (a stand-in)"
 
