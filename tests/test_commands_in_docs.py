@@ -62,6 +62,9 @@ ELSEWHERE = {
     # Rows in each format.
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
+    "python train.py": "pytest -m two_gpu: tests/frameworks/test_two_gpus.py",
+    "torchrun --nproc_per_node 2 -m glm4v_patched.run -m openrlhf": "the same",
+    "python -m tests.frameworks.two_gpus": "the same",
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python -m tests.distributed.reading": "tests/distributed/test_reading_task.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
