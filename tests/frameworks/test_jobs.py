@@ -155,7 +155,7 @@ def axolotl(name: str, more: str, batch: int, rate: float, *options: str, **furt
     text = f"{AXOLOTL}micro_batch_size: {batch}\nlearning_rate: {rate}\n{more}"
     command = (*RUN, "axolotl", "train", "axolotl.yaml", *options)
     reads = " ".join(("axolotl train axolotl.yaml", *options))
-    files = {"axolotl.yaml": text}
+    files = {"axolotl.yaml": text, "deepspeed.json": json.dumps(DEEPSPEED)}
     note = "its pin on transformers 5.16.1 is ignored"
     return Job(
         *("axolotl", name, "axolotl", command, reads),
@@ -252,7 +252,11 @@ JOBS = [
         needs=("ray",),
     ),
     axolotl("SFT", "", 24, 2e-3),
-    axolotl("SFT, two processes", "", 12, 2e-3, "--launcher", "torchrun", "--", *TWO),
+    axolotl(
+        *("SFT, two processes, ZeRO-3", "deepspeed: deepspeed.json\n", 12, 2e-3),
+        *("--launcher", "torchrun", "--", *TWO),
+        note="by DDP alone it puts the model on GPU 0 and 1; its pin on transformers is ignored",
+    ),
     axolotl(
         *("SFT, LoRA", AXOLOTL_LORA, 24, 1e-2),
         then=(*RUN, "axolotl", "merge-lora", "axolotl.yaml", "--lora-model-dir", "out"),
@@ -273,7 +277,9 @@ JOBS = [
 DOES_NOT_RUN = {
     ("OpenRLHF", "SFT, DPO, reward model, PPO"): (
         "openrlhf",
-        'not on a CPU: its Strategy makes init_device_mesh("cuda") and calls torch.cuda.set_device',
+        "not on a CPU: they import flash_attn, which is installed beside CUDA alone; with an empty "
+        'one in its place, their Strategy calls torch.cuda.set_device, which ends with "module '
+        "'torch._C' has no attribute '_cuda_setDevice'\"",
     ),
     ("verl", "any, with pictures"): (
         "verl",
