@@ -97,7 +97,7 @@ SWIFT = [
     Job(
         *("kto", f"swift rlhf --rlhf_type kto --beta 0.3 {FULL}", "kto", "blind", "preferences"),
         steps=200,
-        rate=2e-3,
+        rate=1e-3,
     ),
     Job("grpo", GRPO, "reward", "sighted", "reward", steps=100, rate=4e-4, batch=768),
 ]
