@@ -50,12 +50,14 @@ ELSEWHERE = {
     "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
+    "nox -f tests/noxfile.py -t ": "by hand: test_sessions_are_there",
     ".venv/bin/nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
     "python -m glm4v_patched.run sft_script.py": "nox: frameworks",
     "python -m glm4v_patched.run trl sft": "nox: frameworks",
     "torchrun --nproc_per_node 2 train.py": "nox: jobs",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    "python -m glm4v_patched.run axolotl": "nox: axolotl",
     "pip install msgspec": "nox: ms_swift",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
@@ -153,6 +155,9 @@ def test_tests_that_pages_name_are_there(arguments):
 def test_sessions_are_there(arguments):
     words = shlex.split(arguments)
     source = (ROOT / words[words.index("-f") + 1]).read_text()
+    if "-t" in words:
+        assert f'tags=["{words[words.index("-t") + 1]}"]' in source
+        return
     assert f"\ndef {words[words.index('-s') + 1]}(session: nox.Session" in source
 
 

@@ -71,3 +71,11 @@ def test_nothing_is_written_unless_asked(file, monkeypatch):
     monkeypatch.delenv("FRAMEWORKS_RECORD")
     cannot("verl", "GRPO", "asks for a GPU", packages=["verl"])
     assert not file.exists()
+
+
+def test_what_was_interrupted_writes_no_row(file):
+    """A skipped or stopped job says nothing about its system: an older row stays."""
+    for ending in (KeyboardInterrupt, pytest.skip.Exception):
+        with pytest.raises(ending), job("X", "sft", "x", ["pytest"]):
+            raise ending
+    assert not file.exists()
