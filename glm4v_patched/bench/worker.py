@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -59,10 +60,7 @@ def measure(settings: Settings) -> dict | None:
             found = base.transformer.get_image_features(batch.pop("pixel_values"), return_dict=True)
         batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
-    if len(set(losses)) == 1:
-        raise RuntimeError(
-            f"the loss stayed {losses[0]} in {len(losses)} steps: nothing is learned"
-        )
+    require_learning(losses)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, work = statistics.median(times), useful_flop(config, settings)
@@ -87,6 +85,16 @@ def measure(settings: Settings) -> dict | None:
     if settings.profile:
         row |= profile_step(lambda: trainer.step(batch))
     return row if int(os.environ.get("RANK", 0)) == 0 else None
+
+
+def require_learning(losses: list[float]) -> None:
+    """Raises RuntimeError for losses of steps in which nothing can have been learned."""
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"a loss is no finite number: {losses}")
+    if len(set(losses)) == 1:
+        raise RuntimeError(
+            f"the loss stayed {losses[0]} in {len(losses)} steps: nothing is learned"
+        )
 
 
 def _train(trainer: Engine, batch: dict, warm_up: int, steps: int) -> tuple[list, list]:
