@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..engine.deepspeed.internals import gathered
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
 from ..engine.prepare import Engine, join_processes, local_device, start
@@ -120,13 +121,26 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
     if settings.against is not None:
         theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
         options = {"trust_remote_code": True, "dtype": given["dtype"]}
-        return AutoModelForCausalLM.from_config(theirs, **options)
+        original = AutoModelForCausalLM.from_config(theirs, **options)
+        _fill(original)
+        return original
     if settings.liger:
         apply(rms_norm=True, swiglu=True)
     model = GLM4VForCausalLM._from_config(config, **given)
     if is_quantised:
         quantise(model, local_device())
     return model
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    """Published code leaves weights as their memory was: with NaN in it, nothing is learned."""
+    for name, weight in model.named_parameters():
+        with gathered(weight, modifier_rank=0):
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=0.02)
+            else:  # of a norm, or a bias
+                nn.init.constant_(weight, name.endswith("weight"))
 
 
 def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:

@@ -110,6 +110,5 @@ def test_the_originals_code_is_measured_beside_ours(bench_warm, tmp_path):
         *("--against", str(original)),
     )
     assert [row["implementation"] for row in rows] == ["ours", "original"]
-    # Not by their losses: from_config leaves the published code's weights uninitialised.
     assert all(row.get("samples_per_s_per_gpu", 0) > 0 for row in rows), rows
     assert (tmp_path / "checkpointed").exists()  # as who trains the published code has to

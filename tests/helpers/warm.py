@@ -283,6 +283,7 @@ def become(request: dict) -> None:
     import random
 
     import numpy
+    import torch
 
     os.setsid()
     output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
@@ -292,6 +293,9 @@ def become(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    # After a fork torch makes its pool of threads anew when it is first asked for: two threads that
+    # ask at once end with "Invalid thread pool".
+    torch.set_num_threads(torch.get_num_threads())
     # Fresh processes draw unlike numbers.
     random.seed()
     numpy.random.seed()
