@@ -25,6 +25,11 @@ def required(*extras: str) -> list[Requirement]:
     return [Requirement(text) for text in [*PROJECT["project"]["dependencies"], *of_extras]]
 
 
+def test_ci_ends_with_what_fails():
+    first = next(line for line in CI.splitlines() if line and not line.startswith("#"))
+    assert first == "set -euo pipefail"
+
+
 def test_every_oldest_version_that_is_claimed_is_tested():
     claimed = {
         requirement.name: specifier.version
