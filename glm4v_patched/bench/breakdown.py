@@ -34,8 +34,7 @@ def memory_parts(trainer: Engine, batch: dict[str, Tensor]) -> dict[str, float]:
     - ``weights``: of the model, this process's shard;
     - ``optimizer``: its states and fp32 weights, as far as they are on the GPU;
     - ``gradients``: what the backward pass leaves for the update, and buffers that hold gradients
-      from one step to the next. Rows that have ``held_ceiling_tflops`` and none of gradients under
-      ZeRO-3 count those as rest; rows without it count all beside weights and optimizer;
+      from one step to the next;
     - ``activations``: what the forward pass leaves for the backward pass;
     - ``logits``: the most that the output layer and the loss take, forward or backward;
     - ``rest``: the peak less all of these: gathered weights, the inside of a layer, buckets. 0

@@ -6,16 +6,15 @@ import os
 import shlex
 import tempfile
 from collections.abc import Iterator
-from dataclasses import Field, asdict, fields
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
-from typing import Any, get_args
 
-from ..engine.environment import python_module, training_environment
+from ..engine.environment import python_module, run_within, torch_launcher, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
-from ..inference.speed import add_speed_arguments, measure_speed
+from ..inference.speed import add_speed_arguments, measure_speed, refuse_generation
+from ..option_fields import add_option, given
 from ..versions import versions
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
@@ -31,7 +30,7 @@ OTHERS = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-k
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for each in fields(Settings):
-        _add_option(parser, each)
+        add_option(parser, each, several=each.name in VARIED)
     add("--gpus", type=int, default=2, help="processes, one for each GPU (default: 2)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
     add("--timeout", type=float, default=600, help="seconds for one row (default: 600)")
@@ -42,29 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speed_arguments(parser)
 
 
-def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
-    told, default = each.metadata["help"], each.default
-    if each.type is bool:
-        action = "store_false" if default else "store_true"
-        parser.add_argument(_flag(each), dest=each.name, action=action, help=told)
-        return
-    typed: dict[str, Any] = {"dest": each.name, "type": (*get_args(each.type), each.type)[0]}
-    typed |= {name: each.metadata.get(name) for name in ("choices", "metavar")}
-    if each.name in VARIED:
-        typed["nargs"], default = "+", [default]
-    told += "" if default is None else f" (default: {each.default})"
-    parser.add_argument(_flag(each), help=told, default=default, **typed)
-
-
-def _flag(each: Field) -> str:
-    return each.metadata.get("flag") or f"--{each.name}".replace("_", "-")
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure every combination, or show the rows of files. Raises ``ValueError`` before anything
     runs if settings contradict each other or this machine cannot measure them."""
     if options.generate:
         return measure_speed(options)
+    refuse_generation(options)
     if options.pictures:
         check_drawable(options.pictures)
     if not options.rows:
@@ -119,11 +101,8 @@ def settings_asked(options: argparse.Namespace) -> list[Settings]:
 def command_of(settings: Settings, gpus: int, on_cpu: bool) -> str:
     """The shortest command line that measures this one row."""
     arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
-    for each in fields(Settings)[1:]:
-        value = getattr(settings, each.name)
-        if value != each.default:
-            arguments += [_flag(each)] if isinstance(value, bool) else [_flag(each), str(value)]
-    return "glm4v-patched bench " + shlex.join(arguments + ["--device", "cpu"] * on_cpu)
+    arguments += [*given(settings, but=["trained"]), *["--device", "cpu"] * on_cpu]
+    return "glm4v-patched bench " + shlex.join(arguments)
 
 
 def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: bool) -> dict:
@@ -159,10 +138,8 @@ def _commands(
     """What is run, one after the other, with its environment; the last leaves what it measured."""
     asked = json.dumps(asdict(settings))
     if settings.from_files is None:
-        command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        command += ["-m", "glm4v_patched.bench.worker", asked, str(folder / "row.json")]
-        yield command, training_environment(gpus, on_cpu)
+        worker = ["glm4v_patched.bench.worker", asked, str(folder / "row.json")]
+        yield [*torch_launcher(gpus), *worker], training_environment(gpus, on_cpu)
         return
     rows = settings.micro_batch * gpus * (settings.warm_up + settings.steps)
     command = python_module("glm4v_patched.bench.from_files", str(folder), asked, str(rows))
@@ -185,15 +162,11 @@ def figures(report: dict) -> dict:
 
 def _run(command: list[str], printed: Path, environment: dict, timeout: float) -> str:
     """What went wrong, the line that says so or the last ones; empty if nothing did."""
-    late = []
-    with printed.open("w") as file, Popen(command, stdout=file, stderr=file, env=environment) as it:
-        try:
-            it.wait(timeout)
-        except TimeoutExpired:
-            late = [f"not done after {timeout:.0f} s"]
-            it.terminate()  # torch's launcher, which ends its processes first
-    if it.returncode == 0:
+    with printed.open("w") as file:
+        status = run_within(timeout, command, environment, file)
+    if status == 0:
         return ""
+    late = [f"not done after {timeout:.0f} s"] * (status is None)
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]

@@ -22,7 +22,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .roofline import config_of, supervised
-from .settings import OF_ENGINE, Settings
+from .settings import OF_ENGINE, Settings, picture_size
 
 PICTURES = 16
 JPEG_QUALITY = 90
@@ -45,7 +45,7 @@ def write_rows(folder: Path, settings: Settings, rows: int) -> None:
     """``train.jsonl`` of so many rows, and its JPEG files: of soft colours with noise on them, so
     that one is decoded as slowly as a photograph."""
     folder.mkdir(exist_ok=True)
-    width, height = settings.picture_size()
+    width, height = picture_size("--from-files", settings.from_files or "")
     generator, pictures = random.Random(0), []
     for number in range(min(PICTURES, rows)):
         soft = Image.frombytes("RGB", (40, 30), generator.randbytes(40 * 30 * 3))

@@ -4,13 +4,14 @@ Useful is what training needs without computing anything twice: a forward pass, 
 gradients of activations, once more for those of weights. A multiply-add counts as 2.
 """
 
+from math import prod
 from pathlib import Path
 from statistics import mean
 
 import torch
 from torch.utils.benchmark import Timer
 
-from ..engine.memory_plan import Batch
+from ..engine.memory_plan import Batch, count_projection, linear_layers
 from ..engine.prepare import local_device
 from ..patch.recognition import is_glm4v, read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
@@ -56,24 +57,19 @@ def supervised(text_tokens: int) -> int:
 def tower_flop(config: ChatGLMConfig) -> float:
     """One image forward, through the adapter."""
     vision = config.vision
-    tokens, width = vision.num_positions, vision.hidden_size
-    layer_weights = 4 * width**2 + 2 * width * vision.intermediate_size
-    layers = vision.num_hidden_layers * (2 * tokens * layer_weights + 4 * tokens**2 * width)
-    inputs = 4 * width + config.hidden_size + 3 * config.ffn_hidden_size
-    adapter_weights = config.hidden_size * inputs
+    tokens, (layer, _) = vision.num_positions, linear_layers(config)
+    attention = 4 * tokens**2 * vision.hidden_size
+    layers = vision.num_hidden_layers * (2 * tokens * sum(map(prod, layer.values())) + attention)
+    adapter_weights = count_projection(config) - 5 * config.hidden_size  # without biases and norms
     return layers + 2 * vision.num_image_tokens * adapter_weights
 
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised: int) -> float:
     """One row forward; the output layer only where a token is learned."""
-    positions = config.vision.num_image_tokens + 2 + text_tokens
-    width, groups = config.hidden_size, config.multi_query_group_num
-    heads_width = config.num_attention_heads * config.kv_channels
-    layer_weights = width * (2 * heads_width + 2 * groups * config.kv_channels)
-    layer_weights += 3 * width * config.ffn_hidden_size
-    causal = 2 * positions**2 * heads_width
-    layers = config.num_layers * (2 * positions * layer_weights + causal)
-    return layers + 2 * supervised * width * config.padded_vocab_size
+    positions, (_, layer) = config.vision.num_image_tokens + 2 + text_tokens, linear_layers(config)
+    causal = 2 * positions**2 * config.num_attention_heads * config.kv_channels
+    layers = config.num_layers * (2 * positions * sum(map(prod, layer.values())) + causal)
+    return layers + 2 * supervised * config.hidden_size * config.padded_vocab_size
 
 
 def measured_ceiling(side: int, products: int) -> float:
@@ -86,8 +82,3 @@ def measured_ceiling(side: int, products: int) -> float:
     names = {"left": left, "right": right}
     timer = Timer("left @ right", globals=names, num_threads=torch.get_num_threads())
     return 2 * side**3 / timer.timeit(products).mean  # some to warm up come first
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

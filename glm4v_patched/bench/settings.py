@@ -1,15 +1,13 @@
 """What a measurement is asked for; needs no torch, so that mistakes are answered at once."""
 
-import json
-import math
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from ..engine.activation_policies import EVERY, POLICIES, check_policy
 from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions
+from ..option_fields import check_object, faults_of_fields, option
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 
@@ -26,12 +24,15 @@ def in_own_words(told: str) -> str:
     return told
 
 
-def _option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option of the command. More: its ``choices``, the smallest number
-    (``at_least``), its ``flag`` where that is not the field's name, argparse's ``metavar``."""
-    return field(default=default, metadata={"help": help, **more})
+def picture_size(name: str, text: str) -> tuple[int, int]:
+    """Width and height in pixels, of ``WxH``."""
+    width, _, height = text.partition("x")
+    if not all(side.isdecimal() and 0 < int(side) <= 65500 for side in (width, height)):
+        raise ValueError(f"{name} is {text!r}; expected pixels as 4000x3000")
+    return int(width), int(height)
 
 
+_policy = partial(check_policy, or_auto=True)
 _POLICIES = f"auto (by memory), {', '.join(POLICIES)} or '{EVERY}'"
 
 
@@ -42,63 +43,51 @@ class Settings:
     Fields that :class:`EngineOptions` has, too, mean the same there.
     """
 
-    trained: str = _option("lora_lm", "what of the model", choices=TRAINED)
-    micro_batch: int = _option(1, "samples in a step of one GPU", at_least=1)
-    text_tokens: int = _option(512, "ids of text in a sample, beside its image", at_least=1)
-    shortest_text: int | None = _option(None, "texts from so many ids up to --text-tokens, evenly")
-    packed: bool = _option(False, "all samples in one row, instead of padded rows")
-    attn_implementation: str = _option("sdpa", "of transformers", metavar="NAME")
-    liger: bool = _option(False, "RMSNorm and SwiGLU of Liger-Kernel")
-    zero_stage: int = _option(3, "0 is one process without DeepSpeed", choices=(0, 1, 2, 3))
-    fp8: bool = _option(False, "matrix products in fp8, on Ada, Hopper and newer")
-    optimizer: str = _option("adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS)
-    offload: bool = _option(False, "keep the optimizer's states on the CPU")
-    memory_limit: float | None = _option(None, "GiB that torch may allocate on a GPU", at_least=1)
-    tower: str = _option("auto", f"activations the vision tower keeps: {_POLICIES}", metavar="P")
-    language: str = _option("auto", "the same for the language model", metavar="P")
-    compile: bool = _option(True, "leave layers uncompiled", flag="--no-compile")
-    stage3_max_live_parameters: float | None = _option(None, "default: by memory", at_least=0)
-    gather_in_place: bool = _option(True, "gather as DeepSpeed does", flag="--copy-gathered")
-    layers_ahead: int = _option(3, "of the GPU the CPU may be; 0: any number", at_least=0)
-    reuse_features: bool = _option(False, "image features are there, as from the second epoch on")
-    loss_chunk_size: int = _option(1024, "positions whose logits are held at once", at_least=1)
-    all_logits: bool = _option(False, "logits of all positions at once, without chunks")
-    profile: bool = _option(False, "also say which kernels the GPU ran in a step")
-    from_files: str | None = _option(
-        None, "train through the recipe, from JPEG files of this size: 4000x3000", metavar="WxH"
+    trained: str = option("lora_lm", "what of the model", choices=TRAINED)
+    micro_batch: int = option(1, "samples in a step of one GPU", at_least=1)
+    text_tokens: int = option(512, "ids of text in a sample, beside its image", at_least=1)
+    shortest_text: int | None = option(None, "texts from so many ids up to --text-tokens, evenly")
+    packed: bool = option(False, "all samples in one row, instead of padded rows")
+    attn_implementation: str = option("sdpa", "of transformers", metavar="NAME")
+    liger: bool = option(False, "RMSNorm and SwiGLU of Liger-Kernel")
+    zero_stage: int = option(3, "0 is one process without DeepSpeed", choices=(0, 1, 2, 3))
+    fp8: bool = option(False, "matrix products in fp8, on Ada, Hopper and newer")
+    optimizer: str = option("adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS)
+    offload: bool = option(False, "keep the optimizer's states on the CPU")
+    memory_limit: float | None = option(None, "GiB that torch may allocate on a GPU", at_least=1)
+    tower: str = option(
+        "auto", f"activations the vision tower keeps: {_POLICIES}", metavar="P", check=_policy
     )
-    model: str | None = _option(
+    language: str = option("auto", "the same for the language model", metavar="P", check=_policy)
+    compile: bool = option(True, "leave layers uncompiled", flag="--no-compile")
+    stage3_max_live_parameters: float | None = option(None, "default: by memory", at_least=0)
+    gather_in_place: bool = option(True, "gather as DeepSpeed does", flag="--copy-gathered")
+    layers_ahead: int = option(3, "of the GPU the CPU may be; 0: any number", at_least=0)
+    reuse_features: bool = option(False, "image features are there, as from the second epoch on")
+    loss_chunk_size: int = option(1024, "positions whose logits are held at once", at_least=1)
+    all_logits: bool = option(False, "logits of all positions at once, without chunks")
+    profile: bool = option(False, "also say which kernels the GPU ran in a step")
+    from_files: str | None = option(
+        None, "train by the recipe, from JPEG files of this size", metavar="WxH", check=picture_size
+    )
+    model: str | None = option(
         None, "with --from-files: these weights, not random ones", metavar="FOLDER"
     )
-    zero_options: str = _option("{}", "laid over DeepSpeed's zero_optimization", metavar="JSON")
-    warm_up: int = _option(3, "steps before the timed ones", at_least=1)
-    steps: int = _option(5, "timed steps", at_least=1)
-    config: str | None = _option(None, "config.json of another size", metavar="FILE")
-    against: str | None = _option(None, "the original's code, measured, too", metavar="FOLDER")
+    zero_options: str = option(
+        "{}", "laid over DeepSpeed's zero_optimization", metavar="JSON", check=check_object
+    )
+    warm_up: int = option(3, "steps before the timed ones", at_least=1)
+    steps: int = option(5, "timed steps", at_least=1)
+    config: str | None = option(None, "config.json of another size", metavar="FILE")
+    against: str | None = option(None, "the original's code, measured, too", metavar="FOLDER")
 
     def __post_init__(self) -> None:
         # Late, for it imports pydantic, which no other command needs.
         from ..finetune.config import conflicts
 
         of_recipe = [in_own_words(fault.text) for fault in conflicts(self.known())]
-        if faults := [*self._faults_of_fields(), *of_recipe, *self._conflicts()]:
+        if faults := [*faults_of_fields(self), *of_recipe, *self._conflicts()]:
             raise ValueError("\n".join(faults))
-
-    def _faults_of_fields(self) -> Iterator[str]:
-        for each in fields(self):
-            value, name = getattr(self, each.name), each.name
-            choices, least = each.metadata.get("choices"), each.metadata.get("at_least")
-            if choices and value not in choices:
-                yield f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}"
-            if least is not None and value is not None and not least <= value < math.inf:
-                yield f"{name} is {value}; expected at least {least}"
-        policies = ("tower", self.tower), ("language", self.language)
-        checks: list[Callable] = [partial(check_policy, *of, or_auto=True) for of in policies]
-        for check in (*checks, self.zero_changes, self.picture_size):
-            try:
-                check()
-            except ValueError as error:
-                yield str(error)
 
     def _conflicts(self) -> Iterator[str]:
         longest, shortest = self.text_tokens, self.shortest_text
@@ -139,21 +128,6 @@ class Settings:
         longest, shortest = self.text_tokens, self.shortest_text or self.text_tokens
         steps = max(self.micro_batch - 1, 1)
         return [longest - (longest - shortest) * i // steps for i in range(self.micro_batch)]
-
-    def picture_size(self) -> tuple[int, int]:
-        """Width and height that ``from_files`` asks for; the model's own where it does not."""
-        width, _, height = (self.from_files or "1120x1120").partition("x")
-        if not all(side.isdecimal() and 0 < int(side) <= 65500 for side in (width, height)):
-            raise ValueError(f"from_files is {self.from_files!r}; expected pixels as 4000x3000")
-        return int(width), int(height)
-
-    def zero_changes(self) -> dict:
-        """``zero_options``, read."""
-        with suppress(ValueError):
-            if isinstance(changes := json.loads(self.zero_options), dict):
-                return changes
-        expected = """expected a JSON object as '{"overlap_comm": false}'"""
-        raise ValueError(f"zero_options is {self.zero_options!r}; {expected}")
 
 
 # What a recipe's engine has, too; and what else a row of --from-files may ask for.

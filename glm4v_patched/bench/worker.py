@@ -8,7 +8,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.benchmark import timer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..engine.deepspeed.internals import gathered
@@ -28,7 +28,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .breakdown import memory_parts, profile_step
-from .roofline import batch_of, config_of, measured_ceiling, supervised, synchronize, useful_flop
+from .roofline import batch_of, config_of, measured_ceiling, supervised, useful_flop
 from .settings import Settings
 
 LEARNING_RATE = 1e-5
@@ -47,7 +47,8 @@ def measure(settings: Settings) -> dict | None:
     require_fp8(asked, config)
     options = decide(config, asked, sizes, free_memory(settings.memory_limit))
     build = partial(_build, settings, config)
-    trainer = start(options, build, settings.micro_batch, LEARNING_RATE, settings.zero_changes())
+    changes = json.loads(settings.zero_options)
+    trainer = start(options, build, settings.micro_batch, LEARNING_RATE, changes)
     if settings.against is not None:
         # Behind peft, which would otherwise have gradients computed for the embeddings, too.
         original: Any = trainer.model
@@ -100,13 +101,11 @@ def _train(trainer: Engine, batch: dict, warm_up: int, steps: int) -> tuple[list
     for step in range(warm_up + steps):
         if step == warm_up and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        synchronize()
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        began = time.perf_counter()
+        began = timer()  # once the GPU is done
         losses.append(trainer.step(batch))
-        synchronize()
-        times.append(time.perf_counter() - began)
+        times.append(timer() - began)
     return times[warm_up:], [loss.item() for loss in losses]
 
 

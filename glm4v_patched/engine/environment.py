@@ -5,7 +5,10 @@ One for the recipe, the bench and the loss curves. Needs no torch.
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,6 +17,29 @@ def python_module(module: str, *arguments: str) -> list[str]:
     """The command that runs a module with this Python, which imports nothing from the current
     folder: that may be somebody else's, with a ``numpy.py`` of its own."""
     return [sys.executable, *([] if _is_at_root() else ["-P"]), "-m", module, *arguments]
+
+
+def torch_launcher(processes: int) -> list[str]:
+    """The command that runs what follows it, a module and its arguments, in so many processes."""
+    # Port 0: the launcher picks a free one, so that two trainings can run side by side.
+    place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
+    return python_module("torch.distributed.run", "--nproc_per_node", str(processes), *place)
+
+
+def run_within(
+    seconds: float, command: list[str], environment: Mapping[str, str], output: IO | None = None
+) -> int | None:
+    """The exit status of a command; ``None`` if it was not done in time and was ended.
+
+    Args:
+        output: For all that it prints, if that is to go elsewhere.
+    """
+    with Popen(command, stdout=output, stderr=output, env=environment) as process:
+        try:
+            return process.wait(seconds)
+        except TimeoutExpired:
+            process.terminate()  # torch's launcher ends its processes first
+            return None
 
 
 def _is_at_root() -> bool:

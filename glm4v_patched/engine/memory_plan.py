@@ -195,19 +195,28 @@ def count_projection(config: ChatGLMConfig) -> int:
     return width * (4 * config.vision.hidden_size + width + 3 * inner) + 5 * width
 
 
+def linear_layers(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ...]:
+    """Channels in and out of the linear layers of a layer of the tower, and of one of the language
+    model, by their names."""
+    width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
+    queries, fused = _projected(config)
+    wide = config.vision.intermediate_size
+    tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
+    language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
+    return (
+        dict(zip(TOWER_TARGETS, tower, strict=True)),
+        dict(zip(LANGUAGE_TARGETS, language, strict=True)),
+    )
+
+
 def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
     """Weights of LoRA adapters."""
     if not is_lora(options.trained):
         return 0
-    width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
-    queries, fused = _projected(config)
-    wide = config.vision.intermediate_size
-    language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
-    tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
-    stacks = [(config.num_layers, dict(zip(LANGUAGE_TARGETS, language, strict=True)))]
+    tower, language = linear_layers(config)
+    stacks = [(config.num_layers, language)]
     if options.trained == "lora_all":
-        of_tower = dict(zip(TOWER_TARGETS, tower, strict=True))
-        stacks.append((config.vision.num_hidden_layers, of_tower))
+        stacks.append((config.vision.num_hidden_layers, tower))
     lora = options.lora
     return sum(
         layers * (lora.rank * sum(sides[name]) + sides[name][1] * bool(lora.use_dora))

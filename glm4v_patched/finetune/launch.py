@@ -16,7 +16,7 @@ from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.deepspeed.locks import require_no_abandoned_lock
 from ..engine.deepspeed.shared_memory import remove_left_buffers
-from ..engine.environment import python_module, training_environment
+from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
@@ -241,10 +241,7 @@ def _train(start: Start, placement: Placement, accept_changed_data: bool) -> Non
     trainer = ["glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
     command = python_module(*trainer)
     if recipe.engine.zero_stage:
-        command = python_module("torch.distributed.run", "--nproc_per_node", str(processes))
-        # Port 0: the launcher picks a free one, so that two trainings can run side by side.
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        command += ["-m", *trainer]
+        command = [*torch_launcher(processes), *trainer]
     if not on_cpu:
         command += ["--require-gpu"]
     if checkpoint is not None:

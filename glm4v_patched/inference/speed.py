@@ -10,10 +10,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
 
 from ..bench.settings import Settings
-from ..engine.environment import python_module, training_environment
+from ..engine.environment import python_module, run_within, training_environment
+from ..option_fields import (
+    add_option,
+    check_object,
+    faults_of_fields,
+    given,
+    option,
+    refuse_changed,
+)
 from ..row_files import add_rows, markdown, read_rows
 
 CACHES = ("static", "dynamic")
@@ -21,62 +28,41 @@ CACHES = ("static", "dynamic")
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What is measured, and how.
+    """What is measured, and how. Fields that :class:`Settings` has, too, are the same options."""
 
-    Attributes:
-        batch: Numbers of rows, each of which gets rows of its own.
-        new_tokens: Of each answer.
-        prompt_tokens: Ids of text in a prompt, beside its picture.
-        cache: ``static`` compiles a step on a GPU, ``dynamic`` runs it as it is.
-        compile_options: Inductor's options that are laid over ours, as JSON.
-        compile_layers: Compile the layers of tower and decoder for the prompt, too.
-        repeats: Timed answers of each batch; their median counts.
-        config: ``config.json`` of another size.
-        against: Folder of the published repository; ``None``: ours.
-    """
-
-    batch: tuple[int, ...] = (1, 8, 32)
-    new_tokens: int = 128
-    prompt_tokens: int = 40
-    cache: str = "static"
-    compile_options: str = "{}"
-    compile_layers: bool = False
+    batch: tuple[int, ...] = option((1, 8, 32), "rows at once, each number measured", at_least=1)
+    new_tokens: int = option(128, "of each answer", at_least=2)
+    prompt_tokens: int = option(40, "ids of text beside a prompt's picture", at_least=1)
+    cache: str = option("static", "static compiles a step on a GPU", choices=CACHES)
+    compile_options: str = option(
+        "{}", "laid over ours for inductor", metavar="JSON", check=check_object
+    )
+    compile_layers: bool = option(False, "compile what reads the prompt, too")
     attn_implementation: str = "sdpa"
-    repeats: int = 3
+    repeats: int = option(3, "timed answers of each batch; their median counts", at_least=1)
     config: str | None = None
     against: str | None = None
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "new_tokens", "prompt_tokens", "repeats"):
-            given = getattr(self, name)
-            least = 2 if name == "new_tokens" else 1
-            if not given or min(given if isinstance(given, tuple) else [given]) < least:
-                raise ValueError(f"{_flag(name)} is {given}; expected at least {least}")
-        try:
-            is_object = isinstance(json.loads(self.compile_options), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise ValueError(
-                f"--compile-options is {self.compile_options!r}; expected a JSON object as "
-                """'{"max_autotune": true}'"""
-            )
+        faults = list(faults_of_fields(self))
         if self.device == "cpu" and self.config is None:
-            raise ValueError(
+            faults.append(
                 "--device cpu with the real model, of 13.9 billion weights: expected --config of "
                 "a small one"
             )
         if self.against is not None and not Path(self.against, "config.json").is_file():
-            raise ValueError(
+            faults.append(
                 f"--against {self.against} has no config.json: expected a folder with the "
                 "published repository"
             )
+        if faults:
+            raise ValueError("\n".join(faults))
 
 
-DEFAULTS = Speed(config="")
+OF_TRAINING = "is of training: leave it out with --generate"
 # Options of bench that are no settings, by their defaults.
-OF_TRAINING = {"gpus": 2, "pictures": None, "into": None}
+OTHERS = {"gpus": 2, "pictures": None, "into": None}
 REQUIRED = "batch", "implementation"
 COLUMNS: dict[str, Callable[[dict], str]] = {
     "code": lambda row: row["implementation"],
@@ -92,43 +78,42 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("--generate").add_argument
+    group = parser.add_argument_group("--generate")
+    add = group.add_argument
     add("--generate", action="store_true", help="measure generation, not training")
-    add("--batch", type=int, nargs="+", help="rows at once (default: 1 8 32)")
-    add("--new-tokens", type=int, help="of each answer (default: 128)")
-    add("--prompt-tokens", type=int, help="beside a prompt's picture (default: 40)")
-    add("--cache", choices=CACHES, help="static: compiled steps (default)")
-    add("--compile-options", metavar="JSON", help="laid over ours for inductor")
-    add("--compile-layers", action="store_true", help="compile what reads the prompt, too")
-    add("--repeats", type=int, help="timed answers of each batch (default: 3)")
+    for each in fields(Speed):
+        if each.metadata:
+            add_option(group, each)
     add("--python", metavar="FILE", help="Python that has the original's transformers")
+
+
+def refuse_generation(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for an option that training would not heed."""
+    told = "is of generation: leave it out, or add --generate"
+    refuse_changed(options, Speed, Settings, told)
+    if options.python is not None:
+        raise ValueError(f"--python {told}")
 
 
 def measure_speed(options: argparse.Namespace) -> None:
     """Measure ours and, with ``--against``, the original's code; print the rows and add them to
     ``--out``; or, with ``--rows``, print the table of old ones. Raises ``ValueError`` for what
     cannot be measured, before anything runs."""
-    for name, default in OF_TRAINING.items():
+    for name, default in OTHERS.items():
         if getattr(options, name) != default:
-            raise ValueError(f"{_flag(name)} is of training: leave it out with --generate")
+            raise ValueError(f"--{name} {OF_TRAINING}")
     if options.rows:
         print(table([row for path in options.rows for row in read_rows(REQUIRED, path)]), end="")
         return
-    names = {each.name for each in fields(Speed)}
-    for each in fields(Settings):
-        value = getattr(options, each.name)
-        if each.name not in names and value not in (each.default, [each.default]):
-            raise ValueError(f"{_flag(each.name)} is of training: leave it out with --generate")
-    given = {name: getattr(options, name) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    given["batch"] = tuple(given.get("batch", DEFAULTS.batch))
-    original = given.pop("against", None)
-    asked = [Speed(**given)]
-    if original is not None:
-        asked.append(Speed(**given | {"against": original}))
+    refuse_changed(options, Settings, Speed, OF_TRAINING)
+    asked = {each.name: getattr(options, each.name) for each in fields(Speed)}
+    asked["batch"] = tuple(asked["batch"])
+    speeds = [Speed(**asked | {"against": None})]
+    if options.against is not None:
+        speeds.append(Speed(**asked))
     if options.out:
         read_rows(REQUIRED, options.out, may_be_new=True)
-    for speed in asked:
+    for speed in speeds:
         rows = _measure(speed, options.python, options.timeout * len(speed.batch))
         if options.out:
             add_rows(REQUIRED, options.out, rows)
@@ -163,25 +148,12 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> str | None:
     """What went wrong, if anything did."""
-    with Popen(command, env=environment) as process:
-        try:
-            status = process.wait(timeout)
-        except TimeoutExpired:
-            process.kill()
-            return f"not done after {timeout:.0f} s"
+    status = run_within(timeout, command, environment)
+    if status is None:
+        return f"not done after {timeout:.0f} s"
     return f"the process ended with status {status}" if status else None
 
 
 def command_of(speed: Speed) -> str:
     """The shortest command line that measures these rows."""
-    arguments = []
-    for each in fields(Speed):
-        value = getattr(speed, each.name)
-        if value != each.default:
-            values = value if isinstance(value, tuple) else [value] * (value is not True)
-            arguments += [_flag(each.name), *map(str, values)]
-    return "glm4v-patched bench --generate " + shlex.join(arguments)
-
-
-def _flag(name: str) -> str:
-    return f"--{name}".replace("_", "-")
+    return "glm4v-patched bench --generate " + shlex.join(given(speed))
