@@ -24,7 +24,7 @@ from .settings import Settings
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
 # Whose versions a row names.
-OTHERS = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
             return row | {"error": error}
         else:
             found = figures(json.loads((folder / "out" / "training.json").read_text()))
-    return row | found | {"versions": versions((*OTHERS, "glm4v-patched"))}
+    return row | found | {"versions": versions((*PACKAGES, "glm4v-patched"))}
 
 
 def _commands(
@@ -170,4 +170,5 @@ def _run(command: list[str], printed: Path, environment: dict, timeout: float) -
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (memory or late or errors or ["\n".join(lines[-5:])])[-1][:600]
+    last = "\n".join(lines[-5:]) or f"ended with status {status} and printed nothing"
+    return (memory or late or errors or [last])[-1][:600]

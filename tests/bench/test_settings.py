@@ -229,6 +229,7 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
         ("print('OutOfMemoryError', flush=True); 1 / 0", "OutOfMemoryError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("print('a'); print('b'); exit(1)", "a\nb"),
+        ("exit(3)", "ended with status 3 and printed nothing"),
         ("print('Error')", ""),
         ("import time; print('Error', flush=True); time.sleep(60)", "not done after 3 s"),
     ],
