@@ -332,14 +332,19 @@ def test_scripts_are_patched(given, reader):
         free.bind(("localhost", 0))
         here = f"deepspeed --num_gpus 2 --master_port {free.getsockname()[1]} "
     for command in given:
+        if any(other.startswith(f"{command} ") for other in given):
+            continue  # once, with arguments
         # The variable PYTHONPATH that it sets has no place for the tests' own.
         command = command.replace("deepspeed ", here).replace("PYTHONPATH=$", "PYTHONPATH=.:$")
-        reader.shell(command if "train.py" in command else f"{command}; python train.py --lr 1e-5")
+        if "train.py" not in command:
+            command += "; python train.py --lr 1e-5"
+        reader.shell(command)
         ranks = 2 if "torchrun" in command or "deepspeed" in command else 1
         for rank in range(ranks):
             told = (reader.folder / f"rank{rank}").read_text().split()
             assert told[0].startswith("glm4v_patched.remote"), command
-            assert told[-2:] == ["--lr", "1e-5"], command
+            arguments = [word for word in told[1:] if not word.startswith("--local_rank=")]
+            assert arguments == command.partition("train.py")[2].split(), command
             (reader.folder / f"rank{rank}").unlink()
 
 
