@@ -332,6 +332,8 @@ def test_scripts_are_patched(given, reader):
         free.bind(("localhost", 0))
         here = f"deepspeed --num_gpus 2 --master_port {free.getsockname()[1]} "
     for command in given:
+        if any(other.startswith(f"{command} ") for other in given):
+            continue  # once, with arguments
         # The variable PYTHONPATH that it sets has no place for the tests' own.
         command = command.replace("deepspeed ", here).replace("PYTHONPATH=$", "PYTHONPATH=.:$")
         if "train.py" not in command:
