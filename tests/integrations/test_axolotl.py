@@ -1,6 +1,7 @@
 """The plug-in for axolotl: rows as a recipe of ours has them, and nothing learned but answers."""
 
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -32,7 +33,13 @@ def collate(tmp_path_factory):
     def collate(*rows: list[dict]) -> dict[str, torch.Tensor]:
         return collator([{"messages": row} for row in rows])
 
+    collate.collator = collator
     return collate, processor.tokenizer, conversations
+
+
+def test_a_started_process_gets_a_copy(collate):
+    copied = pickle.loads(pickle.dumps(collate[0].collator))
+    assert copied.processing_strategy.processor.tokenizer.eos_token == "<|endoftext|>"
 
 
 def test_a_chatglm_sees(collate):
