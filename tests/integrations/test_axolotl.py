@@ -14,7 +14,7 @@ from axolotl.model_support import get_model_support
 from axolotl.processing_strategies import get_processing_strategy
 from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
 
-from glm4v_patched.integrations.axolotl import register
+from glm4v_patched.integrations.axolotl import EndedRows, register
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.frameworks import workshop
 
@@ -33,13 +33,13 @@ def collate(tmp_path_factory):
     def collate(*rows: list[dict]) -> dict[str, torch.Tensor]:
         return collator([{"messages": row} for row in rows])
 
-    collate.collator = collator
+    collate.processor = processor
     return collate, processor.tokenizer, conversations
 
 
 def test_a_started_process_gets_a_copy(collate):
-    copied = pickle.loads(pickle.dumps(collate[0].collator))
-    assert copied.processing_strategy.processor.tokenizer.eos_token == "<|endoftext|>"
+    copied = pickle.loads(pickle.dumps(EndedRows(collate[0].processor)))
+    assert copied.tokenizer.eos_token == "<|endoftext|>"
 
 
 def test_a_chatglm_sees(collate):
