@@ -119,7 +119,7 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(DataLoader, "__iter__", watched)
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
-    for workers, start in ((0, None), (2, None), (2, "spawn")):
+    for workers, start in ((0, None), (2, None), (1, "spawn")):
         monkeypatch.setattr(trainer, "worker_start", lambda *_, start=start: start)
         folder = tmp_path / f"{workers} {start}"
         folder.mkdir()
