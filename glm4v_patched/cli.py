@@ -19,6 +19,8 @@ NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft"
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
+    _require_command(parser, argv)
     options, rest = parser.parse_known_args(argv)
     # argparse takes field=value only where no option stands before it.
     takes_fields = options.command in ("train", "doctor")
@@ -84,7 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     add_compare_arguments(compare)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
+    parser.set_defaults(commands=commands.choices)
     return parser
+
+
+def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """No option before the command has a value."""
+    commands = parser.get_default("commands")
+    typed = next((text for text in argv if not text.startswith("-")), None)
+    if typed is not None and typed not in commands:
+        near = difflib.get_close_matches(typed.lower(), commands, 1)
+        told = f"did you mean {near[0]}?" if near else "--help lists what there is"
+        parser.error(f"there is no command {typed!r}; {told}")
 
 
 def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:

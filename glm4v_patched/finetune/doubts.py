@@ -8,7 +8,7 @@ from .trainer_fields import highest_rate, steps_in_epoch, warmup
 
 # Far above what trains a model of any size.
 HIGHEST_RATE, MOST_DECAY, MOST_EPOCHS, MOST_SCALING = 1e-2, 1.0, 100, 64.0
-NO_WARMUP = ("constant",)
+NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 
 def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterator[str]:

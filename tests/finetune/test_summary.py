@@ -1,6 +1,7 @@
 """What is told before the first step, and what is seen while training goes on."""
 
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +139,31 @@ def test_the_loss_is_drawn_as_it_trains(drawn, tmp_path, monkeypatch):
     for _ in range(3):
         plot.on_log(args, TrainerState(is_world_process_zero=True), TrainerControl())
     assert len(drawn_after) == 1
+
+
+def test_what_draws_the_loss_keeps_nothing_of_the_training(tmp_path, monkeypatch):
+    """As matplotlib keeps the errors of its parser of fonts, which have the frames of all callers;
+    data workers that ended later than their loader's queues cost five seconds."""
+    kept = []
+
+    def draw(history, path):
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept.append(error)
+
+    class Model:
+        pass
+
+    def train() -> weakref.ref:
+        model = Model()
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        LossPlot().on_log(arguments, TrainerState(is_world_process_zero=True), TrainerControl())
+        return weakref.ref(model)
+
+    monkeypatch.setattr(progress, "plot_loss", draw)
+    left = train()
+    assert kept and left() is None
 
 
 def test_speed_is_that_of_steps_without_what_comes_between(monkeypatch):
