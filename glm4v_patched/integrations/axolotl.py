@@ -22,6 +22,8 @@ class EndedRows:
         self._processor = processor
 
     def __getattr__(self, name: str):
+        if name == "_processor":  # of a copy that is being made, for another process
+            raise AttributeError(name)
         return getattr(self._processor, name)
 
     def apply_chat_template(self, conversations, *, processor_kwargs, **options):

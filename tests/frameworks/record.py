@@ -33,6 +33,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
+
 from glm4v_patched.atomic import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +101,7 @@ def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[R
     started = time.monotonic()
     try:
         yield row
-    except Exception as error:  # neither Ctrl-C nor a skip is an outcome
+    except (Exception, pytest.fail.Exception) as error:  # neither Ctrl-C nor a skip is an outcome
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         row.outcome = f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
         row.seconds = time.monotonic() - started

@@ -62,6 +62,12 @@ def test_a_job_that_fails_is_a_row_and_a_failure(file):
     assert r"place.bin \| none" in on_page(BEGIN + END, [row])
 
 
+def test_a_job_that_pytest_is_told_to_fail_has_failed(file):
+    with pytest.raises(pytest.fail.Exception), job("X", "sft", "x", ["pytest"]):
+        pytest.fail("no answer after 300 s")
+    assert [row.outcome for row in read(file)] == ["Failed: no answer after 300 s"]
+
+
 def test_what_cannot_run_has_its_reason(file):
     cannot("verl", "GRPO", "asks for a GPU", packages=["verl"])
     assert [row.outcome for row in read(file)] == ["asks for a GPU"]

@@ -109,6 +109,13 @@ class WarmProcess:
         with self.connection, self.channel:
             return self._read()["status"]
 
+    def leave(self) -> None:
+        """Its fork, if there is one, is killed."""
+        if self.pid is not None:
+            self.pid = None
+            self.channel.close()
+            self.connection.close()
+
     def kill(self, number: signal.Signals) -> None:
         """The fork, and on SIGKILL what it has started."""
         assert self.pid is not None
@@ -190,9 +197,13 @@ def _run(imports: str, requests: list[dict], seconds: float) -> tuple[int | None
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         output.touch()
-        for process, request in zip(warm, requests, strict=True):
-            process.start(request | {"output": str(output)})
-        status = _wait(warm, time.monotonic() + seconds)
+        try:
+            for process, request in zip(warm, requests, strict=True):
+                process.start(request | {"output": str(output)})
+            status = _wait(warm, time.monotonic() + seconds)
+        finally:
+            for process in warm:
+                process.leave()
         return status, output.read_text(errors="replace")
 
 

@@ -1,6 +1,7 @@
 """The plug-in for axolotl: rows as a recipe of ours has them, and nothing learned but answers."""
 
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from axolotl.model_support import get_model_support
 from axolotl.processing_strategies import get_processing_strategy
 from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
 
-from glm4v_patched.integrations.axolotl import register
+from glm4v_patched.integrations.axolotl import EndedRows, register
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.frameworks import workshop
 
@@ -32,7 +33,13 @@ def collate(tmp_path_factory):
     def collate(*rows: list[dict]) -> dict[str, torch.Tensor]:
         return collator([{"messages": row} for row in rows])
 
+    collate.processor = processor
     return collate, processor.tokenizer, conversations
+
+
+def test_a_started_process_gets_a_copy(collate):
+    copied = pickle.loads(pickle.dumps(EndedRows(collate[0].processor)))
+    assert copied.tokenizer.eos_token == "<|endoftext|>"
 
 
 def test_a_chatglm_sees(collate):
