@@ -1,6 +1,7 @@
 """Layers that multiply in fp8, on a CPU: against a plain emulation, and what becomes of a model."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -288,8 +289,13 @@ def test_policies_keep_products_in_fp8_as_others(policy, again):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("trained", "policy"), [("lora_all", "none"), ("full", "selective")])
-def test_compiled_layers_give_the_gradients_of_plain_ones(trained, policy):
+def test_compiled_layers_give_the_gradients_of_plain_ones(trained, policy, monkeypatch):
+    """The second by inductor's graphs, without its kernels, whose building takes half a minute:
+    test_fp8_on_gpu.py has those of a GPU."""
     torch._dynamo.reset()
+    if trained == "full":
+        backend = "aot_eager_decomp_partition"
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     options = replace(PLAIN, trained=trained, tower=policy, language=policy)
     loss, gradients, _ = step(options)
     # Here fc2 is in fp8, too, and a norm is not rounded before it is quantised.

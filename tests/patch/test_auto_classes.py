@@ -35,6 +35,7 @@ from glm4v_patched.remote.modeling_chatglm import (
 )
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import (
     image_row,
     legacy_model,
@@ -612,7 +613,7 @@ def test_values_that_only_look_like_one_are_refused(option, said):
     assert entries() == before
 
 
-def test_another_transformers_in_the_process_is_refused():
+def test_another_transformers_in_the_process_is_refused(tmp_path):
     code = """
 import sys
 import glm4v_patched.patch.auto_classes
@@ -630,9 +631,8 @@ glm4v_patched.apply()
 import transformers
 print(transformers.AutoModel.from_pretrained.__func__.__code__.co_filename)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    error, where = done.stdout.splitlines()
+    path = Path(glm4v_patched.__file__).parents[1]
+    *_, error, where = run_without_package(code, tmp_path, PYTHONPATH=str(path)).splitlines()
     assert error.startswith("transformers was imported anew since glm4v_patched was")
     assert where == glm4v_patched.patch.auto_classes.__file__
 

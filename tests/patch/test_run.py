@@ -18,6 +18,7 @@ import pytest
 
 import glm4v_patched
 from glm4v_patched.run import find_script
+from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, two_processes
 
@@ -392,8 +393,11 @@ def told_by(command: list, folder: Path, name: str, source: str, **environment) 
 
 
 def test_a_script_gets_the_published_classes_by_itself(folder):
-    told = told_by([sys.executable], folder, "plain", "tell('script')")
-    assert told == {"script": {"loaded": PUBLISHED}}
+    told = folder / "plain"
+    told.mkdir()
+    where = {"LEGACY": str(folder / "legacy"), "TOLD": str(told)}
+    run_without_package(f"{LOAD}\ntell('script')", told, PYTHONPATH=str(PACKAGE.parent), **where)
+    assert json.loads((told / "script.json").read_text()) == {"loaded": PUBLISHED}
 
 
 def test_a_script_and_its_children_get_our_classes(folder):
