@@ -92,7 +92,7 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
             "model", trust_remote_code=True, dtype=torch.float32, num_labels=1
         )
         given["processing_class"] = processor.tokenizer
-        # Another task_type would put the adapters around the model without its new head.
+        # With this task_type peft trains and saves the new head, `score`, too.
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS")
         if job == "reward_lora":
             given["peft_config"] = lora
