@@ -85,7 +85,7 @@ SYSTEMS = {
     "Lightning": ["lightning==2.6.6"],
     "Ray": ["ray[train]==2.60.0"],
     "OpenRLHF": ["ray[train]==2.60.0", "pylatexenc", "sympy", "torchdata"],
-    "verl": [],
+    "verl": ["ray[train]==2.60.0", "tensordict==0.10.0", "hydra-core", "codetiming"],
     "unsloth": [],
 }
 # Each pins a transformers of its own, and some what needs a GPU.

@@ -58,6 +58,7 @@ ELSEWHERE = {
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
     "python -m glm4v_patched.run axolotl": "nox: axolotl",
+    "python -m glm4v_patched.run -m openrlhf": "nox: jobs, its model and loss: it asks for a GPU",
     "pip install msgspec": "nox: ms_swift",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",

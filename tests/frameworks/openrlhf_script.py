@@ -1,17 +1,20 @@
-"""OpenRLHF's Actor and its loss on pictures, as its PPO trainer calls them, on a CPU.
+"""OpenRLHF's models and losses on a CPU: ``openrlhf_script.py JOB STEPS LEARNING_RATE``.
 
-Its own commands ask for a GPU. It imports flash_attn, which is installed on a GPU only, for packed
-rows: empty modules stand in for it. In the current folder it finds ``model`` and ``rows.json``; it
-leaves ``out`` and ``losses.json``.
+``actor`` learns from pictures, as the PPO trainer calls it; ``reward`` from pairs of texts, as
+train_rm does. Its own commands ask for a GPU. It imports flash_attn, which is installed on a GPU
+only, for packed rows: empty modules stand in for it. In the current folder it finds ``model``,
+``rows.json`` and ``data``; it leaves ``out`` and ``losses.json``.
 """
 
 import importlib.machinery
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from datasets import load_dataset
 from transformers import AutoProcessor
 
 MODULES = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils")
@@ -22,12 +25,16 @@ for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input"):
     setattr(sys.modules["flash_attn.bert_padding"], name, None)
 sys.modules["flash_attn.utils.distributed"].all_gather = None
 
-from openrlhf.models import Actor, SFTLoss  # noqa: E402
+from openrlhf.models import (  # noqa: E402
+    Actor,
+    PairWiseLoss,
+    SFTLoss,
+    get_llm_for_sequence_regression,
+)
 from openrlhf.utils.vlm_utils import process_prompt_with_images  # noqa: E402
 
 
-def main(steps: int, rate: float) -> None:
-    torch.manual_seed(0)
+def train_actor(steps: int, rate: float) -> list[float]:
     actor = Actor("model", attn_implementation="sdpa", param_dtype="bf16")
     actor.model.float()
     actor.gradient_checkpointing_enable({"use_reentrant": False})
@@ -66,8 +73,36 @@ def main(steps: int, rate: float) -> None:
         losses.append(loss.item())
     actor.model.save_pretrained("out")
     processor.save_pretrained("out")
-    Path("losses.json").write_text(json.dumps(losses))
+    return losses
+
+
+def train_reward_model(steps: int, rate: float) -> list[float]:
+    model = get_llm_for_sequence_regression(
+        "model", "reward", attn_implementation="sdpa", init_value_head=True
+    ).float()
+    tokenizer = AutoProcessor.from_pretrained("model", trust_remote_code=True).tokenizer
+    data = load_dataset("data/reward")["train"]
+    rows = tokenizer([*data["chosen"], *data["rejected"]], padding=True, return_tensors="pt")
+    loss_of = PairWiseLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        chosen, rejected = model(rows["input_ids"], rows["attention_mask"]).chunk(2)
+        loss = loss_of(chosen, rejected)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.save_pretrained("out")
+    tokenizer.save_pretrained("out")
+    # Its class is made by a function of OpenRLHF, so that no code is saved with it.
+    for code in Path("model").glob("*.py"):
+        shutil.copy(code, "out")
+    return losses
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    torch.manual_seed(0)
+    train = {"actor": train_actor, "reward": train_reward_model}[sys.argv[1]]
+    losses = train(int(sys.argv[2]), float(sys.argv[3]))
+    Path("losses.json").write_text(json.dumps(losses))

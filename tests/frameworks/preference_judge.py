@@ -17,20 +17,20 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoProcessor,
-    AutoTokenizer,
 )
 
 
 def main(folder: str, pairs: list[list]) -> list[bool]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    scores = "SequenceClassification" in config.architectures[0]
+    # OpenRLHF makes a class of its own.
+    scores = config.architectures[0] in ("ChatGLMForSequenceClassification", "RewardModel")
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    # Who trains on texts saves no processor.
-    processor = (AutoTokenizer if scores else AutoProcessor).from_pretrained(
-        folder, trust_remote_code=True
-    )
-    tokenizer = processor if scores else processor.tokenizer
-    model = kind.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    labels = {"num_labels": 1} if scores else {}
+    # Who trains on texts saves a tokenizer alone: AutoProcessor loads that, too.
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = processor.tokenizer
+    model = kind.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **labels)
+    model.eval()
 
     @torch.no_grad()
     def value(question: str, picture: str | None, answer: str) -> float:

@@ -46,6 +46,10 @@ WORKS = "works"
 HEADS = ("system", "job", "outcome", "loss", "right / swapped", "reloaded", "with", "date")
 
 
+class Missed(AssertionError):
+    """A job ran to its end and learned too little; the message is its row's outcome."""
+
+
 @dataclass(kw_only=True)
 class Row:
     """One job.
@@ -103,7 +107,8 @@ def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[R
         yield row
     except (Exception, pytest.fail.Exception) as error:  # neither Ctrl-C nor a skip is an outcome
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        row.outcome = f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
+        kind = "" if isinstance(error, Missed) else f"{type(error).__name__}: "
+        row.outcome = f"{kind}{lines[-1] if lines else ''}"[:300]
         row.seconds = time.monotonic() - started
         _write(row)
         raise

@@ -8,6 +8,7 @@ import base64
 import importlib.util
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -50,6 +51,7 @@ class Job:
         steps, rate, batch: Of the optimizer.
         adapter: Whether it saves an adapter, which is then merged by the framework's own command.
         processes: That the command starts by torchrun.
+        fall: Of :func:`workshop.measure`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Job:
     adapter: bool = False
     note: str = ""
     processes: int = 1
+    fall: float = 0.5
 
     def words(self) -> list[str]:
         return self.command.split()
@@ -71,6 +74,7 @@ class Job:
 ALL_PARTS = "--freeze_vit false --freeze_aligner false"
 FULL = f"--tuner_type full {ALL_PARTS}"
 LORA = f"--tuner_type lora --target_modules all-linear {ALL_PARTS}"
+SEED = "--seed 4 --data_seed 4"  # in no trial of settings
 MERGED = "merged by swift export --merge_lora true"
 GRPO = (
     "swift rlhf --rlhf_type grpo --external_plugins reward.py --reward_funcs right "
@@ -94,10 +98,14 @@ SWIFT = [
         *("dpo", f"swift rlhf --rlhf_type dpo {FULL}", "pairs", "blind", "preferences"),
         rate=5e-4,
     ),
+    # With equal weights one right answer may be pushed so far down that KTO gives it no gradient.
+    # One that is drawn for certain keeps about a third of its loss, which is counted twice then.
     Job(
-        *("kto", f"swift rlhf --rlhf_type kto --beta 0.3 {FULL}", "kto", "blind", "preferences"),
+        *("kto", f"swift rlhf --rlhf_type kto --beta 0.3 --desirable_weight 2 {SEED} {FULL}"),
+        *("kto", "blind", "preferences"),
         steps=200,
         rate=1e-3,
+        fall=0.6,
     ),
     Job("grpo", GRPO, "reward", "sighted", "reward", steps=100, rate=4e-4, batch=768),
 ]
@@ -108,6 +116,7 @@ LF_FULL = f"{LF} finetuning_type=full {BOTH_TOWERS}"
 LF_PAIRS = f"{LF_FULL} stage=dpo"
 EXPORTED = "merged by llamafactory-cli export"
 SAME = "packing and neat_packing are one: no sample of a row sees another"
+MIXED = Job("sft, rows of text and of pictures", LF_FULL, data="mixed", steps=100)
 FACTORY = [
     Job(
         *("sft, LoRA, published repository", LF_LORA),
@@ -120,7 +129,7 @@ FACTORY = [
     Job("sft, all weights", LF_FULL),
     Job("sft, two processes", LF_FULL, batch=12, processes=2),
     Job("sft, two pictures a row", LF_FULL, data="several"),
-    Job("sft, rows of text and of pictures", LF_FULL, data="mixed", steps=100),
+    MIXED,
     Job("sft, packing", f"{LF_FULL} packing=true", batch=4, note=SAME),
     Job("sft, neat_packing", f"{LF_FULL} neat_packing=true", batch=4, note=SAME),
     Job(
@@ -200,14 +209,20 @@ def _put_swift_and_factory(folder: Path, sets: dict[str, list[dict]], pairs: lis
         {"messages": [asked], "chosen": said(one), "rejected": said(other), "images": images}
         for (images, asked), (one, other) in zip(pictures, judged, strict=True)
     ]
+    others = workshop.with_other_pictures(pairs)
+    factory_swapped = [
+        pair | {"images": [picture]}
+        for pair, (_, picture, _, _) in zip(factory_pairs, others, strict=True)
+    ]
     data = folder / "data"
     data.mkdir()
     described = {}
-    for name, rows in (sets | {"pairs": factory_pairs, "kto": kto}).items():
+    factory_sets = sets | {"pairs": factory_pairs, "swapped": factory_swapped, "kto": kto}
+    for name, rows in factory_sets.items():
         columns = {column: column for column in COLUMNS if column in rows[0]}
         columns |= {"kto_tag": "label"} if name == "kto" else {}
         described[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": TAGS}
-        described[name] |= {"columns": columns, "ranking": name == "pairs"}
+        described[name] |= {"columns": columns, "ranking": "chosen" in rows[0]}
         (data / f"{name}.json").write_text(json.dumps(rows))
     (data / "dataset_info.json").write_text(json.dumps(described))
     for name, rows in (sets | {"pairs": swift_pairs, "kto": kto}).items():
@@ -310,7 +325,7 @@ def test_ms_swift_learns_from_pictures(wanted, place):
     with job("ms-swift", wanted.name, wanted.command, packages=["ms-swift"]) as done:
         done.note = wanted.note
         saved = run_swift(wanted, folder)
-        workshop.measure(wanted.measure, folder, saved, conversations, done)
+        workshop.measure(wanted.measure, folder, saved, conversations, done, fall=wanted.fall)
 
 
 @needs_record
@@ -343,20 +358,57 @@ def test_ms_swift_infers(place):
             given = [json.loads(line) for line in answers]
             share = sum(one["response"] == one["labels"] for one in given) / len(conversations)
             setattr(done, name, share)
-        assert done.right >= 0.9 and done.swapped <= 0.1, (done.right, done.swapped)
+        workshop.check_shares(done)
 
 
 @needs_record
 @needs_factory
 def test_llamafactory_trains_a_reward_model(place):
+    """It saves a head of its own form beside the adapter, which its own command scores with."""
     folder, _ = place("random")
-    wanted = Job("reward", f"{LF_LORA} stage=rm", "pairs", rate=1e-2)
+    wanted = Job("reward", f"{LF_LORA} stage=rm seed=3", "pairs", steps=120, rate=4e-3)
     with job("LLaMA-Factory", "rm", wanted.command, packages=["llamafactory"]) as done:
         run_factory(wanted, folder)
         losses = workshop.history(folder, "loss")
         done.loss = losses[0], losses[-1]
         done.note = "with all weights LLaMA-Factory cannot save it: lm_head shares output_layer"
-        assert losses[-1] < losses[0] / 4, done.loss
+        done.right, done.swapped = (scored(folder, name) for name in ("pairs", "swapped"))
+        workshop.check("last loss", losses[-1], most=losses[0] / 4)
+        workshop.check_shares(done)
+
+
+def scored(folder: Path, name: str) -> float:
+    """The share of pairs of which the saved reward model scores the chosen answer higher."""
+    loaded = ("model_name_or_path=model", "adapter_name_or_path=out", "finetuning_type=lora")
+    given = ("stage=rm", "do_train=false", "do_predict=true", f"eval_dataset={name}")
+    options = (*loaded, *given, f"output_dir=scored_{name}")
+    succeed(folder, *RUN, *LF.split(), *options)
+    lines = (folder / f"scored_{name}" / "generated_predictions.jsonl").read_text().splitlines()
+    scores = [json.loads(line) for line in lines]
+    return sum(one["chosen"] > one["rejected"] for one in scores) / len(scores)
+
+
+@needs_record
+@needs_factory
+def test_llamafactory_chats(place):
+    """Its command reads questions from the terminal, and takes no pictures."""
+    folder, _ = place("random")
+    saved = run_factory(MIXED, folder)
+    rows = json.loads((folder / "data" / "mixed.json").read_text())
+    asked = [row["messages"] for row in rows if not row["images"]]
+    lines = [line for question, _ in asked for line in (question["content"], "clear")]
+    options = ("--model_name_or_path", saved, "--template", "glm4", "--do_sample", "false")
+    command = (*RUN, "llamafactory-cli", "chat", *options, "--max_new_tokens", "12")
+    reads = "llamafactory-cli chat --model_name_or_path out --template glm4"
+    with job("LLaMA-Factory", "chat", reads, packages=["llamafactory"]) as done:
+        done.note = "texts only: the command takes no pictures"
+        (folder / "typed.txt").write_text("\n".join([*lines, "exit\n"]))
+        typed = f"{shlex.join(command)} < typed.txt 2> chat.log"
+        printed = succeed(folder, "bash", "-c", typed)
+        given = [part.split("User:")[0].strip() for part in printed.split("Assistant:")[1:]]
+        right = [want["content"] == got for (_, want), got in zip(asked, given, strict=True)]
+        done.right = sum(right) / len(right)
+        workshop.check_shares(done)
 
 
 @contextmanager
@@ -409,4 +461,4 @@ def test_llamafactory_answers(place):
             given = [ask(address, q["content"], q["image"]) == a["content"] for q, a in rows]
             setattr(done, name, sum(given) / len(given))
         done.note = "answers begin with a line feed, as those of all its glm4 models"
-        assert done.right >= 0.9 and done.swapped <= 0.1, (done.right, done.swapped)
+        workshop.check_shares(done)

@@ -9,6 +9,7 @@ from tests.frameworks.record import (
     END,
     PAGE,
     RESULTS,
+    Missed,
     Row,
     cannot,
     job,
@@ -16,6 +17,7 @@ from tests.frameworks.record import (
     on_page,
     read,
 )
+from tests.frameworks.workshop import check_shares
 
 
 @pytest.fixture
@@ -66,6 +68,18 @@ def test_a_job_that_pytest_is_told_to_fail_has_failed(file):
     with pytest.raises(pytest.fail.Exception), job("X", "sft", "x", ["pytest"]):
         pytest.fail("no answer after 300 s")
     assert [row.outcome for row in read(file)] == ["Failed: no answer after 300 s"]
+
+
+def test_a_job_that_learns_too_little_is_a_row_that_says_so(file):
+    with pytest.raises(Missed), job("TRL", "KTO", "trl kto", packages=["torch"]) as done:
+        done.right, done.swapped = 0.95, 0.2
+        check_shares(done)
+    [row] = read(file)
+    assert row.outcome == "trains, and misses a mark of its test: swapped 0.20, not at most 0.10"
+    assert (row.right, row.swapped) == (0.95, 0.2)
+    with pytest.raises(Missed, match=r"right 0\.85, not at least 0\.90"):
+        check_shares(Row(system="", job="", command="", right=0.85, swapped=0.0))
+    check_shares(Row(system="", job="", command="", right=0.9, swapped=0.1))
 
 
 def test_what_cannot_run_has_its_reason(file):

@@ -87,11 +87,15 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
     common = COMMON | {"max_steps": steps, "learning_rate": learning_rate, "seed": seed}
     processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
     given = {"processing_class": processor, "train_dataset": load_dataset(f"data/{job}")["train"]}
-    if job == "reward":
+    if job in ("reward", "reward_lora"):
         model = AutoModelForSequenceClassification.from_pretrained(
             "model", trust_remote_code=True, dtype=torch.float32, num_labels=1
         )
         given["processing_class"] = processor.tokenizer
+        # With this task_type peft trains and saves the new head, `score`, too.
+        lora = LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS")
+        if job == "reward_lora":
+            given["peft_config"] = lora
         trainer = RewardTrainer(model, args=RewardConfig(**common, max_length=None), **given)
     else:
         model = AutoModelForCausalLM.from_pretrained(
@@ -120,7 +124,7 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
             raise ValueError(f"there is no job {job}")
     trainer.train()
     trained = trainer.model
-    if job == "sft_lora":
+    if job.endswith("_lora"):
         trained.save_pretrained("adapter")
         trained = trained.merge_and_unload()
     trained.save_pretrained("out")

@@ -9,6 +9,7 @@ and rewards begin.
 """
 
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.frameworks.record import Row
+from tests.frameworks.record import Missed, Row
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
 
@@ -108,16 +109,23 @@ def history(folder: Path, name: str, out: str = "out") -> list[float]:
 
 
 def measure(
-    kind: str, folder: Path, saved: str, conversations: list[list[dict]], done: Row, name: str = ""
+    kind: str,
+    folder: Path,
+    saved: str,
+    conversations: list[list[dict]],
+    done: Row,
+    name: str = "",
+    fall: float = 0.5,
 ) -> None:
     """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``.
 
     Args:
         kind: "answers", "preferences" (of pairs), "scores" (of a reward model, text only) or
             "reward": answers, and the reward that training logged as ``name``, which rises.
+        fall: What of the first loss the last one may be.
 
     Raises:
-        AssertionError: nothing was learned, or not from the pictures.
+        Missed: nothing was learned, or not from the pictures.
     """
     if kind == "reward":
         values = history(folder, name or "reward")
@@ -133,15 +141,28 @@ def measure(
     else:
         done.right, done.swapped = judged(folder, saved, conversations)
     done.reloaded = True
-    least, most = 0.9, 0.1
     if kind == "reward":
-        assert done.reward[0] < 0.3 and done.reward[1] > 0.8, done.reward
+        check("first reward", done.reward[0], most=0.3)
+        check("last rewards", done.reward[1], least=0.8)
         # Of drawn answers some stay wrong: the same for any picture, or right for the swapped one.
-        least, most = 0.8, chance(conversations)
+        check_shares(done, least=0.8, most=chance(conversations))
     else:
-        assert done.loss[1] < done.loss[0] / 2, done.loss
-    assert done.right >= least, done.right
-    assert done.swapped is None or done.swapped <= most, done.swapped
+        check("last loss", done.loss[1], most=done.loss[0] * fall)
+        check_shares(done)
+
+
+def check_shares(done: Row, least: float = 0.9, most: float = 0.1) -> None:
+    """Raise :class:`Missed` unless right answers are many, and with pictures swapped few."""
+    check("right", done.right, least=least)
+    if done.swapped is not None:
+        check("swapped", done.swapped, most=most)
+
+
+def check(name: str, value: float, least: float = 0.0, most: float = math.inf) -> None:
+    """Raise :class:`Missed` with name, value and mark, unless ``least <= value <= most``."""
+    if not least <= value <= most:
+        mark = f"at least {least:.2f}" if value < least else f"at most {most:.2f}"
+        raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {mark}")
 
 
 class Models:
@@ -244,6 +265,12 @@ def pairs_of(conversations: list[list[dict]]) -> list[tuple[str, str, str, str]]
     return list(dict.fromkeys(pairs))
 
 
+def with_other_pictures(pairs: list[tuple]) -> list[tuple]:
+    """Each pair with the picture that its other answer is the answer for, if it has any."""
+    picture_of = {(asked, right): picture for asked, picture, right, _ in pairs}
+    return [(q, picture_of.get((q, wrong)), right, wrong) for q, _, right, wrong in pairs]
+
+
 def preferences(folder: Path, model: str, pairs: list[tuple]) -> tuple[float, float]:
     """The shares of pairs of which a saved model prefers the first answer: with the picture that it
     is the answer for, and with that of the other answer. By a process without this package."""
@@ -251,8 +278,7 @@ def preferences(folder: Path, model: str, pairs: list[tuple]) -> tuple[float, fl
     judge = Path(__file__).with_name("preference_judge.py")
     succeed(folder, sys.executable, judge, model, "asked.json", "preferred.json")
     preferred = json.loads((folder / "preferred.json").read_text())
-    picture_of = {(asked, right): picture for asked, picture, right, _ in pairs}
-    other = [(q, picture_of.get((q, wrong)), right, wrong) for q, _, right, wrong in pairs]
+    other = with_other_pictures(pairs)
     (folder / "asked.json").write_text(json.dumps(other))
     succeed(folder, sys.executable, judge, model, "asked.json", "preferred.json")
     again = json.loads((folder / "preferred.json").read_text())
@@ -322,11 +348,10 @@ def put_data(folder: Path, conversations: list[list[dict]]) -> None:
     # names colour and shape.
     question = "<|user|>\nWhat do you see?<|assistant|>\n"
     answers = [(f"a {colour} {shape}", colour, shape) for colour, shape in product(COLOURS, SHAPES)]
-    put(
-        "reward",
-        [
-            {"chosen": f"{question}{whole}{END}", "rejected": f"{question}{part}{END}"}
-            for whole, *parts in answers
-            for part in parts
-        ],
-    )
+    texts = [
+        {"chosen": f"{question}{whole}{END}", "rejected": f"{question}{part}{END}"}
+        for whole, *parts in answers
+        for part in parts
+    ]
+    for job in ("reward", "reward_lora"):
+        put(job, texts)

@@ -20,6 +20,7 @@ from glm4v_patched.run import STARTUP
 PACKAGE = Path(glm4v_patched.__file__).parent
 MODULES = {
     "axolotl/model_support/__init__.py": "",
+    "openrlhf/models/model.py": "",
     "swift/model/__init__.py": "",
     "llamafactory/data/template.py": "",
     "llamafactory/model/model_utils/visual.py": "",
@@ -32,10 +33,10 @@ def register():
 """
 IMPORT = (
     "import swift.model, llamafactory.data.template, llamafactory.model.model_utils.visual\n"
-    "import axolotl.model_support\n"
+    "import axolotl.model_support, openrlhf.models.model\n"
 )
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'child.py'], check=True)\n"
-NAMES = ["ms_swift", "llamafactory", "llamafactory_parts", "axolotl"]
+NAMES = ["ms_swift", "llamafactory", "llamafactory_parts", "axolotl", "openrlhf"]
 
 
 @pytest.fixture
