@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
 from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, serving
 from tests.helpers.publishable import as_files, write_original
 from tests.helpers.recipes import launching_warm, measuring_warm
+from tests.helpers.typed import STARTED_FRESH, write_programs
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
@@ -162,7 +162,10 @@ def test_sessions_are_there(arguments):
 
 
 class Reader:
-    """Types what the pages say, in a copy of the repository whose environment is activated."""
+    """Types what the pages say, in a copy of the repository whose environment is activated.
+
+    Its programs are forks of warm processes (:mod:`typed`), but for those ``STARTED_FRESH``.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -171,18 +174,12 @@ class Reader:
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         for name in ("LICENSE", "README.md", "pyproject.toml"):
             shutil.copy(ROOT / name, folder)
-        modules = {"glm4v-patched": "glm4v_patched", "torchrun": "torch.distributed.run"}
-        modules["deepspeed"] = "deepspeed.launcher.runner"
-        programs = folder / ".venv" / "bin"
-        programs.mkdir(parents=True)
-        for name, module in modules.items() | {("python", "")}:
-            start = shlex.join([sys.executable, *(["-m", module] if module else [])])
-            (programs / name).write_text(f'#!/bin/sh\nexec {start} "$@"\n')
-            (programs / name).chmod(0o755)
         self.environment = cpu_environment() | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
         self.environment |= {"HF_HOME": str(folder / "home"), "PET_STANDALONE": "1"}
-        self.environment["PATH"] = os.pathsep.join([str(programs), self.environment["PATH"]])
         self.environment.pop("GLM4V_PATCHED", None)
+        programs = folder / ".venv" / "bin"
+        write_programs(programs, self.environment, "all", "torch")
+        self.environment["PATH"] = os.pathsep.join([str(programs), self.environment["PATH"]])
 
     def shell(self, command: str, seconds: float = 300, **environment: str) -> str:
         """What the command printed; it fails the test if it fails or takes longer."""
@@ -228,7 +225,8 @@ def tiny(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(reader) -> Path:
-    """README's training, stopped by Ctrl-C after its first checkpoint and resumed."""
+    """README's training, stopped by Ctrl-C after its first checkpoint. It is started as a reader
+    starts it."""
     (command,) = (c.text for c in commands(README) if "glm4v-patched train" in c.text)
     few = "--device cpu --processes 2 trainer.max_steps=40 trainer.save_steps=20"
     few += " trainer.learning_rate=1e-2"  # so that adapters change more than rounding does
@@ -238,7 +236,7 @@ def trained(reader) -> Path:
         running = subprocess.Popen(
             shell,
             cwd=reader.folder,
-            env=reader.environment,
+            env=reader.environment | STARTED_FRESH,
             stdout=output,
             stderr=output,
             preexec_fn=heed_ctrl_c,

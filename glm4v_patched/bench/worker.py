@@ -30,7 +30,6 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .breakdown import memory_parts, profile_step
 from .roofline import batch_of, config_of, measured_ceiling, supervised, synchronize, useful_flop
 from .settings import Settings
-from .versions import versions
 
 LEARNING_RATE = 1e-5
 
@@ -56,9 +55,8 @@ def measure(settings: Settings) -> dict | None:
     batch = _batch(config, settings)
     if settings.reuse_features:  # what a first epoch would have kept of these pictures
         model: Any = trainer.model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
         with torch.no_grad():
-            found = base.transformer.get_image_features(batch.pop("pixel_values"), return_dict=True)
+            found = model.get_image_features(batch.pop("pixel_values"), return_dict=True)
         batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
     require_learning(losses)
@@ -80,8 +78,6 @@ def measure(settings: Settings) -> dict | None:
         "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
         "policies": options.policies,
         "losses": losses,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "versions": versions(),
     }
     if settings.profile:
         row |= profile_step(lambda: trainer.step(batch))

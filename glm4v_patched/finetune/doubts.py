@@ -37,7 +37,10 @@ def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterat
         )
     each = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * processes
     if each > rows:
-        yield f"the effective batch, {each:,}, is above all rows, {rows:,}: an epoch is one step"
+        yield (
+            f"the effective batch, {each:,}, is larger than the number of rows, {rows:,}: an epoch "
+            "is one step"
+        )
     epochs = steps / steps_in_epoch(trainer, rows, processes)
     if epochs > MOST_EPOCHS:
         yield f"each row is learned {epochs:,.0f} times"

@@ -9,13 +9,14 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glm4v_patched.cli import main
+from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, progress, summary, trainer
+from glm4v_patched.finetune import disk, progress, trainer
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
-from glm4v_patched.finetune.summary import Plan, fault_of_ram, show_sample
+from glm4v_patched.finetune.summary import Plan, fault_of_memory, show_sample
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here
@@ -98,12 +99,12 @@ def test_a_machine_with_too_little_memory_for_an_offloaded_optimizer_is_told(
     batch = Batch(rows=1, row_length=9, processes=4)
     planned = Plan(ChatGLMConfig(), options, batch, steps=1, free=80e9)
     placement = Placement(4, local_processes=local)
-    monkeypatch.setattr(summary, "free_ram", lambda: (needed - 1) * 1e9)
-    told = fault_of_ram(planned, placement)
+    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
+    told = fault_of_memory(planned, placement)
     least = rf"takes {needed}\.\d GB of the machine's memory, of which {needed - 1}\.0 GB are free"
     assert re.search(least, told), told
-    monkeypatch.setattr(summary, "free_ram", lambda: (needed + 1) * 1e9)
-    assert fault_of_ram(planned, placement) == ""
+    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
+    assert fault_of_memory(planned, placement) == ""
 
 
 def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monkeypatch):
@@ -112,7 +113,7 @@ def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monk
         | {"trained": "full"}
     )
     mine.write(tmp_path / "recipe.json")
-    monkeypatch.setattr(summary, "free_ram", lambda: 1e6)
+    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
     assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
     told = capsys.readouterr()
     assert re.search(r"optimizer   [\d.]+ MB of the machine's memory", told.out)

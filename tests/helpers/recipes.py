@@ -88,7 +88,8 @@ def measuring_warm() -> Iterator[None]:
     from glm4v_patched.bench import command
 
     def run(asked: list[str], printed: Path, environment: dict[str, str], timeout: float) -> str:
-        return run_command_warm(asked, timeout, environment).output[-4000:]
+        ended = run_command_warm(asked, timeout, environment)
+        return "" if ended.status == 0 else ended.output[-4000:]
 
     with mock.patch.dict(os.environ, cpu_environment()), mock.patch.object(command, "_run", run):
         yield

@@ -94,6 +94,9 @@ class WarmProcess:
         self.connection.connect(str(self.address))
         # Not buffered: select tells of what can be read.
         self.channel = self.connection.makefile("rwb", buffering=0)
+        with open(os.devnull) as nothing, open(request.pop("output"), "a") as output:
+            files = [nothing.fileno(), output.fileno(), output.fileno()]
+            socket.send_fds(self.connection, [b"\n"], files)
         self.channel.write(json.dumps(request).encode() + b"\n")
         self.pid = self._read()["pid"]
 
@@ -113,6 +116,11 @@ class WarmProcess:
             self.channel.close()
             self.connection.close()
 
+    def kill(self, number: signal.Signals) -> None:
+        """The fork, and on SIGKILL what it has started."""
+        assert self.pid is not None
+        kill(self.pid, number)
+
     def _read(self) -> dict:
         line = self.channel.readline()
         assert line, f"the warm process at {self.address} has ended"
@@ -120,6 +128,18 @@ class WarmProcess:
 
 
 WARM: dict[str, WarmProcess] = {}
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    """Tell a process to end, and on SIGKILL what it has started."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        parts = process.children(recursive=True) if number == signal.SIGKILL else []
+        for part in [*parts, process]:
+            with suppress(psutil.NoSuchProcess):
+                part.send_signal(number)
 
 
 @cache
@@ -196,25 +216,13 @@ def _wait(running: list[WarmProcess], end: float) -> int | None:
         if not failed and any(statuses):
             failed, end = True, time.monotonic() + SECONDS_TO_END
             for process in running:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
+                process.kill(signal.SIGTERM)
         elif running and time.monotonic() > end:
             hung |= not failed
             for process in running:
-                kill_with_all(process.pid)
+                process.kill(signal.SIGKILL)
             end = time.monotonic() + SECONDS_TO_END
     return None if hung else next(filter(None, statuses), 0)
-
-
-def kill_with_all(pid: int) -> None:
-    """A process and what it has started."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for part in [*process.children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                part.kill()
 
 
 # On the other side
@@ -273,28 +281,32 @@ def main(imports: str, address: str) -> None:
 
 
 def answer(connection: socket.socket) -> None:
-    """Fork what is asked for, and tell its number and how it ended."""
+    """Fork what is asked for, and tell its number and how it ended. Where nobody waits for that any
+    more, it and what it has started are killed."""
     connection.settimeout(None)
-    channel = connection.makefile("rwb", buffering=0)
-    if not (line := channel.readline()):
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    if not files:
         os._exit(0)  # it was only asked whether it is there
-    request = json.loads(line)
+    channel = connection.makefile("rwb", buffering=0)
+    request = json.loads(channel.readline())
     pid = os.fork()
     if pid == 0:
         channel.close()
         connection.close()
-        return become(request)
-    channel.write(json.dumps({"pid": pid}).encode() + b"\n")
-    end = os.pidfd_open(pid)
-    if end not in select([end, connection], [], [])[0]:
-        kill_with_all(pid)  # whoever asked has ended, or was interrupted
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    channel.write(json.dumps({"status": status}).encode() + b"\n")
+        return become(request, files)
+    for number in files:
+        os.close(number)
+    with suppress(BrokenPipeError, ConnectionResetError):
+        channel.write(json.dumps({"pid": pid}).encode() + b"\n")
+        ended = os.pidfd_open(pid)
+        if ended not in select([ended, connection], [], [])[0]:
+            kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        channel.write(json.dumps({"status": status}).encode() + b"\n")
     os._exit(0)
 
 
-def become(request: dict) -> None:
+def become(request: dict, files: list[int]) -> None:
     """The process that a fresh one would be, once it has imported as much."""
     import random
 
@@ -302,10 +314,9 @@ def become(request: dict) -> None:
     import torch
 
     os.setsid()
-    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, target in enumerate((nothing, output, output)):
+    for number, target in enumerate(files):
         os.dup2(target, number)
+        os.close(target)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -315,18 +326,28 @@ def become(request: dict) -> None:
     # Fresh processes draw unlike numbers.
     random.seed()
     numpy.random.seed()
-    first, *arguments = request["command"]
-    sys.argv = request["command"]
+    sys.executable = request.get("executable", sys.executable)
+    run(request["command"], request.get("code"), request.get("options", []))
+
+
+def run(command: list[str], code: str | None, options: list[str]) -> None:
+    """As ``python OPTIONS COMMAND`` does, for its ``-P`` and ``-u``."""
+    for stream in (sys.stdout, sys.stderr) if "-u" in options else ():
+        stream.reconfigure(write_through=True)
+    first, *arguments = sys.argv = command
+    place = {"-c": "", "-m": os.getcwd()}.get(first, str(Path(first).resolve().parent))
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    missing = [path for path in given if path and path not in sys.path]
+    safe = "-P" in options or os.environ.get("PYTHONSAFEPATH")
+    sys.path[:0] = missing if safe else [place, *missing]
     if first == "-c":
-        sys.path.insert(0, "")
+        assert code is not None
         sys.modules["__main__"] = module = ModuleType("__main__")
-        exec(request["code"], vars(module))
+        exec(code, vars(module))
     elif first == "-m":
-        sys.path.insert(0, os.getcwd())
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(first).parent))
         runpy.run_path(first, run_name="__main__")
 
 
