@@ -32,6 +32,7 @@ VARIABLE = "GLM4V_PATCHED"
 STARTUP = Path(__file__).resolve().parent / "patch" / "startup"
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
 OF_LAUNCHERS = ("--local_rank", "--local-rank")
+SETTINGS = (".yaml", ".yml", ".json")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,9 +67,14 @@ def find_script(name: str) -> str:
     """A file as it is named, or the path of a command that is a Python script.
 
     Raises:
-        ValueError: there is neither; or the command is no Python script.
+        ValueError: there is neither; or it is no Python script.
     """
     if os.path.isfile(name):
+        if name.endswith(SETTINGS):
+            raise ValueError(
+                f"{name} is no script; give it behind the command that reads it. A recipe of ours "
+                f"is trained by: glm4v-patched train {name}"
+            )
         return name
     # An environment that is used without being activated has its commands beside its python.
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))

@@ -54,6 +54,14 @@ def test_what_fails_in_the_second_lane_of_ci_fails_all(tmp_path, failing):
     assert logs == {part: "" if part == failing else "on\n" for part in parts}
 
 
+def test_a_part_that_no_lane_took_fails_ci(tmp_path):
+    """As on a full disk, where no folder can be made."""
+    part = "status=0\nwait", "exit", "rest=types; sleep 0 & second=$!", tmp_path, 'exit "$status"'
+    assert run_part_of_ci(*part) == "1 == types: no lane could take it\n"
+    (tmp_path / "types.taken").mkdir()
+    assert run_part_of_ci(*part) == "0 "
+
+
 def test_ci_does_not_go_on_without_the_test_command(tmp_path):
     part = "block_of_readme 2", "WARM_PROCESSES"
     assert run_part_of_ci(*part, "block_of_readme() { :; }", tmp_path) == "1 "

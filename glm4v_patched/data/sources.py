@@ -290,17 +290,17 @@ def _parse(line: int, text: str, read: _Json) -> Any:
         value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
     except json.JSONDecodeError as error:
         told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
-        return Fault(line, read.fault_of(text) or told + _cure_of_json(text.strip()))
+        return Fault(line, read.fault_of(text) or told + _cure_of_json(error))
     except RecursionError:
         return Fault(line, "objects or lists are nested too deeply")
     fault = read.fault_of(text)
     return value if fault is None else Fault(line, fault)
 
 
-def _cure_of_json(text: str) -> str:
-    if text.startswith("{'"):
+def _cure_of_json(error: json.JSONDecodeError) -> str:
+    if error.doc.lstrip().startswith("{'"):
         return "; it is Python's way to write it: write it with json.dumps"
-    if text.endswith(","):
+    if error.doc[error.pos :].strip() == ",":  # behind a whole value
         return "; leave out the comma: lines are no list"
     return ""
 

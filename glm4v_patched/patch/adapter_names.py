@@ -67,7 +67,8 @@ def correct_names(model: nn.Module, config) -> None:
         if known != list(names):
             logger.warning("%s: %s are called %s here", option, [*names], known)
             setattr(config, option, type(names)(known))
-        heads = HEADS if option == "modules_to_save" else ()
+        has_head = any(_fits(name, modules) for name in HEADS)
+        heads = HEADS if option == "modules_to_save" and has_head else ()
         unknown = [name for name in known if name not in heads and not _fits(name, modules)]
         if unknown:
             raise ValueError(_unknown(option, unknown, unknown))

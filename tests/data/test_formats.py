@@ -476,6 +476,7 @@ REFUSED = {
     "comma": (GOOD.rstrip() + ",", r"no JSON .*leave out the comma"),
     "cut": (GOOD[:-5], "no JSON"),
     "cut early": ('{"messages": [', r"no JSON \(Expecting value, column 15\)"),
+    "cut behind a comma": ('{"messages": [{"role": "user"},', r'no JSON .*"user"},$'),
     "two rows in one line": (GOOD + GOOD, "no JSON .Extra data"),
     "deep": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     "twice": ('{"messages": [], ' + GOOD[1:], 'key "messages" stands 2 times in one object'),

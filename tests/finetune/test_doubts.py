@@ -59,6 +59,7 @@ def test_many_epochs_are_told():
         {"trainer.learning_rate": 1e-2},
         {"trainer.warmup_steps": 99},
         {"trainer.warmup_steps": 500, "trainer.lr_scheduler_type": "constant"},
+        {"trainer.warmup_steps": 500, "trainer.lr_scheduler_type": "reduce_lr_on_plateau"},
         {"trained": "full", "lora.alpha": 10**5},
         {"lora.alpha": 512},
         {"data.eval": 0.5},

@@ -47,6 +47,7 @@ def test_embeddings_and_head_are_found_by_the_names_that_others_give_them():
             "language_model is transformer.encoder, q_proj is query_key_value",
         ),
         ({"target_modules": ["dense", "nonsense"]}, "'nonsense', which fit no module"),
+        ({"target_modules": ["dense"], "modules_to_save": ["score"]}, "'score', which fit no"),
     ],
 )
 def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, message):

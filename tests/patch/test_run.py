@@ -244,6 +244,11 @@ def test_the_rank_that_launchers_insert_is_handed_on(spelling, quick):
         (["-m"], "", "give a script, a command, or -m and a module"),
         (["no-such.py"], "", "no file no-such.py and no command of this name on PATH"),
         (["sh"], "", "sh is not a Python script; to patch what it starts: export GLM4V_PATCHED=1 "),
+        (
+            ["a.yaml"],
+            "",
+            "a.yaml is no script; give it behind the command that reads it. A recipe of ours is",
+        ),
         (["script.py"], "{", "GLM4V_PATCHED='{' is neither 1 nor a JSON object"),
         (["script.py"], "[1]", "is neither 1 nor a JSON object"),
         (["script.py"], "false", "is neither 1 nor a JSON object"),
@@ -254,6 +259,7 @@ def test_the_rank_that_launchers_insert_is_handed_on(spelling, quick):
 )
 def test_errors_before_the_script(arguments, value, message, quick):
     (quick / "script.py").write_text("print('ran')")
+    (quick / "a.yaml").touch()
     done = run(*RUN, *arguments, GLM4V_PATCHED=value)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
