@@ -59,6 +59,7 @@ ELSEWHERE = {
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
     "python -m glm4v_patched.run axolotl": "nox: axolotl",
     "python -m glm4v_patched.run -m openrlhf": "nox: jobs, its model and loss: it asks for a GPU",
+    "python -m openrlhf.cli.train_sft": "nox: jobs, which tries it: it asks for a GPU",
     "pip install msgspec": "nox: ms_swift",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
