@@ -75,6 +75,8 @@ class WarmProcess:
     def _begin(self, imports: str, environment: dict[str, str]) -> None:
         read = {name: environment.get(name) for name in self.names}
         Path(f"{self.address}.json").write_text(json.dumps(read))
+        if imports == "torch":  # it imports nothing from there, and its forks have paths of their own
+            environment = {k: v for k, v in environment.items() if k != "PYTHONPATH"}
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(self.address))
             listening.listen()
@@ -336,10 +338,10 @@ def run(command: list[str], code: str | None, options: list[str]) -> None:
         stream.reconfigure(write_through=True)
     first, *arguments = sys.argv = command
     place = {"-c": "", "-m": os.getcwd()}.get(first, str(Path(first).resolve().parent))
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    missing = [path for path in given if path and path not in sys.path]
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     safe = "-P" in options or os.environ.get("PYTHONSAFEPATH")
-    sys.path[:0] = missing if safe else [place, *missing]
+    others = [path for path in sys.path if path not in given]
+    sys.path[:] = [*([] if safe else [place]), *given, *others]
     if first == "-c":
         assert code is not None
         sys.modules["__main__"] = module = ModuleType("__main__")
