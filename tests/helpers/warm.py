@@ -75,7 +75,9 @@ class WarmProcess:
     def _begin(self, imports: str, environment: dict[str, str]) -> None:
         read = {name: environment.get(name) for name in self.names}
         Path(f"{self.address}.json").write_text(json.dumps(read))
-        if imports == "torch":  # it imports nothing from there, and its forks have paths of their own
+        if (
+            imports == "torch"
+        ):  # it imports nothing from there, and its forks have paths of their own
             environment = {k: v for k, v in environment.items() if k != "PYTHONPATH"}
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(self.address))
