@@ -1,8 +1,8 @@
 """The kernel of :mod:`fp8_gelu`; importing it takes Triton, which torch for GPUs brings."""
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .fp8 import E4M3, LARGEST, SMALLEST
