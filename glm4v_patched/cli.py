@@ -2,10 +2,8 @@
 
 import argparse
 import difflib
-import platform
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from . import __version__
@@ -14,12 +12,15 @@ from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
 from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
+from .versions import versions
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
+    _require_command(parser, argv)
     options, rest = parser.parse_known_args(argv)
     # argparse takes field=value only where no option stands before it.
     takes_fields = options.command in ("train", "doctor")
@@ -38,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="glm4v-patched", description="Fine-tuning glm-4v-9b.")
-    versions = "print the versions of this package and of what it runs on"
-    parser.add_argument("--version", action=_Version, help=versions)
+    told = "print the versions of this package and of what it runs on"
+    parser.add_argument("--version", action=_Version, help=told)
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
@@ -85,7 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     add_compare_arguments(compare)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
+    parser.set_defaults(commands=commands.choices)
     return parser
+
+
+def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """No option before the command has a value."""
+    commands = parser.get_default("commands")
+    typed = next((text for text in argv if not text.startswith("-")), None)
+    if typed is not None and typed not in commands:
+        near = difflib.get_close_matches(typed.lower(), commands, 1)
+        told = f"did you mean {near[0]}?" if near else "--help lists what there is"
+        parser.error(f"there is no command {typed!r}; {told}")
 
 
 def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:
@@ -172,18 +184,16 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints versions, read from what pip wrote: nothing is imported."""
+    """Prints versions; nothing is imported."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
-        print(f"glm4v-patched {__version__}\nPython {platform.python_version()}")
+        found = versions(NAMED_WITH_VERSION)
+        print(f"glm4v-patched {__version__}\nPython {found['python']}")
         for name in NAMED_WITH_VERSION:
-            try:
-                print(name, version(name))
-            except PackageNotFoundError:
-                print(name, "is not installed")
+            print(name, found.get(name, "is not installed"))
         parser.exit()
 
 

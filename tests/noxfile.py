@@ -3,13 +3,16 @@
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
 code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires,
-``ms_swift`` all of ms-swift.
-``jobs`` runs other people's frameworks, each in an environment of its own, and fills
-docs/benchmarks/frameworks.json and the table of docs/frameworks.md; ``-s "jobs(system='TRL')"``
-does one. ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
-docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
+``ms_swift`` all of ms-swift, ``axolotl`` all of axolotl.
+``-t table`` runs other people's frameworks, each in an environment of its own, fills
+docs/benchmarks/frameworks.json and the table of docs/frameworks.md, and prints it:
+``jobs``, of which ``-s "jobs(system='TRL')"`` does one, and the three that were named last.
+``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
+docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``oldest`` runs all default tests
+on the oldest versions that pyproject.toml allows; .ci/run leaves out what does not depend on them.
 """
 
+import re
 import sys
 import tempfile
 from itertools import product
@@ -26,6 +29,7 @@ nox.options.sessions = ["frameworks"]
 
 ROOT = Path(__file__).parents[1]
 TO_TEST = ["pytest", "pytest-xdist", "psutil"]
+HERE = ROOT / "tests" / "frameworks"
 RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
 
 
@@ -52,16 +56,24 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def oldest(session: nox.Session) -> None:
+    names = "accelerate|datasets|jinja2|peft|pydantic"
+    claimed = re.findall(rf'^ *"({names})>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
+    install(session, TRANSFORMERS[0], DEEPSPEED[-1], *map("==".join, claimed))
+    session.run("pytest", "-q", *(session.posargs or [str(ROOT / "tests")]))
+
+
+@nox.session
 @nox.parametrize("transformers", [TRANSFORMERS[0], TRANSFORMERS[-1]])
 def frameworks(session: nox.Session, transformers: str) -> None:
     # Newer pyarrow cannot pickle what datasets pickles.
     trl = ["trl==1.16.0", "datasets==4.7.0", "pyarrow==21.0.0"]
     install(session, transformers, DEEPSPEED[-1], *trl)
     for name in ("test_trl.py", "test_patched_training.py"):
-        session.run("pytest", "-q", str(ROOT / "tests/frameworks" / name))
+        session.run("pytest", "-q", str(HERE / name))
     for version in ("0.9.2", "0.9.5"):  # before and after LLaMA-Factory's own fix
         session.install("--no-deps", "--ignore-requires-python", f"llamafactory=={version}")
-        session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_llamafactory.py"))
+        session.run("pytest", "-q", str(HERE / "test_llamafactory.py"))
 
 
 # Each system of tests/frameworks/test_jobs.py: what it is installed with.
@@ -84,21 +96,17 @@ WITHOUT_DEPENDENCIES = {
 }
 
 
-@nox.session
+@nox.session(tags=["table"])
 @nox.parametrize("system", [*SYSTEMS])
 def jobs(session: nox.Session, system: str) -> None:
     """A row of docs/benchmarks/frameworks.json for each job of a system, and the table."""
     install(session, TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
     if alone := WITHOUT_DEPENDENCIES.get(system):
         session.install("--no-deps", *alone)
-    session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
-    tests = [str(ROOT / "tests/frameworks" / name) for name in ("test_jobs.py", "test_peft.py")]
-    # 1: a job failed, as its row says.
-    session.run("pytest", "-q", "-n", "0", *tests, "-k", system, success_codes=[0, 1])
-    session.run("python", "-m", "tests.frameworks.record", "--page")
+    run_jobs(session, "test_jobs.py", "test_peft.py", "-k", system)
 
 
-@nox.session
+@nox.session(tags=["table"])
 def llamafactory(session: nox.Session) -> None:
     # Not a build of torch for CPUs, which pip would prefer wherever it finds one: the torchvision
     # and torchaudio of PyPI do not load beside it.
@@ -107,27 +115,37 @@ def llamafactory(session: nox.Session) -> None:
     session.env["PYTHONPATH"] = str(ROOT)
     for transformers in (TRANSFORMERS[0], "5.6.0"):  # the oldest of ours, the newest of its
         session.install(f"transformers=={transformers}")
-        session.run("pytest", "-q", str(ROOT / "tests/frameworks/test_patched_training.py"))
+        session.run("pytest", "-q", str(HERE / "test_patched_training.py"))
         session.run("pytest", "-q", str(ROOT / "tests/integrations/test_llamafactory.py"))
-    run_command_jobs(session)
+    run_jobs(session, "test_command_jobs.py")
 
 
-@nox.session
+@nox.session(tags=["table"])
+def axolotl(session: nox.Session) -> None:
+    session.install("torch==2.13.0", "torchvision==0.28.0")
+    session.install("-e", str(ROOT), "axolotl==0.19.0", *TO_TEST)
+    session.install(f"transformers=={TRANSFORMERS[-1]}")  # it pins 5.16.1
+    session.env["PYTHONPATH"] = str(ROOT)
+    session.run("pytest", "-q", str(ROOT / "tests/integrations/test_axolotl.py"))
+    run_jobs(session, "test_jobs.py", "-k", "axolotl")
+
+
+@nox.session(tags=["table"])
 def ms_swift(session: nox.Session) -> None:
     session.install("torch==2.13.0")
     # msgspec: its GRPO imports it, and it does not require it.
     session.install("-e", str(ROOT), "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
     session.env["PYTHONPATH"] = str(ROOT)
     session.run("pytest", "-q", str(ROOT / "tests/integrations/test_ms_swift.py"))
-    run_command_jobs(session)
+    run_jobs(session, "test_command_jobs.py")
 
 
-def run_command_jobs(session: nox.Session) -> None:
+def run_jobs(session: nox.Session, *tests: str) -> None:
     """The rows of the framework that is installed, and the table."""
     session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
-    tests = str(ROOT / "tests" / "frameworks" / "test_command_jobs.py")
+    paths = [str(HERE / name) if name.endswith(".py") else name for name in tests]
     # 1: a job failed, as its row says.
-    session.run("pytest", "-q", "-n", "0", tests, success_codes=[0, 1])
+    session.run("pytest", "-q", "-n", "0", *paths, success_codes=[0, 1])
     session.run("python", "-m", "tests.frameworks.record", "--page")
 
 

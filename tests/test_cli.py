@@ -72,6 +72,20 @@ def test_unknown_options_are_answered_with_the_nearest_one(typed, told, capsys):
     assert error.startswith(f"usage: glm4v-patched {typed.split()[0]}")
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("tarin recipe.yaml", "there is no command 'tarin'; did you mean train?\n"),
+        ("Serve model", "there is no command 'Serve'; did you mean serve?\n"),
+        ("help", "there is no command 'help'; --help lists what there is\n"),
+    ],
+)
+def test_unknown_commands_are_answered_with_the_nearest_one(typed, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(typed.split())
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_versions_are_told_without_loading_torch():
     code = "import runpy, sys; sys.modules['torch'] = None; "
     code += "runpy.run_module('glm4v_patched', run_name='__main__')"

@@ -6,6 +6,7 @@ are added to them or names replaced; nothing of a command is repeated here. What
 is in ``ELSEWHERE``, with what does run it.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,13 +22,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from glm4v_patched.cli import _parser
+from glm4v_patched.cli import _parser, main
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
 from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, serving
 from tests.helpers.publishable import as_files, write_original
+from tests.helpers.recipes import launching_warm, measuring_warm
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
@@ -48,18 +50,23 @@ ELSEWHERE = {
     "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
+    "nox -f tests/noxfile.py -t ": "by hand: test_sessions_are_there",
     ".venv/bin/nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
     "python -m glm4v_patched.run sft_script.py": "nox: frameworks",
     "python -m glm4v_patched.run trl sft": "nox: frameworks",
     "torchrun --nproc_per_node 2 train.py": "nox: jobs",
     "python -m glm4v_patched.run llamafactory": "nox: llamafactory",
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
+    "python -m glm4v_patched.run axolotl": "nox: axolotl",
     "pip install msgspec": "nox: ms_swift",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
     # Rows in each format.
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
+    "python train.py": "pytest -m two_gpu: tests/frameworks/test_two_gpus.py",
+    "torchrun --nproc_per_node 2 -m glm4v_patched.run -m openrlhf": "the same",
+    "python -m tests.frameworks.two_gpus": "the same",
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python -m tests.distributed.reading": "tests/distributed/test_reading_task.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
@@ -148,6 +155,9 @@ def test_tests_that_pages_name_are_there(arguments):
 def test_sessions_are_there(arguments):
     words = shlex.split(arguments)
     source = (ROOT / words[words.index("-f") + 1]).read_text()
+    if "-t" in words:
+        assert f'tags=["{words[words.index("-t") + 1]}"]' in source
+        return
     assert f"\ndef {words[words.index('-s') + 1]}(session: nox.Session" in source
 
 
@@ -180,6 +190,12 @@ class Reader:
         ended = run_with_limit(bash, seconds, self.environment | environment, self.folder)
         assert ended.status == 0, f"{command}\n{ended.status}\n{ended.output[-6000:]}"
         return ended.output
+
+    def here(self, command: str) -> None:
+        """A command of ours in this process, which tests may have prepared."""
+        _, *arguments = shlex.split(command)
+        with contextlib.chdir(self.folder):
+            assert main(arguments) == 0, command
 
     def python(self, code: str) -> str:
         (self.folder / "block.py").write_text(code)
@@ -271,8 +287,10 @@ def test_fields_are_given_on_the_command_line(given, reader):
 
 @pytest.fixture(scope="module")
 def demo_output(reader) -> Path:
+    """With forks of warm processes: .ci/run types the command."""
     (command,) = (c.text for c in commands(README) if c.text.endswith("glm4v-patched demo"))
-    reader.shell(f"{command} --steps 2 --device cpu", 400)
+    with launching_warm():
+        reader.here(f"{command} --steps 2 --device cpu")
     return reader.folder / "demo_output"
 
 
@@ -314,14 +332,21 @@ def test_scripts_are_patched(given, reader):
         free.bind(("localhost", 0))
         here = f"deepspeed --num_gpus 2 --master_port {free.getsockname()[1]} "
     for command in given:
+        if any(other.startswith(f"{command} ") for other in given):
+            continue  # once, with arguments
         # The variable PYTHONPATH that it sets has no place for the tests' own.
         command = command.replace("deepspeed ", here).replace("PYTHONPATH=$", "PYTHONPATH=.:$")
-        reader.shell(command if "train.py" in command else f"{command}; python train.py --lr 1e-5")
+        if "train.py" not in command:
+            command += "; python train.py --lr 1e-5"
+        reader.shell(command)
+        handed_on = command.partition("train.py")[2].split()
         ranks = 2 if "torchrun" in command or "deepspeed" in command else 1
         for rank in range(ranks):
-            told = (reader.folder / f"rank{rank}").read_text().split()
-            assert told[0].startswith("glm4v_patched.remote"), command
-            assert told[-2:] == ["--lr", "1e-5"], command
+            module, *arguments = (reader.folder / f"rank{rank}").read_text().split()
+            assert module.startswith("glm4v_patched.remote"), command
+            if "deepspeed" in command:
+                assert arguments.pop(0) == f"--local_rank={rank}"
+            assert arguments == handed_on, command
             (reader.folder / f"rank{rank}").unlink()
 
 
@@ -339,6 +364,7 @@ GENERATION = "--config tiny/config.json --device cpu --new-tokens 4 --prompt-tok
 @pytest.mark.slow
 @runs("glm4v-patched bench")
 def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
+    """One command that measures is typed; the others are, but for their processes, the same."""
     small = "--config tiny/config.json --device cpu --text-tokens 20 --no-compile"
     small += " --warm-up 1 --steps 1"
     page = reader.folder / "docs" / "benchmarks" / "README.md"
@@ -347,7 +373,13 @@ def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
         if command == "glm4v-patched bench":
             continue  # its name, in running text
         tiny = GENERATION if "--generate" in command else small
-        reader.shell(command if "--rows" in command else f"{command} {tiny}")
+        if "--rows" in command:
+            reader.shell(command)
+        elif command.endswith("--steps 4"):
+            reader.shell(f"{command} {tiny}")
+        else:
+            with measuring_warm():
+                reader.here(f"{command} {tiny}")
         if "--pictures" in command:
             drawn = sorted(path.name for path in (reader.folder / "pictures").iterdir())
             assert drawn == ["memory.png", "speed.png"]

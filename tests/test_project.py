@@ -5,6 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -23,6 +24,36 @@ def required(*extras: str) -> list[Requirement]:
     optional = PROJECT["project"]["optional-dependencies"]
     of_extras = [text for extra in extras for text in optional[extra]]
     return [Requirement(text) for text in [*PROJECT["project"]["dependencies"], *of_extras]]
+
+
+def test_ci_ends_with_what_fails():
+    first = next(line for line in CI.splitlines() if line and not line.startswith("#"))
+    assert first == "set -euo pipefail"
+
+
+def run_part_of_ci(begin: str, end: str, before: str, folder: Path, after: str = "") -> str:
+    """Run the lines of .ci/run from one to before another; returns the status and what was
+    printed."""
+    [part] = re.findall(rf"^{re.escape(begin)}.*?(?=^{re.escape(end)})", CI, re.M | re.S)
+    script = f"set -euo pipefail\ntools={folder}\n{before}\n{part}\n{after}"
+    ended = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    return f"{ended.returncode} {ended.stdout}"
+
+
+@pytest.mark.parametrize(("one", "other"), [("false", ":"), (":", "false"), (":", ":")])
+def test_what_fails_in_the_second_lane_of_ci_fails_all(tmp_path, one, other):
+    stand_ins = f"oldest() {{ {one}; echo on; }}; other_slow() {{ {other}; echo on; }}"
+    lane = "parts=", "set -m", stand_ins, tmp_path, "second_lane"
+    assert run_part_of_ci(*lane) == f"{int('false' in (one, other))} "
+    logs = [(tmp_path / f"{name}.log").read_text() for name in ("oldest", "other_slow")]
+    assert logs == ["" if part == "false" else "on\n" for part in (one, other)]
+
+
+def test_ci_does_not_go_on_without_the_test_command(tmp_path):
+    part = "block_of_readme 2", "WARM_PROCESSES"
+    assert run_part_of_ci(*part, "block_of_readme() { :; }", tmp_path) == "1 "
+    asked = run_part_of_ci(*part, "block_of_readme() { echo .venv/bin/pytest; }", tmp_path)
+    assert asked.startswith("0 ") and asked.endswith("/pytest\n")
 
 
 def test_every_oldest_version_that_is_claimed_is_tested():

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import tempfile
+from collections.abc import Iterator
 from dataclasses import Field, asdict, fields
 from itertools import product
 from pathlib import Path
@@ -15,13 +16,16 @@ from ..engine.environment import python_module, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..inference.speed import add_speed_arguments, measure_speed
+from ..versions import versions
 from .machine import require_machine
 from .pictures import check_drawable, draw_pictures
-from .rows import COLUMNS, add_row, cells_of, insert, markdown_table, read_rows
-from .settings import OLD_NAMES, Settings
+from .rows import COLUMNS, add_rows, cells_of, insert, markdown_table, read_rows
+from .settings import Settings
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
+# Whose versions a row names.
+OTHERS = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +54,6 @@ def _add_option(parser: argparse.ArgumentParser, each: Field) -> None:
         typed["nargs"], default = "+", [default]
     told += "" if default is None else f" (default: {each.default})"
     parser.add_argument(_flag(each), help=told, default=default, **typed)
-    for old in (old for old, name in OLD_NAMES.items() if name == each.name):
-        dashed, hidden = f"--{old}".replace("_", "-"), argparse.SUPPRESS
-        parser.add_argument(dashed, help=hidden, default=hidden, **typed)
 
 
 def _flag(each: Field) -> str:
@@ -93,8 +94,6 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
         raise ValueError(f"--gpus {gpus}: expected at least 1")
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout}: expected a number above 0")
-    if options.zero_stage == 0 and gpus != 1:
-        raise ValueError(f"{gpus} GPUs with ZeRO stage 0: use --gpus 1, or a stage from 1 to 3")
     require_machine(asked, gpus, on_cpu)
     print("  ".join(COLUMNS))
     rows = []
@@ -103,7 +102,7 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
         print("  ".join(cells_of(row)), row.get("error", ""), sep="\n" * ("error" in row))
         rows.append(row)
         if options.out:
-            add_row(options.out, row)
+            add_rows(options.out, [row])
     return rows
 
 
@@ -138,49 +137,54 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
         "memory_limit_gib": settings.memory_limit,
         "settings": asdict(settings),
         "command": command_of(settings, gpus, on_cpu),
+        "device": "cpu" if on_cpu else find_gpus().found[0].name,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        out, printed = Path(folder, "row.json"), Path(folder, "output.txt")
-        if settings.from_files is not None:
-            error = _train_from_files(settings, gpus, timeout, on_cpu, printed, out)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for command, environment in _commands(settings, gpus, on_cpu, folder):
+            if error := _run(command, folder / "output.txt", environment, timeout):
+                break
+        if (out := folder / "row.json").exists():
+            found = json.loads(out.read_text())
+        elif error:
+            return row | {"error": error}
         else:
-            command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
-            command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-            command += ["-m", "glm4v_patched.bench.worker", json.dumps(row["settings"]), str(out)]
-            error = _run(command, printed, training_environment(gpus, on_cpu), timeout)
-        if out.exists():
-            return row | json.loads(out.read_text())
-    return row | {"error": error, "device": "cpu" if on_cpu else find_gpus().found[0].name}
+            found = figures(json.loads((folder / "out" / "training.json").read_text()))
+    return row | found | {"versions": versions((*OTHERS, "glm4v-patched"))}
 
 
-def _train_from_files(
-    settings: Settings, gpus: int, timeout: float, on_cpu: bool, printed: Path, out: Path
-) -> str:
-    """Write files beside ``out``, train on them as ``glm4v-patched train`` does, and write to
-    ``out`` what was measured; returns what went wrong, as :func:`_run` does."""
-    from .from_files import figures, recipe_of  # imports torch
-
-    files = out.parent / "files"
-    files.mkdir()
+def _commands(
+    settings: Settings, gpus: int, on_cpu: bool, folder: Path
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What is run, one after the other, with its environment; the last leaves what it measured."""
+    asked = json.dumps(asdict(settings))
+    if settings.from_files is None:
+        command = python_module("torch.distributed.run", "--nproc_per_node", str(gpus))
+        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+        command += ["-m", "glm4v_patched.bench.worker", asked, str(folder / "row.json")]
+        yield command, training_environment(gpus, on_cpu)
+        return
     rows = settings.micro_batch * gpus * (settings.warm_up + settings.steps)
-    given = [str(files), json.dumps(asdict(settings)), str(rows)]
-    command = python_module("glm4v_patched.bench.from_files", *given)
-    error = _run(command, printed, training_environment(1, on_cpu), timeout)
-    if not (files / "train.jsonl").exists():
-        return error
-    recipe = files / "recipe.json"
-    recipe.write_text(json.dumps(recipe_of(settings, files)))
-    command = python_module("glm4v_patched", "train", str(recipe), "--processes", str(gpus))
-    command += ["--device", "cpu"] * on_cpu
-    error = _run(command, printed, dict(os.environ), timeout)
-    report = files / "out" / "training.json"
-    if report.exists():
-        out.write_text(json.dumps(figures(json.loads(report.read_text()))))
-    return error
+    command = python_module("glm4v_patched.bench.from_files", str(folder), asked, str(rows))
+    yield command, training_environment(1, on_cpu)
+    command = python_module("glm4v_patched", "train", str(folder / "recipe.json"))
+    command += ["--processes", str(gpus), "--device", "cpu" if on_cpu else "cuda"]
+    yield command, dict(os.environ)
+
+
+def figures(report: dict) -> dict:
+    """Those of a row that a recipe's ``training.json`` knows."""
+    speed = report["measured"]["samples_per_s"]
+    return {
+        **report["measured"],
+        "samples_per_s_per_gpu": None if speed is None else speed / report["world_size"],
+        "policies": report["policies"],
+        "losses": [entry["loss"] for entry in report["history"]],
+    }
 
 
 def _run(command: list[str], printed: Path, environment: dict, timeout: float) -> str:
-    """What went wrong, if anything did: the line that says so, or the last ones."""
+    """What went wrong, the line that says so or the last ones; empty if nothing did."""
     late = []
     with printed.open("w") as file, Popen(command, stdout=file, stderr=file, env=environment) as it:
         try:
@@ -188,6 +192,8 @@ def _run(command: list[str], printed: Path, environment: dict, timeout: float) -
         except TimeoutExpired:
             late = [f"not done after {timeout:.0f} s"]
             it.terminate()  # torch's launcher, which ends its processes first
+    if it.returncode == 0:
+        return ""
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]

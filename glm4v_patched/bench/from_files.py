@@ -2,7 +2,7 @@
 
 Its rows have as many positions, and as many learned ones, as those that the worker makes up, so
 that the two speeds show what reading pictures costs. ``python -m glm4v_patched.bench.from_files
-FOLDER SETTINGS`` writes model and rows; :func:`recipe_of` trains on them.
+FOLDER SETTINGS ROWS`` writes model, rows and ``recipe.json``.
 """
 
 import json
@@ -16,14 +16,13 @@ from PIL import Image
 
 from ..data.collate import ConversationCollator
 from ..data.sources import write_conversations
-from ..demo.tiny_model import build_processor, special_ids
+from ..demo.tiny_model import build_processor, save, special_ids
 from ..engine.prepare import local_device
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .roofline import config_of, supervised
-from .settings import Settings
-from .versions import versions
+from .settings import OF_ENGINE, Settings
 
 PICTURES = 16
 JPEG_QUALITY = 90
@@ -39,8 +38,7 @@ def write_model(folder: Path, settings: Settings) -> None:
     torch.manual_seed(0)
     with local_device():
         model = GLM4VForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    save(model, processor, folder)
 
 
 def write_rows(folder: Path, settings: Settings, rows: int) -> None:
@@ -69,18 +67,16 @@ def _row(
 ) -> list[dict]:
     """A conversation with so many ids of text beside the picture, its second half learned."""
 
-    def conversation(asked: int, answered: int) -> list[dict]:
-        question, answer = (
-            " ".join(generator.choices(string.ascii_lowercase, k=max(number, 1)))
-            for number in (asked, answered)
-        )
-        user = {"role": "user", "image": picture, "content": question}
-        return [user, {"role": "assistant", "content": answer}]
+    def words(number: int) -> str:
+        return " ".join(generator.choices(string.ascii_lowercase, k=number))
 
-    wanted = processor.num_image_tokens + 2 + text_tokens
+    def conversation(asked: int, answered: int) -> list[dict]:
+        user = {"role": "user", "image": picture, "content": words(asked)}
+        return [user, {"role": "assistant", "content": words(answered)}]
+
     [least] = ConversationCollator(processor).measure([conversation(1, 1)])
     answered = supervised(text_tokens) - least.learned + 1
-    asked = wanted - least.positions - (answered - 1) + 1
+    asked = processor.num_image_tokens + 2 + text_tokens - least.positions - answered + 2
     if min(asked, answered) < 1:
         raise ValueError(f"--text-tokens {text_tokens} leaves no room for question and answer")
     return conversation(asked, answered)
@@ -88,14 +84,12 @@ def _row(
 
 def recipe_of(settings: Settings, folder: Path) -> dict:
     """What ``glm4v-patched train`` is given."""
-    shared = ("zero_stage", "tower", "language", "compile", "optimizer", "offload")
-    shared_too = ("memory_limit", "fp8")
     return {
         "model": settings.model or str(folder / "model"),
         "out": str(folder / "out"),
         "trained": settings.trained,
         "data": {"train": str(folder / "train.jsonl")},
-        "engine": {name: getattr(settings, name) for name in shared + shared_too},
+        "engine": {name: getattr(settings, name) for name in OF_ENGINE},
         "trainer": {
             "max_steps": settings.warm_up + settings.steps,
             "per_device_train_batch_size": settings.micro_batch,
@@ -105,21 +99,9 @@ def recipe_of(settings: Settings, folder: Path) -> dict:
     }
 
 
-def figures(report: dict) -> dict:
-    """Those of a row that ``training.json`` knows."""
-    speed = report["measured"]["samples_per_s"]
-    return {
-        **report["measured"],
-        "samples_per_s_per_gpu": None if speed is None else speed / report["world_size"],
-        "policies": report["policies"],
-        "losses": [entry["loss"] for entry in report["history"]],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": versions(),
-    }
-
-
 if __name__ == "__main__":
     folder, settings = Path(sys.argv[1]), Settings(**json.loads(sys.argv[2]))
     if settings.model is None:
         write_model(folder / "model", settings)
     write_rows(folder, settings, int(sys.argv[3]))
+    (folder / "recipe.json").write_text(json.dumps(recipe_of(settings, folder)))

@@ -1,69 +1,43 @@
 """Whether this machine can measure what is asked for, told before anything is built."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..engine.gpu_facts import compute_capabilities, fault_of_fp8
 from ..engine.gpus import find_gpus
-from ..engine.ram import free_ram
-from ..printed import in_bytes
-from .settings import Settings
+from .settings import Settings, in_own_words
 
 
 def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bool) -> None:
-    """Raise ``ValueError`` with a line for each thing that this machine lacks.
+    """Raise ``ValueError`` with a line for each thing that this machine lacks, as a recipe would be
+    refused. What may fit is tried: only what is surely too large is refused."""
+    from ..finetune.preflight import Device, faults_of_device, place
 
-    What may fit is tried: only what is surely too large is refused. On a GPU that is what lies
-    there between two steps; on a CPU, where the system would end processes at random, the
-    estimated peak.
-    """
-    gpus, memory = find_gpus(), 0
-    wants_fp8 = measurements[0].fp8
-    if on_cpu and wants_fp8:
-        raise ValueError("fp8 runs on a GPU, and --device is cpu: leave out --fp8")
-    if on_cpu and measurements[0].config is None:
+    device: Device = "cpu" if on_cpu else "cuda"
+    asked = measurements[0]
+    try:
+        place(processes, device, asked.zero_stage)
+    except ValueError as error:
+        raise ValueError(in_own_words(str(error))) from None
+    found = faults_of_device(asked.known(), device, processes)
+    faults = [in_own_words(fault.text) for fault in found]
+    if on_cpu and asked.config is None:
         real = "--device cpu with the real model, of 13.9 billion weights"
-        raise ValueError(f"{real}: expected --config of a small one")
-    if not on_cpu:
-        if not gpus.found:
-            small = "on a CPU bench measures small models: --device cpu --config FILE"
-            raise ValueError(f"there is no GPU: {gpus.reason}; {small}")
-        if (found := len(gpus)) < processes:
-            cure = f"expected --gpus {found}{' or fewer' * (found > 1)}"
-            raise ValueError(f"--gpus {processes} on a machine with {found}: {cure}")
-        memory = min(gpu.memory for gpu in gpus.found[:processes])
-        if wants_fp8:
-            capabilities = compute_capabilities(processes)
-            for gpu, capability in zip(gpus.found, capabilities, strict=False):
-                if fault := fault_of_fp8(gpu.name, capability):
-                    raise ValueError(fault)
-    if told := [line for asked in measurements for line in _too_large(asked, processes, memory)]:
-        raise ValueError("\n".join(dict.fromkeys(told)))
+        faults.append(f"{real}: expected --config of a small one")
+    if not faults:
+        faults = [line for asked in measurements if (line := _too_large(asked, processes, on_cpu))]
+    if faults:
+        raise ValueError("\n".join(dict.fromkeys(faults)))
 
 
-def _too_large(settings: Settings, processes: int, gpu_memory: int) -> Iterator[str]:
+def _too_large(settings: Settings, processes: int, on_cpu: bool) -> str:
     # Late, for they import torch: the checks before are answered at once.
-    from ..engine.memory_plan import decide, estimate, offloaded, states
+    from ..engine.memory_check import fault_of_memory
+    from ..engine.memory_plan import within_limit
     from .roofline import batch_of, config_of
 
-    config, options = config_of(settings), settings.engine_options()
+    free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().found[:processes])
+    free = within_limit(free, settings.memory_limit)
+    config = config_of(settings)
     batch = batch_of(settings, config, processes)
-    told = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
-    if gpu_memory:
-        limit = settings.memory_limit
-        room = gpu_memory if limit is None else min(gpu_memory, limit * 2**30)
-        if (needed := states(config, options, batch)) > room:
-            yield (
-                f"{told}: weights, gradients and optimizer take {in_bytes(needed)} of each GPU, "
-                f"which has {in_bytes(room)}; expected more --gpus with --zero-stage 3, "
-                "--offload, --optimizer adamw_8bit, or another --trained"
-            )
-            return
-        needed, cure = offloaded(config, options), "no --offload, or another --trained"
-    else:
-        needed = processes * estimate(config, decide(config, options, batch, free=0), batch)
-        cure = "a smaller --config, --micro-batch or --text-tokens"
-    if needed > (room := free_ram()):
-        yield (
-            f"{told}: takes {in_bytes(needed)} of the machine's memory, of which "
-            f"{in_bytes(room)} are free; expected {cure}"
-        )
+    told = fault_of_memory(config, settings.engine_options(), batch, free)
+    at = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
+    return told and f"{at}: {in_own_words(told)}"

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..printed import pip_install
+from ..engine.options import require_packages
 from .rows import DESCRIPTION, cells_of, failure, sort_rows
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest", U
 
 def check_drawable(folder: Path) -> None:
     """Raises ``RuntimeError`` without matplotlib, ``ValueError`` if the folder is a file."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(f"--pictures needs matplotlib: {pip_install('matplotlib')}") from error
+    require_packages("--pictures")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; pictures need a folder")
 

@@ -4,16 +4,15 @@ Useful is what training needs without computing anything twice: a forward pass, 
 gradients of activations, once more for those of weights. A multiply-add counts as 2.
 """
 
-import json
-import time
 from pathlib import Path
 from statistics import mean
 
 import torch
+from torch.utils.benchmark import Timer
 
 from ..engine.memory_plan import Batch
 from ..engine.prepare import local_device
-from ..patch.recognition import is_glm4v
+from ..patch.recognition import is_glm4v, read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import Settings
 
@@ -23,15 +22,12 @@ PASSES = {"full": (3, 3), "lm": (1, 3), "lora_lm": (1, 2), "lora_all": (2, 2), "
 
 def config_of(settings: Settings) -> ChatGLMConfig:
     """The real size, unless a file says otherwise, which need not say what it is of."""
-    file = settings.config
-    try:
-        sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--config {file} cannot be read: {reason}") from None
-    if file and not (isinstance(sizes, dict) and is_glm4v({"model_type": "chatglm"} | sizes)):
+    if settings.config is None:
+        return ChatGLMConfig()
+    sizes = {"model_type": "chatglm"} | read_object(Path(settings.config))
+    if not is_glm4v(sizes):
         expected = "expected an object with a vision_config"
-        raise ValueError(f"--config {file} is not of a glm-4v; {expected}")
+        raise ValueError(f"--config {settings.config} is not of a glm-4v; {expected}")
     return ChatGLMConfig(**sizes)
 
 
@@ -87,13 +83,9 @@ def measured_ceiling(side: int, products: int) -> float:
     """
     left = torch.randn(side, side, device=local_device(), dtype=torch.bfloat16)
     right = torch.randn_like(left)
-    for number in (3, products):  # the first to warm up
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(number):
-            left @ right
-    synchronize()
-    return products * 2 * side**3 / (time.perf_counter() - began)
+    names = {"left": left, "right": right}
+    timer = Timer("left @ right", globals=names, num_threads=torch.get_num_threads())
+    return 2 * side**3 / timer.timeit(products).mean  # some to warm up come first
 
 
 def synchronize() -> None:

@@ -1,54 +1,24 @@
 """Measured rows: their files, and in words as a Markdown table with the command of every row."""
 
-import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from .. import row_files
 from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
-from .settings import DEFAULTS, settings_of
+from .settings import DEFAULTS
 
-REQUIRED = {"workload", "gpus", "micro_batch", "text_tokens", "settings"}
+_REQUIRED = "workload", "gpus", "micro_batch", "text_tokens", "settings"
+read_rows = partial(row_files.read_rows, _REQUIRED)
+add_rows = partial(row_files.add_rows, _REQUIRED)
 # What a long error message means, by a pattern in it.
 REASONS = {"out ?of ?memory": "out of memory", "not done": "not done in time", "sigkill": "killed"}
 # Settings that have columns of their own, or say nothing of how it was trained.
 TOLD = {"trained", "micro_batch", "text_tokens", "tower", "language", "memory_limit"}
 TOLD |= {"stage3_max_live_parameters", "zero_stage", "steps", "warm_up", "profile", "config"}
 BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
-
-
-def read_rows(path: Path, may_be_new: bool = False) -> list[dict]:
-    """The rows of a file; none of one that may be new. Raises ``FileNotFoundError`` if there is no
-    such file, or no folder for it, ``ValueError`` if it is no JSON array of rows."""
-    if may_be_new and not path.exists():
-        if not path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"{path.absolute().parent} is no folder; make it first")
-        return []
-    expected = "expected what `glm4v-patched bench --out FILE` writes, or a new file"
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{path} is no file of rows ({error}); {expected}") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} holds a JSON {type(rows).__name__}, no array; {expected}")
-    for number, row in enumerate(rows, 1):
-        if missing := REQUIRED - (row.keys() if isinstance(row, dict) else set()):
-            lacks = f"entry {number} of {len(rows)} has no {', '.join(sorted(missing))}"
-            raise ValueError(f"{path}: {lacks}; {expected}")
-    return rows
-
-
-def add_row(path: Path, row: dict) -> None:
-    """Add a row to a file, which is replaced as a whole: nothing is lost if this is interrupted."""
-    write_atomically(path, format_rows([*read_rows(path, may_be_new=True), row]))
-
-
-def format_rows(rows: list[dict]) -> str:
-    """A JSON array with one object a line; numbers that JSON does not have become ``null``."""
-    # A loss may be NaN, which json writes and reads although JSON has no word for it.
-    finite = json.loads(json.dumps(rows), parse_constant=lambda constant: None)
-    return "[\n" + ",\n".join(json.dumps(row) for row in finite) + "\n]\n"
 
 
 def hardware(row: dict) -> str:
@@ -65,7 +35,7 @@ def chosen(row: dict) -> list[str]:
 
     What the row says was chosen comes before what was asked for.
     """
-    of = settings_of(row) | (row.get("policies") or {})
+    of = row["settings"] | (row.get("policies") or {})
     live = of.get("gathered", of.get("stage3_max_live_parameters"))
     tower = of["tower"] if trains_tower(row["workload"]) else "-"  # a frozen one keeps nothing
     policies = "-" if row.get("implementation") == "original" else f"{tower}, {of['language']}"
@@ -76,7 +46,7 @@ def method(row: dict) -> list[str]:
     """The ZeRO stage, and every other setting that is not the default."""
     stage = row.get("zero_stage", 3)
     words = [f"ZeRO-{stage}" if stage else "no ZeRO"]
-    for name, value in settings_of(row).items():
+    for name, value in row["settings"].items():
         if name == "against" and value is not None:
             words.append("the original's code")
         elif name not in TOLD and value != DEFAULTS.get(name):
@@ -120,7 +90,7 @@ def cells_of(row: dict) -> list[str]:
         cells.append("-" if row.get(name) is None else written.format(row[name]))
     if "error" in row:
         cells[len(DESCRIPTION)] = failure(row)
-    return [cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells]
+    return cells
 
 
 def markdown_table(rows: list[dict]) -> str:
@@ -131,15 +101,15 @@ def markdown_table(rows: list[dict]) -> str:
     rows = sort_rows(rows)
     cells = [[str(number), *cells_of(row)] for number, row in enumerate(rows, 1)]
     columns = zip(("#", *COLUMNS), *cells, strict=True)
-    told = [[name, "---", *of] for name, *of in columns if {*of} != {"-"}]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in zip(*told, strict=True))
+    told, *lines = zip(*(column for column in columns if {*column[1:]} != {"-"}), strict=True)
     commands = []
     for number, row in enumerate(rows, 1):
         versions = [f"{name} {version}" for name, version in row.get("versions", {}).items()]
         of = ", ".join(versions) or "failed"
         commands.append(f"{number}. `{row.get('command')}` ({of})\n")
     summary = "<summary>The command of each row</summary>"
-    return f"{table}\n\n<details>{summary}\n\n{''.join(commands)}\n</details>\n"
+    table = row_files.markdown(told, lines)
+    return f"{table}\n<details>{summary}\n\n{''.join(commands)}\n</details>\n"
 
 
 def sort_rows(rows: list[dict]) -> list[dict]:

@@ -2,19 +2,28 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from ..engine.activation_policies import EVERY, POLICIES, check_policy
-from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions, trains_tower
+from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
-# What fields were called in older rows and in their commands.
-OLD_NAMES = {"workload": "trained", "attention": "attn_implementation"}
-OLD_NAMES |= {"loss_chunk": "loss_chunk_size", "kept_gathered": "stage3_max_live_parameters"}
+
+
+# What bench calls otherwise than a recipe and its command.
+OWN_WORDS = {"engine.": "", "data.": "", "--processes": "--gpus"}
+OWN_WORDS |= {"--device cpu": "--device cpu --config FILE"}
+
+
+def in_own_words(told: str) -> str:
+    """What a recipe would be told, for those who asked bench."""
+    for theirs, ours in OWN_WORDS.items():
+        told = told.replace(theirs, ours)
+    return told
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -68,7 +77,11 @@ class Settings:
     against: str | None = _option(None, "the original's code, measured, too", metavar="FOLDER")
 
     def __post_init__(self) -> None:
-        if faults := [*self._faults_of_fields(), *self._conflicts(), *self._conflicts_of_fp8()]:
+        # Late, for it imports pydantic, which no other command needs.
+        from ..finetune.config import conflicts
+
+        of_recipe = [in_own_words(fault.text) for fault in conflicts(self.known())]
+        if faults := [*self._faults_of_fields(), *of_recipe, *self._conflicts()]:
             raise ValueError("\n".join(faults))
 
     def _faults_of_fields(self) -> Iterator[str]:
@@ -88,40 +101,29 @@ class Settings:
                 yield str(error)
 
     def _conflicts(self) -> Iterator[str]:
-        longest, shortest, stage = self.text_tokens, self.shortest_text, self.zero_stage
+        longest, shortest = self.text_tokens, self.shortest_text
         own = ", ".join(name for name in GATHERS_OF_DEEPSPEED if name in self.zero_options)
         if shortest is not None and not 1 <= shortest <= longest:
             yield f"shortest_text is {shortest}; expected from 1 to text_tokens, which is {longest}"
         if own and self.compile and self.gather_in_place:
             yield f"zero_options has {own}, but weights are gathered in place: add --copy-gathered"
-        if self.packed and self.against is not None:
-            yield "the original's code takes no packed rows: leave out packed"
-        if self.trained == "qlora" and stage != 0:
-            yield f"qlora with ZeRO stage {stage}: weights of 4 bits cannot be sharded; use stage 0"
+        for name in ("packed", "fp8"):
+            if getattr(self, name) and self.against is not None:
+                yield f"the original's code, of against, knows no {name}: leave out one of them"
         if self.trained == "qlora" and self.compile:
             yield "qlora is not compiled, as in a recipe that does not ask for it: add --no-compile"
-        if self.offload and stage == 0:
-            yield "offload with ZeRO stage 0: ZeRO offloads the optimizer, use stage 1 to 3"
-        if self.offload and self.optimizer == "adamw_8bit":
-            yield "offload with adamw_8bit, which runs on a GPU: use adamw, or leave out offload"
         if self.model is not None and self.from_files is None:
             yield f"model is {self.model}, without from_files: weights are then random"
         if self.from_files is not None:
             rest = DEFAULTS.keys() - OF_THE_RECIPE
             if changed := sorted(n for n in rest if getattr(self, n) != DEFAULTS[n]):
                 yield f"from_files takes the recipe's own {', '.join(changed)}: leave them out"
-        if self.reuse_features and trains_tower(self.trained):
-            yield f"{self.trained} trains the vision tower: no reuse_features, or use lora_lm"
 
-    def _conflicts_of_fp8(self) -> Iterator[str]:
-        if not self.fp8:
-            return
-        if self.trained == "qlora":
-            yield "fp8 with qlora, whose weights have 4 bits: use lora_lm, or leave out fp8"
-        if self.against is not None:
-            yield "the original's code knows no fp8: leave out fp8"
-        if "zero_quantized_weights" in self.zero_options:
-            yield "fp8 with zero_quantized_weights of zero_options: leave out one of them"
+    def known(self) -> dict[str, Any]:
+        """What a recipe has, too, by its names there."""
+        named = {f"engine.{name}": getattr(self, name) for name in OF_ENGINE}
+        named |= {"trained": self.trained, "data.reuse_features": self.reuse_features}
+        return named | {"engine.zero_quantized_weights": "quantized_weights" in self.zero_options}
 
     def engine_options(self) -> EngineOptions:
         """The recipe's defaults, but for what is asked; of the original's code, nothing of ours."""
@@ -154,14 +156,10 @@ class Settings:
         raise ValueError(f"zero_options is {self.zero_options!r}; {expected}")
 
 
-# What a row of --from-files may ask for.
-OF_THE_RECIPE = {"trained", "micro_batch", "text_tokens", "zero_stage", "optimizer", "offload"}
-OF_THE_RECIPE |= {"memory_limit", "tower", "language", "compile", "warm_up", "steps", "fp8"}
-OF_THE_RECIPE |= {"shortest_text", "from_files", "model", "config"}
+# What a recipe's engine has, too; and what else a row of --from-files may ask for.
+OF_ENGINE = {"zero_stage", "fp8", "tower", "language", "compile", "optimizer", "offload"}
+OF_ENGINE |= {"memory_limit"}
+OF_THE_RECIPE = {"trained", "micro_batch", "text_tokens", "shortest_text", "warm_up", "steps"}
+OF_THE_RECIPE |= {"from_files", "model", "config", *OF_ENGINE}
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
-
-
-def settings_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's settings by their names of today; what an older row does not know is left out."""
-    return {OLD_NAMES.get(name, name): value for name, value in row["settings"].items()}

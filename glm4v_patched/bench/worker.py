@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..engine.deepspeed.internals import gathered
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
 from ..engine.prepare import Engine, join_processes, local_device, start
@@ -28,7 +30,6 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .breakdown import memory_parts, profile_step
 from .roofline import batch_of, config_of, measured_ceiling, supervised, synchronize, useful_flop
 from .settings import Settings
-from .versions import versions
 
 LEARNING_RATE = 1e-5
 
@@ -54,15 +55,11 @@ def measure(settings: Settings) -> dict | None:
     batch = _batch(config, settings)
     if settings.reuse_features:  # what a first epoch would have kept of these pictures
         model: Any = trainer.model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
         with torch.no_grad():
-            found = base.transformer.get_image_features(batch.pop("pixel_values"), return_dict=True)
+            found = model.get_image_features(batch.pop("pixel_values"), return_dict=True)
         batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
-    if len(set(losses)) == 1:
-        raise RuntimeError(
-            f"the loss stayed {losses[0]} in {len(losses)} steps: nothing is learned"
-        )
+    require_learning(losses)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, work = statistics.median(times), useful_flop(config, settings)
@@ -81,12 +78,20 @@ def measure(settings: Settings) -> dict | None:
         "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
         "policies": options.policies,
         "losses": losses,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "versions": versions(),
     }
     if settings.profile:
         row |= profile_step(lambda: trainer.step(batch))
     return row if int(os.environ.get("RANK", 0)) == 0 else None
+
+
+def require_learning(losses: list[float]) -> None:
+    """Raises RuntimeError for losses of steps in which nothing can have been learned."""
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"a loss is no finite number: {losses}")
+    if len(set(losses)) == 1:
+        raise RuntimeError(
+            f"the loss stayed {losses[0]} in {len(losses)} steps: nothing is learned"
+        )
 
 
 def _train(trainer: Engine, batch: dict, warm_up: int, steps: int) -> tuple[list, list]:
@@ -112,13 +117,26 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
     if settings.against is not None:
         theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
         options = {"trust_remote_code": True, "dtype": given["dtype"]}
-        return AutoModelForCausalLM.from_config(theirs, **options)
+        original = AutoModelForCausalLM.from_config(theirs, **options)
+        _fill(original)
+        return original
     if settings.liger:
         apply(rms_norm=True, swiglu=True)
     model = GLM4VForCausalLM._from_config(config, **given)
     if is_quantised:
         quantise(model, local_device())
     return model
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    """Published code leaves weights as their memory was: with NaN in it, nothing is learned."""
+    for name, weight in model.named_parameters():
+        with gathered(weight, modifier_rank=0):
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=0.02)
+            else:  # of a norm, or a bias
+                nn.init.constant_(weight, name.endswith("weight"))
 
 
 def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:

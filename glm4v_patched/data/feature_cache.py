@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..atomic import write_atomically
-from ..engine.deepspeed.internals import is_sharded
+from ..engine.deepspeed.internals import gathered
 from ..remote.modeling_chatglm import ChatGLMModel
 from ..remote.sharding import must_run_on_every_process
 
@@ -322,7 +321,7 @@ def digest_weights(module: nn.Module) -> str:
     mine = {}
     weights = [*module.named_parameters(), *module.named_buffers()]
     for number, (name, weight) in enumerate(weights):
-        with _gathered(weight):
+        with gathered(weight):
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if number % _processes() == rank:
                 mine[name] = _sha256(whole).hexdigest()
@@ -332,14 +331,6 @@ def digest_weights(module: nn.Module) -> str:
         torch.distributed.all_gather_object(shares, mine)
     digests = {name: digest for share in shares for name, digest in share.items()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-
-
-def _gathered(weight: Tensor):
-    if not is_sharded(weight):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([weight])
 
 
 def _require_readable_weights(tower: nn.Module) -> None:

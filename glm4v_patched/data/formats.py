@@ -49,8 +49,8 @@ OF_OTHER_FORMATS = (
 )
 ROW_CURES |= dict.fromkeys(
     OF_OTHER_FORMATS,
-    'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
-    '"..."}]}',
+    'write {"messages": [{"role": "user", "image": "a.png", "content": "..."}, '
+    '{"role": "assistant", "content": "..."}]}',
 )
 IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
 ONE_PICTURE = (

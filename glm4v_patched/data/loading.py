@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 MOST_WORKERS = 8
@@ -12,12 +13,17 @@ SHARED_MEMORY = "/dev/shm"
 """Through which batches come to the training process."""
 BYTES_A_PIXEL = 3 * 4
 NUM_WORKERS, PREFETCH = "dataloader_num_workers", "dataloader_prefetch_factor"
+CONTEXT = "dataloader_multiprocessing_context"
+OF_WORKERS = {PREFETCH: None, CONTEXT: None, "dataloader_persistent_workers": False}
+"""Without any, other values are errors of torch: where this machine has none to spare, not those
+of the recipe count."""
 
 
 def loader_options(
     asked: Mapping[str, Any], processes: int, pictures: int, side: int = 1120
 ) -> dict[str, Any]:
-    """Fields of ``TrainingArguments`` that a recipe leaves open, for one of its processes.
+    """Fields of ``TrainingArguments`` that a recipe leaves open, or that cannot be had on this
+    machine, for one of its processes.
 
     Each gets its share of the cores but one, at most 8 workers, and not more than
     :func:`workers_with_room`; without a core to spare it decodes itself.
@@ -34,18 +40,22 @@ def loader_options(
     workers = asked.get(NUM_WORKERS)
     if workers is None:
         workers = default_workers(processes, pictures, side)
-    options = {NUM_WORKERS: workers}
-    return options | ({PREFETCH: BATCHES_AHEAD} if workers else {})
+    elif workers == 0:
+        return {NUM_WORKERS: 0}
+    if workers:
+        return {NUM_WORKERS: workers, PREFETCH: asked.get(PREFETCH, BATCHES_AHEAD)}
+    return {NUM_WORKERS: 0} | {name: value for name, value in OF_WORKERS.items() if name in asked}
 
 
-def worker_start(offload: object) -> str | None:
+def worker_start(offload: object, asked: Mapping[str, Any] = MappingProxyType({})) -> str | None:
     """How workers start, as ``multiprocessing`` names it; ``None`` for its default.
 
-    A forked worker keeps what its parent had in memory as it was then. An offloaded optimizer
-    writes all of its states in the first step, so that each page would be there twice. Not from
-    ``multiprocessing``'s server: its workers do not see that the training process was killed.
+    As the recipe's own fields say. Else not by a fork beside an offloaded optimizer: a forked
+    worker keeps what its parent had in memory as it was then, and that optimizer writes all of its
+    states in the first step, so that each page would be there twice. Nor from ``multiprocessing``'s
+    server: its workers do not see that the training process was killed.
     """
-    return "spawn" if offload is True else None
+    return asked.get(CONTEXT) or ("spawn" if offload is True else None)
 
 
 def default_workers(processes: int, pictures: int, side: int) -> int:

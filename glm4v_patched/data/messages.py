@@ -155,16 +155,23 @@ def refuse_keys(
     Args:
         more: Another cure, for keys that no one of ``cures`` is for.
     """
-    faults = []
+    by_cure: dict[str, list[str]] = {}
     for key in unknown:
         if key.lower() in known:
             cure = f'write "{key.lower()}", in small letters'
         else:
-            cure = f"{what} has {', '.join(known)}; take it out if it is not to be learned{more}"
+            cure = f"{what} has {', '.join(known)}; take out what is not to be learned{more}"
             cure = cures.get(key.lower(), cure)
-        faults.append(f"the key {quoted(key)} is not read: {cure}")
-    if faults:
-        raise ValueError("; ".join(faults))
+        by_cure.setdefault(cure, []).append(quoted(key))
+    if by_cure:
+        raise ValueError(
+            "; ".join(
+                f"the key {keys[0]} is not read: {cure}"
+                if len(keys) == 1
+                else f"the keys {', '.join(keys)} are not read: {cure}"
+                for cure, keys in by_cure.items()
+            )
+        )
 
 
 def _checked_message(message: dict, path_of: PathOf) -> dict:
@@ -356,5 +363,6 @@ def quoted(text: str) -> str:
 def as_words(value: Any) -> str:
     """A value for a message."""
     if isinstance(value, (dict, list)):
-        return f"a {kind_of(value)}" if value else f"an empty {kind_of(value)}"
+        kind = kind_of(value)
+        return f"{'an' if kind == 'object' else 'a'} {kind}" if value else f"an empty {kind}"
     return quoted(value) if isinstance(value, str) else json.dumps(value, default=str)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..data.checked import CheckedData
     from ..remote.configuration_chatglm import ChatGLMConfig
 
-# An estimate of memory may err by so much (tests/engine/test_memory_plan.py).
-ERROR_OF_ESTIMATES = 0.15
 CONFIGS_OF_TOKENIZER = ("tokenizer_config.json", "tokenizer.model")
 # Faults that say nothing of model and data.
 OF_THE_MACHINE = {"--device", "--processes"}
@@ -238,5 +236,7 @@ def _compare_memory(check: str, needed: float, room: float, where: str) -> Findi
         return Finding(check, OK, text)
     cure = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "
     cure += "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or another trained: lora_lm, qlora"
+    from ..engine.memory_check import ERROR_OF_ESTIMATES
+
     surely = needed > room * (1 + ERROR_OF_ESTIMATES)
     return Finding(check, FAILS if surely else WARNING, text, cure)

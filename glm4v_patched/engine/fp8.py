@@ -17,7 +17,6 @@ Quantising is plain torch, so that torch.compile puts it into the kernel that ma
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -292,7 +291,7 @@ def _is_needed_transposed(name: str, options: EngineOptions) -> bool:
 
 def _hold(linear: nn.Linear, keeps_transposed: bool) -> None:
     old: Any = linear.weight
-    with _gathered(old), torch.no_grad():
+    with internals.gathered(old), torch.no_grad():
         numbers, scale = quantise_rows(old.detach().to(_device_to_quantise_on(old)))
     held = numbers.view(torch.uint8)
     new = nn.Parameter(held, requires_grad=False)
@@ -312,11 +311,3 @@ def _device_to_quantise_on(weight: Tensor) -> torch.device:
     if weight.is_cuda or not torch.cuda.is_available():
         return weight.device
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _gathered(weight: nn.Parameter):
-    if not internals.is_sharded(weight):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([weight])

@@ -39,6 +39,7 @@ PACKAGES = {
     "adamw_8bit": ["bitsandbytes"],
     "liger": ["liger_kernel"],
     "torchao": ["torchao"],
+    "--pictures": ["matplotlib"],
 }
 
 

@@ -8,7 +8,7 @@ from .trainer_fields import highest_rate, steps_in_epoch, warmup
 
 # Far above what trains a model of any size.
 HIGHEST_RATE, MOST_DECAY, MOST_EPOCHS, MOST_SCALING = 1e-2, 1.0, 100, 64.0
-NO_WARMUP = ("constant",)
+NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 
 def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterator[str]:
@@ -37,7 +37,10 @@ def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterat
         )
     each = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * processes
     if each > rows:
-        yield f"the effective batch, {each:,}, is above all rows, {rows:,}: an epoch is one step"
+        yield (
+            f"the effective batch, {each:,}, is larger than the number of rows, {rows:,}: an epoch "
+            "is one step"
+        )
     epochs = steps / steps_in_epoch(trainer, rows, processes)
     if epochs > MOST_EPOCHS:
         yield f"each row is learned {epochs:,.0f} times"

@@ -4,7 +4,6 @@ Needs no torch. Models are known by their contents, so that folders may move.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.options import is_lora
-from ..patch.recognition import is_glm4v
+from ..patch.recognition import is_glm4v, read_object
 from .config import Lora, Recipe
 from .run_folder import read_report
 
@@ -149,7 +148,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
             "move one of them away"
         )
-    config = _read_json(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG)
     kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
     if kind != "LORA" or not isinstance(model, str) or not model:
         raise ValueError(
@@ -183,7 +182,7 @@ def _require_continuable(recipe: Recipe, folder: Path) -> None:
             f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
-    _require_same_lora(recipe.lora, folder, _read_json(folder / ADAPTER_CONFIG))
+    _require_same_lora(recipe.lora, folder, read_object(folder / ADAPTER_CONFIG))
     if (asked := recipe.lora.options(recipe.trained).targets) is not None:
         found = {
             n.rsplit(".", 3)[1] for n in _tensor_names(folder / ADAPTER_WEIGHTS) if ".lora_A." in n
@@ -216,7 +215,7 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
         raise ValueError(
             f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
         )
-    config = _read_json(model / "config.json")
+    config = read_object(model / "config.json")
     if not is_glm4v(config):
         raise ValueError(
             f"{adapters} are adapters of {model}, which is no glm-4v: its model_type is "
@@ -232,16 +231,6 @@ def _tensor_names(weights: Path) -> list[str]:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{weights} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
-    return content
 
 
 def require_recorded_base(base: Base) -> None:

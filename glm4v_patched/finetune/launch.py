@@ -183,11 +183,11 @@ def _checked(
 def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Placement) -> None:
     """Say what is about to be done; raise ``ValueError`` if the disk is too small for it, now that
     the number of steps is known, or the machine's memory."""
-    from .summary import describe, fault_of_ram, plan
+    from .summary import describe, fault_of_memory, plan
 
     planned = plan(recipe, base, checked, placement)
     print(describe(recipe, base, checked, placement, planned), flush=True)
-    if fault := fault_of_ram(planned, placement):
+    if fault := fault_of_memory(planned, placement):
         raise ValueError(fault)
     rows = len(checked.batch_rows().lengths)
     steps = total_steps(recipe.trainer, rows, placement.processes)

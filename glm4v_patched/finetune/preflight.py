@@ -93,7 +93,7 @@ def examine(
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
-    faults = [*checked.faults, *_faults_here(checked.known, device)]
+    faults = [*checked.faults, *_faults_here(checked.known, device, processes)]
     placement = _place(processes, device, checked.known.get("engine.zero_stage", 3))
     if isinstance(placement, Fault):
         faults.append(placement)
@@ -142,7 +142,9 @@ def _place(processes: int | None, device: Device, zero_stage: int) -> Placement 
     return Placement(wanted)
 
 
-def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
+def _faults_here(
+    known: Mapping[str, Any], device: Device, processes: int | None
+) -> Iterator[Fault]:
     """What is wrong here with values that are right by themselves."""
     checks = {
         "model": fault_of_model,
@@ -167,7 +169,7 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
         for source in _sets_of(known.get(name)):
             if text := fault_of_path(source.path):
                 yield Fault(name, f"{name} has {shown(source.path)}: {text}")
-    yield from _faults_of_device(known, device)
+    yield from faults_of_device(known, device, processes)
     for name in ("trained", "engine.optimizer"):
         try:
             require_packages(known.get(name, ""))
@@ -175,21 +177,25 @@ def _faults_here(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
             yield Fault(name, str(error))
 
 
-def _faults_of_device(known: Mapping[str, Any], device: Device) -> Iterator[Fault]:
+def faults_of_device(
+    known: Mapping[str, Any], device: Device, processes: int | None
+) -> Iterator[Fault]:
+    """What of a recipe's values does not run on this device, or on the GPUs of so many processes
+    (None for all)."""
     if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
         yield Fault(
             "engine.optimizer",
             "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected "
             "adamw",
         )
-    if known.get("engine.fp8") and (text := _fault_of_fp8(device)):
+    if known.get("engine.fp8") and (text := _fault_of_fp8(device, processes)):
         yield Fault("engine.fp8", text)
 
 
-def _fault_of_fp8(device: Device) -> str | None:
+def _fault_of_fp8(device: Device, processes: int | None) -> str | None:
     if device == "cpu":
         return "engine.fp8 is true, which runs on a GPU, and --device is cpu; expected false"
-    gpus = find_gpus().found  # where there is none, that is told elsewhere
+    gpus = find_gpus().found[:processes]  # where there is none, that is told elsewhere
     capabilities = compute_capabilities(len(gpus)) if gpus else []
     faults = (fault_of_fp8(g.name, c) for g, c in zip(gpus, capabilities, strict=True))
     return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)

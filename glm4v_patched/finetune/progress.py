@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,5 +117,8 @@ class LossPlot(TrainerCallback):
 
     def _draw(self, args, state) -> None:
         if self._draws and state.is_world_process_zero:
-            plot_loss(state.log_history, Path(args.output_dir, PLOT))
+            # In a thread: matplotlib's parser of fonts keeps errors that it caught, and with them
+            # all that called it: here the training's frames, with its model and its workers.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(plot_loss, state.log_history, Path(args.output_dir, PLOT)).result()
             self._drawn = time.monotonic()

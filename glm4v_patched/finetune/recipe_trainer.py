@@ -91,7 +91,7 @@ class RecipeTrainer(Trainer):
         return optimizer
 
     def get_train_dataloader(self):
-        loader = super().get_train_dataloader()
+        loader: Any = super().get_train_dataloader()
         if self.worker_start and loader.num_workers:
             # accelerate's loader hands on what its inner one reads.
             loader.base_dataloader.multiprocessing_context = self.worker_start

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..data.check import CheckedData
 from ..data.collate import ConversationCollator
+from ..engine import memory_check
 from ..engine.gpus import find_gpus
 from ..engine.memory_plan import (
     OUTSIDE_TORCH,
@@ -86,15 +87,11 @@ def describe(
     )
 
 
-def fault_of_ram(planned: Plan, placement: Placement) -> str:
-    """What to tell the user where an offloaded optimizer does not fit; empty where it does."""
-    needed, free = _offloaded_here(planned, placement), free_ram()
-    if needed <= free:
-        return ""
-    return (
-        f"engine.offload is true, and the optimizer takes {in_bytes(needed)} of the machine's "
-        f"memory, of which {in_bytes(free)} are free; expected a machine with more, or another "
-        "trained: lm, lora_all or lora_lm"
+def fault_of_memory(planned: Plan, placement: Placement) -> str:
+    """What to tell the user where the training surely does not fit into this machine; empty where
+    it may."""
+    return memory_check.fault_of_memory(
+        planned.config, planned.options, planned.batch, planned.free, placement.share
     )
 
 

@@ -202,7 +202,7 @@ def arguments_of(
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         logging_nan_inf_filter=False,
         seed=asked.seed,
-        **{**loading, **asked.handed_on()},
+        **{**asked.handed_on(), **loading},
     )
 
 
@@ -292,7 +292,7 @@ def train(
         rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         eval_collator=ConversationCollator(processor, stamps),
         sample=sample_of(recipe, base, checked, processor),
-        worker_start=worker_start(options.offload),
+        worker_start=worker_start(options.offload, recipe.trainer.handed_on()),
         args=arguments,
         train_dataset=conversations,
         eval_dataset=evaluated,

@@ -98,9 +98,10 @@ FREE_FIELDS |= {"per_device_eval_batch_size", "torch_empty_cache_steps"}
 
 HANDED_ON = "As transformers' TrainingArguments documents it."
 OUR_DEFAULTS: dict[str, Any] = {"lr_scheduler_type": "cosine"}
-# As torch's AdamW demands them, but only once the model is loaded.
+# As torch demands them, but only once the model is loaded.
 _Beta = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
 OUR_TYPES: dict[str, Any] = {"adam_beta1": _Beta, "adam_beta2": _Beta, "adam_epsilon": Positive}
+OUR_TYPES["dataloader_multiprocessing_context"] = Literal["fork", "spawn", "forkserver"]
 
 
 def _with_installed(declared: type[DeclaredFields]) -> type[DeclaredFields]:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from typing import Any
 
-from ..atomic import write_atomically
 from ..bench.settings import Settings
 from ..engine.environment import python_module, training_environment
+from ..row_files import add_rows, markdown, read_rows
 
 CACHES = ("static", "dynamic")
 
@@ -78,6 +77,7 @@ class Speed:
 DEFAULTS = Speed(config="")
 # Options of bench that are no settings, by their defaults.
 OF_TRAINING = {"gpus": 2, "pictures": None, "into": None}
+REQUIRED = "batch", "implementation"
 COLUMNS: dict[str, Callable[[dict], str]] = {
     "code": lambda row: row["implementation"],
     "transformers": lambda row: row.get("versions", {}).get("transformers", "-"),
@@ -112,7 +112,7 @@ def measure_speed(options: argparse.Namespace) -> None:
         if getattr(options, name) != default:
             raise ValueError(f"{_flag(name)} is of training: leave it out with --generate")
     if options.rows:
-        print(table([row for path in options.rows for row in _rows_of(path)]), end="")
+        print(table([row for path in options.rows for row in read_rows(REQUIRED, path)]), end="")
         return
     names = {each.name for each in fields(Speed)}
     for each in fields(Settings):
@@ -127,19 +127,17 @@ def measure_speed(options: argparse.Namespace) -> None:
     if original is not None:
         asked.append(Speed(**given | {"against": original}))
     if options.out:
-        _rows_of(options.out)
+        read_rows(REQUIRED, options.out, may_be_new=True)
     for speed in asked:
         rows = _measure(speed, options.python, options.timeout * len(speed.batch))
         if options.out:
-            write_atomically(options.out, _format([*_rows_of(options.out), *rows]))
+            add_rows(REQUIRED, options.out, rows)
 
 
 def table(rows: list[dict]) -> str:
     """In Markdown, by device and batch; else in the order of the rows."""
-    lines = [[*COLUMNS], ["---"] * len(COLUMNS)]
     order = sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
-    lines += [[cell(row).replace("|", "\\|") for cell in COLUMNS.values()] for row in order]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown([*COLUMNS], ([cell(row) for cell in COLUMNS.values()] for row in order))
 
 
 def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
@@ -187,28 +185,3 @@ def command_of(speed: Speed) -> str:
 
 def _flag(name: str) -> str:
     return f"--{name}".replace("_", "-")
-
-
-def _rows_of(path: Path) -> list[dict]:
-    """The rows of a file, which may be new. Raises ``ValueError`` if it holds something else."""
-    if not path.exists():
-        if not path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"{path.absolute().parent} is no folder; make it first")
-        return []
-    try:
-        rows: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no file of rows ({error})") from error
-    is_ours = isinstance(rows, list) and all(
-        isinstance(row, dict) and row.get("workload") == "generate" for row in rows
-    )
-    if not is_ours:
-        raise ValueError(
-            f"{path} holds something else than rows of bench --generate; expected what it writes, "
-            "or a new file"
-        )
-    return rows
-
-
-def _format(rows: list[dict]) -> str:
-    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

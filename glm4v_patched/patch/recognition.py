@@ -1,4 +1,7 @@
-"""What a ``config.json`` is of; needs no transformers."""
+"""What a ``config.json`` holds and is of; needs no transformers."""
+
+import json
+from pathlib import Path
 
 
 def is_glm4v(config: dict) -> bool:
@@ -12,3 +15,14 @@ def is_glm4v(config: dict) -> bool:
         and isinstance(config.get("vision_config"), dict)
         and config.get("original_rope", True) is True
     )
+
+
+def read_object(path: Path) -> dict:
+    """The object that a JSON file holds. Raises ``ValueError`` if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
+    return content

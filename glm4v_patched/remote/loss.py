@@ -88,13 +88,18 @@ class KeptColumns(NamedTuple):
     def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
         """
         Raises:
-            ValueError: a number below 0, or a mask that keeps more positions in one row than in
-                another.
+            ValueError: a number below 0, a tensor that is neither of all rows nor one for each, or
+                a mask that keeps more positions in one row than in another.
         """
         if not isinstance(logits_to_keep, Tensor):
             if logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep is {logits_to_keep}; expected 0 (all) or more")
             return cls(logits_to_keep)
+        if logits_to_keep.ndim not in (1, 2):
+            raise ValueError(
+                f"logits_to_keep is a tensor of {logits_to_keep.ndim} dimensions; expected a plain "
+                "number, positions (K,) or (B, K), or a mask (L,) or (B, L)"
+            )
         if logits_to_keep.dtype != torch.bool:
             return cls(None, logits_to_keep)
         length = logits_to_keep.shape[-1]
@@ -166,6 +171,10 @@ class KeptColumns(NamedTuple):
         """
         if self.last == 0 or given is None:
             return
+        if self.columns is not None and self.columns.ndim == 2:
+            rows = len(self.columns)
+            if rows not in (1, len(given)):
+                raise ValueError(f"logits_to_keep is for {rows} rows, and {len(given)} are given")
         length = given.shape[1]
         grows = f"rows of {length} ids take {grown_length} positions here"
         cure = "give grown rows, as this model's processor makes them"

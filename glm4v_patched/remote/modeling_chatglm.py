@@ -1109,6 +1109,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         if not arguments:
             # Continuous batching names none; its graphs cannot copy the ids from the host.
             options.setdefault("device", self.device)
+        # generate names that of its ids: that of weights that are offloaded holds no numbers.
+        device = options.get("device", self.device)
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
@@ -1119,7 +1121,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         given = generation_config.suppress_tokens
         if given is None or len(given):
             processors.insert(
-                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(self.device))
+                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(device))
             )
         for processor in processors:
             if isinstance(processor, SuppressTokensLogitsProcessor):

@@ -14,7 +14,9 @@ tests/remote/test_tokenization.py:
 import base64
 import functools
 import re
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 # First: it raises for versions of transformers that lack what is imported below.
@@ -50,6 +52,7 @@ SPECIAL_TOKENS = (
     "<|end_of_video|>",
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
+PROCESSOR_FILE = "processing_chatglm.py"
 
 # The ranks were learned on pieces cut by this pattern (that of cl100k_base): part of the format.
 SPLIT_PATTERN = (
@@ -250,6 +253,26 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         own, and would read ``tokenizer.model`` as sentencepiece. 4.57 does not call this.
         """
         return kwargs
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
+
+        A tokenizer that came with a processor names that in its file. Saved alone, as a trainer on
+        texts does, it brings the processor's code along; where that is not at hand it does not name
+        it, and ``AutoProcessor`` gives the tokenizer.
+        """
+        auto_map = self.init_kwargs.get("auto_map") or {}
+        saved = Path(save_directory, PROCESSOR_FILE)
+        is_in_folder = "--" not in str(auto_map.get("AutoProcessor", "--"))
+        if is_in_folder and not saved.exists() and not Path(save_directory).is_file():
+            code = Path(__file__).with_name(PROCESSOR_FILE)
+            if code.exists():
+                saved.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(code, saved)
+            else:
+                kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
+                self.init_kwargs["auto_map"] = kept
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     @_takes_published_order
     def apply_chat_template(

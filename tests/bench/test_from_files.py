@@ -5,7 +5,8 @@ import json
 import pytest
 from PIL import Image
 
-from glm4v_patched.bench.from_files import figures, recipe_of, write_model, write_rows
+from glm4v_patched.bench.command import figures
+from glm4v_patched.bench.from_files import recipe_of, write_model, write_rows
 from glm4v_patched.bench.roofline import supervised
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.data.collate import ConversationCollator
@@ -69,5 +70,5 @@ def test_figures_are_those_of_one_gpu(files):
     report["policies"] = {"tower": "full", "language": "none", "gathered": 1e9}
     row = figures(report)
     assert row["samples_per_s_per_gpu"] == 4 and row["peak_allocated_gib"] == 1.5
-    assert row["losses"] == [3.5] and "torch" in row["versions"]
+    assert row["losses"] == [3.5]
     assert row["policies"] == report["policies"]

@@ -1,5 +1,6 @@
 """What a measured step is taken apart into: useful work, memory, kernels."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from glm4v_patched.bench import breakdown
 from glm4v_patched.bench.breakdown import kind_of, time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.worker import require_learning
 from glm4v_patched.engine.memory_plan import GIB
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -109,3 +111,13 @@ def test_idle_is_when_nothing_but_communication_runs():
         "idle": 2.0 + 1.5,
         "step": 7.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [([2.0, 2.0, 2.0], "stayed 2.0 in 3 steps"), ([2.0, math.nan, 1.0], "no finite number")],
+)
+def test_steps_in_which_nothing_is_learned_are_no_measurement(losses, told):
+    with pytest.raises(RuntimeError, match=told):
+        require_learning(losses)
+    require_learning([2.0, 1.9, 1.9])

@@ -18,16 +18,15 @@ from glm4v_patched.bench.rows import (
     BEGIN,
     COLUMNS,
     END,
-    add_row,
-    format_rows,
+    add_rows,
     insert,
     markdown_table,
     read_rows,
 )
-from glm4v_patched.bench.settings import settings_of
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.printed import pip_install
+from glm4v_patched.row_files import format_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -41,7 +40,7 @@ OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to a
 
 
 def make_row(trained="lora_lm", micro_batch=1, settings=None, **changes):
-    asked = {"workload": trained, "tower": "none", "language": "full", "compile": True}
+    asked = {"trained": trained, "tower": "none", "language": "full", "compile": True}
     return {
         "workload": trained,
         "gpus": 2,
@@ -77,7 +76,7 @@ def test_added_rows_are_lines_of_one_valid_array(tmp_path):
     link.symlink_to(path)
     rows = [make_row(micro_batch=1), make_row(micro_batch=2, losses=[float("nan"), 1.5])]
     for row in rows:
-        add_row(link, row)
+        add_rows(link, [row])
     assert link.is_symlink() and "NaN" not in path.read_text()
     found = json.loads(path.read_text())
     assert found == [rows[0], rows[1] | {"losses": [None, 1.5]}]
@@ -88,18 +87,18 @@ def test_added_rows_are_lines_of_one_valid_array(tmp_path):
 
 def test_a_file_keeps_its_rows_when_the_disk_is_full(tmp_path):
     path = tmp_path / "rows.json"
-    add_row(path, make_row())
+    add_rows(path, [make_row()])
     before = path.read_text()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            add_row(path, make_row(micro_batch=2))
+            add_rows(path, [make_row(micro_batch=2)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
     (tmp_path / "same").hardlink_to(path)
-    add_row(path, make_row(micro_batch=2))
+    add_rows(path, [make_row(micro_batch=2)])
     assert (tmp_path / "same").read_text() == before  # replaced as a whole, not written over
 
 
@@ -147,7 +146,7 @@ def cells_of(text):
         # What was chosen, not what was asked for.
         (make_row("full", policies={"language": "every 2"}), POLICIES, "none, every 2"),
         (make_row("full", implementation="original"), POLICIES, "-"),
-        (make_row(settings={"kept_gathered": 2e8}), "live parameters", "2e+08"),
+        (make_row(settings={"stage3_max_live_parameters": 2e8}), "live parameters", "2e+08"),
         (make_row(policies={"gathered": 9.44e9}), "live parameters", "9.4e+09"),
         (make_row(policies={"gathered": 1e9}, zero_stage=2), "live parameters", "-"),
         (make_row(), "method", "ZeRO-3"),
@@ -251,10 +250,9 @@ def test_a_page_without_both_markers_is_refused_and_left_alone(tmp_path, text):
 
 @pytest.mark.parametrize("row", MEASURED + TRIED, ids=lambda row: row["command"][-40:])
 def test_a_rows_command_asks_for_its_settings(row):
-    """Of old rows, too: options that were renamed since are still taken."""
     arguments = shlex.split(row["command"].removeprefix("TORCH_NCCL_HIGH_PRIORITY=1 "))[1:]
     (asked,) = settings_asked(_parser().parse_args(arguments))
-    recorded = settings_of(row)
+    recorded = row["settings"]
     assert {name: getattr(asked, name) for name in recorded} == recorded
     again = shlex.split(command_of(asked, row["gpus"], on_cpu=False))[1:]
     assert settings_asked(_parser().parse_args(again)) == [asked]
@@ -271,7 +269,10 @@ def test_a_rows_command_asks_for_its_settings(row):
         (["--liger"], f"liger needs not_there: {pip_install('not_there')}"),
         (["--trained", "lm", "qlora"], f"qlora needs not_there: {pip_install('not_there')}"),
         (["--optimizer", "adamw_8bit"], f"adamw_8bit needs not_there: {pip_install('not_there')}"),
-        ([], "2 GPUs with ZeRO stage 0: use --gpus 1"),
+        (
+            [],
+            "zero_stage 0 on 2 processes: without ZeRO a single one trains; expected --gpus 1",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(arguments, message, capsys, monkeypatch):

@@ -13,9 +13,11 @@ from glm4v_patched.bench import command, machine, worker
 from glm4v_patched.bench.roofline import batch_of
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
+from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import TRAINED
+from glm4v_patched.finetune import preflight
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -37,17 +39,26 @@ from tests.helpers.tiny import golden_json, tiny_model
         ),
         ({"shortest_text": 513}, "shortest_text is 513; expected from 1 to text_tokens, .* is 512"),
         ({"shortest_text": 0}, "shortest_text is 0; expected from 1"),
-        ({"packed": True, "against": "original"}, "takes no packed rows"),
+        ({"packed": True, "against": "original"}, "knows no packed: leave out one"),
         ({"offload": True, "optimizer": "adamw_8bit"}, "offload with adamw_8bit"),
         ({"memory_limit": 0.0}, "memory_limit is 0.0; expected at least 1"),
         ({"memory_limit": float("nan")}, "memory_limit is nan; expected at least 1"),
         ({"stage3_max_live_parameters": -1.0}, "parameters is -1.0; expected at least 0"),
         ({"steps": 0, "zero_stage": 4}, "(?s)zero_stage is 4.*\nsteps is 0"),
         ({"layers_ahead": -1}, "layers_ahead is -1; expected at least 0"),
-        ({"trained": "qlora"}, "qlora with ZeRO stage 3.*use stage 0"),
+        ({"trained": "qlora"}, "^qlora with zero_stage 3.*expected zero_stage 0"),
         ({"trained": "qlora", "zero_stage": 0}, "qlora is not compiled.*add --no-compile"),
-        ({"offload": True, "zero_stage": 0}, "offload with ZeRO stage 0"),
-        ({"trained": "full", "reuse_features": True}, "full trains the vision tower"),
+        ({"offload": True, "zero_stage": 0}, "^offload with zero_stage 0: .* zero_stage 1, 2 or 3"),
+        (
+            {"trained": "full", "reuse_features": True},
+            "^reuse_features with trained full, which ",
+        ),
+        ({"fp8": True, "trained": "qlora"}, "fp8 with trained qlora, whose weights have 4 bits"),
+        ({"fp8": True, "against": "original"}, "the original's code, of against, knows no fp8"),
+        (
+            {"fp8": True, "zero_options": '{"zero_quantized_weights": true}'},
+            "fp8 with zero_quantized_weights, which quantises .* one of them to be false",
+        ),
         ({"from_files": "big"}, "from_files is 'big'; expected pixels as 4000x3000"),
         ({"from_files": "4000x0"}, "from_files is '4000x0'; expected pixels"),
         ({"from_files": "9x9", "packed": True, "liger": True}, "recipe's own liger, packed: leave"),
@@ -111,22 +122,28 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
         assert asked == expected
 
 
+def give_machine(monkeypatch, gpus: Gpus, ram: float) -> None:
+    for module in (machine, preflight):
+        monkeypatch.setattr(module, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(memory_check, "free_ram", lambda: ram)
+
+
 @pytest.mark.parametrize(
     ("number", "arguments", "message"),
     [
-        (0, [], "there is no GPU: none here; .* --device cpu --config FILE"),
-        (1, [], "--gpus 2 on a machine with 1: expected --gpus 1$"),
-        (2, ["--gpus", "4"], "--gpus 4 on a machine with 2: expected --gpus 2 or fewer"),
+        (0, [], "there is no GPU: none here; .* --device cpu --config FILE$"),
+        (1, [], "2 processes on 1 GPUs: .* expected --gpus 1, or --device cpu --config FILE$"),
+        (2, ["--gpus", "4"], "4 processes on 2 GPUs: .* expected --gpus 2 or fewer"),
         (2, ["--gpus", "0"], "--gpus 0: expected at least 1"),
         (2, ["--timeout", "nan"], "--timeout nan: expected a number above 0"),
-        (2, ["--config", "none.json"], "--config none.json cannot be read: No such file"),
+        (2, ["--config", "none.json"], "none.json cannot be read: .*No such file"),
         (0, ["--device", "cpu"], "--device cpu with the real model, .*: expected --config"),
         (
             1,
             ["--trained", "full", "lora_lm", "--gpus", "1"],
             "^glm4v-patched: full, micro-batch 1, on 1 processes: weights, gradients and optimizer "
-            "take 222.5 GB of each GPU, which has 150.0 GB; expected more --gpus with --zero-stage "
-            "3, --offload, --optimizer adamw_8bit, or another --trained$",
+            "take 222.5 GB of each GPU, which has 147.9 GB; expected more GPUs with zero_stage 3, "
+            "offload true, optimizer adamw_8bit, or another trained$",
         ),
         (
             2,
@@ -136,8 +153,8 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
         (
             2,
             ["--trained", "full", "--offload"],
-            "full, .*: takes 250.3 GB of the machine's memory, of which 100.0 GB are free; "
-            "expected no --offload",
+            "full, .*: offload is true, and the optimizer takes 222.5 GB of the machine's memory, "
+            "of which 100.0 GB are free; expected a machine with more, or another trained",
         ),
     ],
 )
@@ -145,8 +162,7 @@ def test_a_machine_that_cannot_measure_is_refused_before_anything_is_built(
     number, arguments, message, monkeypatch, capsys
 ):
     found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * number, "none here")
-    monkeypatch.setattr(machine, "find_gpus", lambda: found)
-    monkeypatch.setattr(machine, "free_ram", lambda: 100e9)
+    give_machine(monkeypatch, found, 100e9)
     monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("processes were started"))
     assert main(["bench", *arguments]) == 1
     told = capsys.readouterr().err.strip()
@@ -167,7 +183,7 @@ def on_cpu(tmp_path):
 
 
 def test_on_a_cpu_the_estimated_peak_must_fit(on_cpu, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "free_ram", lambda: 1e6)
+    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
     assert on_cpu(config=json.dumps(golden_json("config.json") | {"num_layers": 400})) == 1
     assert "MB of the machine's memory, of which 1.0 MB are free" in capsys.readouterr().err
 
@@ -176,7 +192,8 @@ def test_on_a_cpu_the_estimated_peak_must_fit(on_cpu, monkeypatch, capsys):
 def test_a_config_of_another_model_is_refused(text, on_cpu, capsys):
     assert on_cpu(config=text) == 1
     told = capsys.readouterr().err
-    assert re.search("config.json (is not of a glm-4v; expected|cannot be read: Expecting)", told)
+    wrong = "is not of a glm-4v; expected|holds a list; expected|cannot be read: Expecting"
+    assert re.search(f"config.json ({wrong})", told)
 
 
 def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
@@ -190,7 +207,7 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
         if len(asked) == 2:
             with open(out, "w") as file:
                 json.dump({"samples_per_s_per_gpu": 1.5}, file)
-        return "ValueError: no"
+        return "ValueError: no" if len(asked) == 1 else ""
 
     monkeypatch.setattr(command, "_run", run)
     out = tmp_path / "rows.json"
@@ -211,7 +228,8 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
     [
         ("print('OutOfMemoryError', flush=True); 1 / 0", "OutOfMemoryError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("print('a'); print('b')", "a\nb"),
+        ("print('a'); print('b'); exit(1)", "a\nb"),
+        ("print('Error')", ""),
         ("import time; print('Error', flush=True); time.sleep(60)", "not done after 3 s"),
     ],
 )
@@ -223,8 +241,7 @@ def test_why_processes_failed_is_what_they_printed(code, error, tmp_path):
 
 def test_a_machine_that_may_do_it_is_tried(monkeypatch):
     found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * 2)
-    monkeypatch.setattr(machine, "find_gpus", lambda: found)
-    monkeypatch.setattr(machine, "free_ram", lambda: 270e9)
+    give_machine(monkeypatch, found, 270e9)
     asked = [Settings(trained=name) for name in TRAINED if name != "qlora"]
     machine.require_machine([*asked, replace(asked[0], offload=True)], 2, on_cpu=False)
     # These were measured on two H200s.

@@ -81,6 +81,21 @@ def test_an_offloaded_optimizer_has_workers_without_its_memory():
     assert worker_start(False) is worker_start("auto") is None
 
 
+def test_what_a_recipe_says_of_workers_is_left_where_none_can_be_had(machine):
+    of_workers = {"dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
+    machine(32)
+    assert loader_options(of_workers, 1, 4)["dataloader_prefetch_factor"] == 4
+    machine(1)
+    none = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+    assert loader_options(of_workers, 1, 4) == none | {"dataloader_num_workers": 0}
+
+
+def test_a_recipe_may_say_how_workers_start():
+    asked = {"dataloader_multiprocessing_context": "forkserver"}
+    assert worker_start(True, asked) == worker_start(False, asked) == "forkserver"
+    assert worker_start(True, {"dataloader_num_workers": 2}) == "spawn"
+
+
 def test_a_recipe_may_say_how_many(machine):
     machine(32)
     assert loader_options({"dataloader_num_workers": 0}, 1, 4) == {"dataloader_num_workers": 0}
@@ -104,8 +119,8 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(DataLoader, "__iter__", watched)
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
-    for workers, start in ((0, None), (2, None), (2, "spawn")):
-        monkeypatch.setattr(trainer, "worker_start", lambda _, start=start: start)
+    for workers, start in ((0, None), (2, None), (1, "spawn")):
+        monkeypatch.setattr(trainer, "worker_start", lambda *_, start=start: start)
         folder = tmp_path / f"{workers} {start}"
         folder.mkdir()
         recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": workers})

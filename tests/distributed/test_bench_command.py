@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from glm4v_patched.bench import command
 from glm4v_patched.bench.roofline import useful_flop
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.processes import cpu_environment, run_command_warm, run_with_limit
+from tests.helpers.processes import cpu_environment, run_with_limit
+from tests.helpers.recipes import measuring_warm
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, golden_json
 
 
@@ -37,20 +37,15 @@ def bench(options, tmp_path):
 
 
 @pytest.fixture
-def bench_warm(options, tmp_path, monkeypatch):
+def bench_warm(options, tmp_path):
     """The same in this process, and its processes are forks of warm ones."""
-
-    def run(asked, printed, environment, timeout):
-        return run_command_warm(asked, timeout, environment).output[-4000:]
 
     def bench(*arguments):
         assert main([*options, *arguments]) == 0
         return json.loads((tmp_path / "rows.json").read_text())
 
-    for name, value in cpu_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(command, "_run", run)
-    return bench
+    with measuring_warm():
+        yield bench
 
 
 @pytest.mark.slow
@@ -81,8 +76,8 @@ def test_a_measurement_is_a_row_with_its_command_and_pictures_and_a_failed_one_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["full", "lora_all"])
-def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench_warm, workload):
+def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench_warm):
+    """Of ``full``; test_recipe_choices.py has the adapters of both towers."""
     policies = [
         "--tower",
         "attention",
@@ -91,10 +86,10 @@ def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench_warm, work
         "--stage3-max-live-parameters",
         "0",
     ]
-    bench_warm("--trained", workload, *policies)
-    compiled, plain = bench_warm("--trained", workload, *policies, "--no-compile")
+    bench_warm("--trained", "full", *policies)
+    compiled, plain = bench_warm("--trained", "full", *policies, "--no-compile")
     assert compiled["settings"]["compile"] and not plain["settings"]["compile"]
-    # bf16: rounded to 8 bits, eight steps of training apart; those of full fall by some 0.03.
+    # bf16: rounded to 8 bits, eight steps of training apart; they fall by some 0.03.
     assert compiled["losses"] == pytest.approx(plain["losses"], abs=2e-3)
 
 
@@ -115,6 +110,5 @@ def test_the_originals_code_is_measured_beside_ours(bench_warm, tmp_path):
         *("--against", str(original)),
     )
     assert [row["implementation"] for row in rows] == ["ours", "original"]
-    # Not by their losses: from_config leaves the published code's weights uninitialised.
     assert all(row.get("samples_per_s_per_gpu", 0) > 0 for row in rows), rows
     assert (tmp_path / "checkpointed").exists()  # as who trains the published code has to

@@ -1,6 +1,6 @@
 """The demo from end to end, with too few steps to learn to look, but enough to learn to answer.
 
-Its processes are forks of warm ones. As a user starts it, test_commands_in_docs.py and .ci/run do.
+Its processes are forks of warm ones. As a user starts it, .ci/run does.
 """
 
 import json

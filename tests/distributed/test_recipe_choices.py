@@ -239,9 +239,9 @@ def test_selective_policies_survive_zero_3_without_compilation(recipe, tmp_path)
 
 @pytest.mark.slow
 def test_compiled_layers_lose_what_plain_ones_do(recipe, tmp_path):
-    plain = recipe.override(
-        {"out": str(tmp_path / "plain"), "trained": "lora_all", "engine.language": "attention"}
-    )
+    """Policies included, with the kernels of inductor; test_bench_command.py has ``full``."""
+    policies = {"engine.tower": "attention", "engine.language": "selective"}
+    plain = recipe.override({"out": str(tmp_path / "plain"), "trained": "lora_all", **policies})
     compiled = plain.override({"out": str(tmp_path / "compiled"), "engine.compile": True})
     # fp32: the layers round differently; the losses fall by some 0.5.
     assert train(compiled) == pytest.approx(train(plain), abs=ATOL)

@@ -1,6 +1,8 @@
 """What layers keep and compute again, with and without compilation: the same gradients, as little
 work as promised."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,8 +98,13 @@ def test_a_policy_that_there_is_not_is_refused(policy):
         checkpoint_layers(model, "full", policy)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("trained", ["full", "lora_all"])
-def test_compiled_layers_give_the_gradients_of_plain_ones(trained):
+def test_compiled_layers_give_the_gradients_of_plain_ones(trained, monkeypatch):
+    """By inductor's graphs, without its kernels: their building takes most of the time. They are in
+    test_bench_command.py (full) and test_recipe_choices.py (lora_all) of tests/distributed."""
+    backend = "aot_eager_decomp_partition"
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     loss, gradients, _ = train_once("none", "none", trained)
     other_loss, others, _ = train_once("attention", "selective", trained, compiled=True)
     torch.testing.assert_close(other_loss, loss, atol=1e-5, rtol=0)

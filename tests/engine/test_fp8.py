@@ -19,6 +19,9 @@ from tests.helpers.tiny import grown_image, pictures, text, tiny_config
 NEAR = 0.004
 
 
+pytestmark = pytest.mark.newest  # torch's products
+
+
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(fp8, "_on_cpu", True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm4v_patched.bench.rows import read_rows
-from glm4v_patched.bench.settings import Settings, settings_of
+from glm4v_patched.bench.settings import Settings
 from glm4v_patched.engine.activation_policies import POLICIES
 from glm4v_patched.engine.memory_plan import (
     CANDIDATES,
@@ -54,7 +54,7 @@ def measured_rows():
     """Rows of real GPUs, each as what was trained, what was kept, and the measured peak."""
     for path in sorted(RESULTS.glob("bench_*.json")):
         for number, row in enumerate(read_rows(path), 1):
-            settings = settings_of(row)
+            settings = row["settings"]
             if "error" in row or settings["against"] is not None:
                 continue
             if settings.get("attn_implementation", "sdpa") == "eager":

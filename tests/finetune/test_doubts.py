@@ -33,7 +33,10 @@ def told(changes, rows=64, steps=100, processes=2) -> list[str]:
         ),
         ({"trainer.weight_decay": 100.0}, "trainer.weight_decay is 100: .* usual are 0 to 0.1"),
         ({"trainer.warmup_steps": 500}, "warmup_steps is 500 and the run has 100 .* at 20% of"),
-        ({"trainer.gradient_accumulation_steps": 9}, "effective batch, 72, is above .* rows, 64: "),
+        (
+            {"trainer.gradient_accumulation_steps": 9},
+            "the effective batch, 72, is larger than the number of rows, 64: an epoch is one step",
+        ),
         ({"data.eval": 0.95}, "data.eval is 0.95: most rows are held out"),
         ({"lora.alpha": 10**5}, r"alpha is 100,000 and lora.rank 8: .* multiplied by 12,500; usu"),
         ({"lora.alpha": 200, "lora.rank": 4, "lora.use_rslora": True}, "multiplied by 100; usual"),

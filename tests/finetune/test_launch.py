@@ -221,7 +221,7 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
     monkeypatch.setattr(launching, "pin", pin)
     monkeypatch.setattr("glm4v_patched.finetune.trainer.check_data", check)
     summary = "glm4v_patched.finetune.summary"
-    for name, said in {"plan": None, "describe": "of the Hub", "fault_of_ram": ""}.items():
+    for name, said in {"plan": None, "describe": "of the Hub", "fault_of_memory": ""}.items():
         monkeypatch.setattr(f"{summary}.{name}", lambda *_, said=said: said)
     launch(recipe.override({"model": str(folder)}), HERE)
     # What processes read, and a run that continues.

@@ -105,6 +105,26 @@ def test_a_file_of_that_name_comes_first(monkeypatch, tmp_path):
         preflight.check(find_recipe(Path("there.yaml")))
 
 
+def test_the_file_that_may_be_meant_is_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my/recipe.yaml", "run/recipe.json", "lm_2x141gb/model.safetensors"):
+        Path(name).parent.mkdir()
+        Path(name).touch()
+    for typed, told in {
+        "my/recpie.yaml": '"my/recpie.yaml" is no file; did you mean my/recipe.yaml?',
+        "run": '"run" is a folder; did you mean run/recipe.json?',
+        "my": '"my" is a folder; expected a recipe',
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            find_recipe(Path(typed))
+        assert str(error.value) == told
+    monkeypatch.chdir("my")
+    with pytest.raises(RecipeError, match="no recipe that ships; did you mean recipe.yaml?"):
+        find_recipe(Path("recipe"))
+    monkeypatch.chdir("..")
+    assert find_recipe(Path("lm_2x141gb")).parent == FOLDER
+
+
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "recipes_h200_x2.json"
 
 

@@ -1,6 +1,7 @@
 """What is told before the first step, and what is seen while training goes on."""
 
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,13 +9,14 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glm4v_patched.cli import main
+from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, progress, summary, trainer
+from glm4v_patched.finetune import disk, progress, trainer
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
-from glm4v_patched.finetune.summary import Plan, fault_of_ram, show_sample
+from glm4v_patched.finetune.summary import Plan, fault_of_memory, show_sample
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here
@@ -97,12 +99,12 @@ def test_a_machine_with_too_little_memory_for_an_offloaded_optimizer_is_told(
     batch = Batch(rows=1, row_length=9, processes=4)
     planned = Plan(ChatGLMConfig(), options, batch, steps=1, free=80e9)
     placement = Placement(4, local_processes=local)
-    monkeypatch.setattr(summary, "free_ram", lambda: (needed - 1) * 1e9)
-    told = fault_of_ram(planned, placement)
+    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
+    told = fault_of_memory(planned, placement)
     least = rf"takes {needed}\.\d GB of the machine's memory, of which {needed - 1}\.0 GB are free"
     assert re.search(least, told), told
-    monkeypatch.setattr(summary, "free_ram", lambda: (needed + 1) * 1e9)
-    assert fault_of_ram(planned, placement) == ""
+    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
+    assert fault_of_memory(planned, placement) == ""
 
 
 def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monkeypatch):
@@ -111,7 +113,7 @@ def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monk
         | {"trained": "full"}
     )
     mine.write(tmp_path / "recipe.json")
-    monkeypatch.setattr(summary, "free_ram", lambda: 1e6)
+    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
     assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
     told = capsys.readouterr()
     assert re.search(r"optimizer   [\d.]+ MB of the machine's memory", told.out)
@@ -137,6 +139,31 @@ def test_the_loss_is_drawn_as_it_trains(drawn, tmp_path, monkeypatch):
     for _ in range(3):
         plot.on_log(args, TrainerState(is_world_process_zero=True), TrainerControl())
     assert len(drawn_after) == 1
+
+
+def test_what_draws_the_loss_keeps_nothing_of_the_training(tmp_path, monkeypatch):
+    """As matplotlib keeps the errors of its parser of fonts, which have the frames of all callers;
+    data workers that ended later than their loader's queues cost five seconds."""
+    kept = []
+
+    def draw(history, path):
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept.append(error)
+
+    class Model:
+        pass
+
+    def train() -> weakref.ref:
+        model = Model()
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        LossPlot().on_log(arguments, TrainerState(is_world_process_zero=True), TrainerControl())
+        return weakref.ref(model)
+
+    monkeypatch.setattr(progress, "plot_loss", draw)
+    left = train()
+    assert kept and left() is None
 
 
 def test_speed_is_that_of_steps_without_what_comes_between(monkeypatch):

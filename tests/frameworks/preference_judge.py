@@ -17,14 +17,19 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoProcessor,
+    AutoTokenizer,
 )
 
 
 def main(folder: str, pairs: list[list]) -> list[bool]:
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     scores = "SequenceClassification" in config.architectures[0]
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    # Who trains on texts saves no processor.
+    processor = (AutoTokenizer if scores else AutoProcessor).from_pretrained(
+        folder, trust_remote_code=True
+    )
+    tokenizer = processor if scores else processor.tokenizer
     model = kind.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -32,10 +37,11 @@ def main(folder: str, pairs: list[list]) -> list[bool]:
         asked = {"role": "user", "content": question} | ({"image": picture} if picture else {})
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         prompt = processor.apply_chat_template([asked], add_generation_prompt=True, **options)
-        said = processor.tokenizer(
-            f"\n{answer}<|endoftext|>", add_special_tokens=False, return_tensors="pt"
-        )["input_ids"]
+        said = tokenizer(f"\n{answer}<|endoftext|>", add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ]
         prompt["input_ids"] = torch.cat((prompt["input_ids"], said), dim=1)
+        prompt.pop("position_ids", None)  # of the prompt alone
         prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
         logits = model(**prompt).logits
         if scores:

@@ -33,6 +33,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
+
+from glm4v_patched.atomic import write_atomically
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "benchmarks" / "frameworks.json"
 PAGE = ROOT / "docs" / "frameworks.md"
@@ -97,13 +101,14 @@ def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[R
     started = time.monotonic()
     try:
         yield row
-    except BaseException as error:
+    except (Exception, pytest.fail.Exception) as error:  # neither Ctrl-C nor a skip is an outcome
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         row.outcome = f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
-        raise
-    finally:
         row.seconds = time.monotonic() - started
         _write(row)
+        raise
+    row.seconds = time.monotonic() - started
+    _write(row)
 
 
 def cannot(system: str, name: str, reason: str, packages: list[str], command: str = "") -> None:
@@ -123,14 +128,17 @@ def read(path: Path = RESULTS) -> list[Row]:
 
 def merge(rows: list[Row], path: Path) -> None:
     """Put rows in the places of those with the same key, and new ones behind their system's."""
-    # Jobs of two systems may end at the same time.
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # Jobs of two systems may end at the same time; the file itself is replaced.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         known = {row.key: row for row in read(path)} | {row.key: row for row in rows}
         order = list(dict.fromkeys(row.system for row in known.values()))
         every = sorted(known.values(), key=lambda row: order.index(row.system))
         lines = [json.dumps(row.as_json(), ensure_ascii=False) for row in every]
-        path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        write_atomically(path, "[\n" + ",\n".join(lines) + "\n]\n")
+    finally:
+        os.close(folder)
 
 
 def table(rows: list[Row]) -> str:

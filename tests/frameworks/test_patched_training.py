@@ -7,6 +7,7 @@ package.
 
 import importlib.metadata
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,17 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import glm4v_patched
-from glm4v_patched.demo.pictures import draw_data_set
+from tests.frameworks.workshop import RUN, draw, history, judged, run, succeed
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
 from tests.helpers.tiny import BOI
 
 HERE = Path(__file__).parent
-PYTHON, RUN = "python", ("python", "-m", "glm4v_patched.run")
 TWO_LINES = "import glm4v_patched; glm4v_patched.apply()\n"
-JUDGE = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
-IMAGE_SIDE = 56  # of the stand-in
-SECONDS = 150
 LORA = ("--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear")
 
 
@@ -73,7 +69,7 @@ llamafactory = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory) -> list[list[dict]]:
-    return draw_data_set(tmp_path_factory.mktemp("drawn"), number=24, seed=0, side=IMAGE_SIDE)
+    return draw(tmp_path_factory.mktemp("drawn"))
 
 
 @pytest.fixture(scope="module")
@@ -88,30 +84,8 @@ def place(tmp_path_factory) -> Callable[[], Path]:
     return make
 
 
-def run(folder: Path, *command: str, seconds: float = SECONDS, **more: str) -> Ended:
-    """Run a command in ``folder``, where everything is cached, too."""
-    caches = {"HF_HOME": str(folder / "cache"), "HF_MODULES_CACHE": str(folder / "modules")}
-    environment = cpu_environment() | caches | {"HF_HUB_OFFLINE": "1"} | more
-    environment.pop("GLM4V_PATCHED", None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return run_with_limit([str(part) for part in command], seconds, environment)
-
-
-def succeed(folder: Path, *command: str, **options) -> str:
-    ended = run(folder, *command, **options)
-    assert ended.status == 0, ended.output[-6000:]
-    return ended.output
-
-
-def losses(output_dir: Path) -> list[float]:
-    (checkpoint,) = output_dir.glob("checkpoint-*")
-    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
-
-
 def assert_learned(output_dir: Path) -> None:
-    first, *_, last = losses(output_dir)
+    first, *_, last = history(output_dir.parent, "loss", output_dir.name)
     assert last < first / 4
 
 
@@ -128,34 +102,10 @@ def assert_both_towers_moved(output_dir: Path) -> None:
         assert any(tower in name for name in modules), tower
 
 
-def answers(folder: Path, model: str, conversations: list[list[dict]]) -> tuple[float, float]:
-    """The share of right answers of a saved folder, and that with the pictures swapped.
-
-    A picture is swapped for that of another conversation with the same question and another answer.
-    """
-    swapped = []
-    for question, answer in conversations:
-        other = next(
-            q["image"]
-            for q, a in conversations
-            if q["content"] == question["content"] and a["content"] != answer["content"]
-        )
-        swapped.append([question | {"image": other}])
-    prompts = [[question] for question, _ in conversations]
-    requests = [{"model": model, "prompts": asked} for asked in (prompts, swapped)]
-    (folder / "requests.json").write_text(json.dumps(requests))
-    succeed(folder, PYTHON, JUDGE, "requests.json", "answers.json")
-    shares = []
-    for given in json.loads((folder / "answers.json").read_text()):
-        right = [a["content"] == got for (_, a), got in zip(conversations, given, strict=True)]
-        shares.append(sum(right) / len(right))
-    return tuple(shares)
-
-
 def assert_merged_answers_by_pictures(folder: Path, model: str, conversations) -> None:
     config = json.loads((folder / model / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_chatglm.GLM4VForCausalLM"
-    right, swapped = answers(folder, model, conversations)
+    right, swapped = judged(folder, model, conversations)
     assert right >= 0.9
     assert swapped <= 0.1
 
@@ -212,7 +162,7 @@ def trained_by_trl(trl_place) -> Path:
 
 @trl
 def test_trl_does_not_take_the_published_repository_for_a_vision_model(trl_place):
-    ended = run(trl_place("prompt-completion"), PYTHON, "script.py")
+    ended = run(trl_place("prompt-completion"), sys.executable, "script.py")
     assert ended.status == 1
     assert "does not seem to be a vision-language model" in ended.output
 
@@ -234,7 +184,7 @@ def test_two_lines_train_what_the_run_entry_trains(trl_place, trained_by_trl):
     folder = trl_place("prompt-completion")
     script = folder / "script.py"
     script.write_text(TWO_LINES + script.read_text())
-    succeed(folder, PYTHON, "script.py")
+    succeed(folder, sys.executable, "script.py")
     want = load_file(trained_by_trl / "merged" / "model.safetensors")
     got = load_file(folder / "merged" / "model.safetensors")
     assert got.keys() == want.keys()

@@ -62,6 +62,12 @@ def test_a_job_that_fails_is_a_row_and_a_failure(file):
     assert r"place.bin \| none" in on_page(BEGIN + END, [row])
 
 
+def test_a_job_that_pytest_is_told_to_fail_has_failed(file):
+    with pytest.raises(pytest.fail.Exception), job("X", "sft", "x", ["pytest"]):
+        pytest.fail("no answer after 300 s")
+    assert [row.outcome for row in read(file)] == ["Failed: no answer after 300 s"]
+
+
 def test_what_cannot_run_has_its_reason(file):
     cannot("verl", "GRPO", "asks for a GPU", packages=["verl"])
     assert [row.outcome for row in read(file)] == ["asks for a GPU"]
@@ -70,4 +76,12 @@ def test_what_cannot_run_has_its_reason(file):
 def test_nothing_is_written_unless_asked(file, monkeypatch):
     monkeypatch.delenv("FRAMEWORKS_RECORD")
     cannot("verl", "GRPO", "asks for a GPU", packages=["verl"])
+    assert not file.exists()
+
+
+def test_what_was_interrupted_writes_no_row(file):
+    """A skipped or stopped job says nothing about its system: an older row stays."""
+    for ending in (KeyboardInterrupt, pytest.skip.Exception):
+        with pytest.raises(ending), job("X", "sft", "x", ["pytest"]):
+            raise ending
     assert not file.exists()

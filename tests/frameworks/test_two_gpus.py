@@ -86,6 +86,13 @@ def test_a_failure_that_does_not_come_is_a_failure(command, place, rows):
     assert row["outcome"].startswith("AssertionError")
 
 
+def test_a_job_that_hangs_is_ended(place, rows):
+    wanted = replace(DIES, short="hangs", command=("-c", "import time; time.sleep(60)"))
+    with pytest.raises(AssertionError, match="not done after 1 s"):
+        perform(wanted, place, left=0.5)
+    assert rows()[0]["outcome"] == "AssertionError: not done after 1 s"
+
+
 STATE = {"log_history": [{"loss": 6.0}, {"loss": 0.5}]}
 
 

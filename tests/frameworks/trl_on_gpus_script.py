@@ -46,7 +46,7 @@ def main(job: str, steps: int, rate: float, rows: int, cache: str = "dynamic") -
     }
     bf16 = job == "dpo"
     if job == "dpo":
-        lora = LoraConfig(r=8, target_modules="all-linear", lora_bias=True)
+        lora = LoraConfig(r=8, target_modules="all-linear")
         config = DPOConfig(
             **common, beta=0.3, bf16=bf16, max_length=None, deepspeed="deepspeed.json"
         )

@@ -1,4 +1,6 @@
-"""A user's script with TRL's trainers: ``trl_script.py JOB``. Nothing in it knows of glm4v_patched.
+"""A user's script with TRL's trainers: ``trl_script.py JOB STEPS LEARNING_RATE SEED``.
+
+Nothing in it knows of glm4v_patched.
 
 In the current folder it finds ``model``, which has its code beside it, and ``data/JOB``, a data set
 with pictures; it leaves ``out``, the whole model that was trained.
@@ -9,7 +11,12 @@ import sys
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoProcessor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    set_seed,
+)
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -38,10 +45,12 @@ COMMON = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-# Groups of 16 answers to each of 24 questions.
+# Groups of 32 answers to each of 24 questions: of a smaller group, often none is right, and then
+# nothing is learned from it.
 ONLINE = {
-    "per_device_train_batch_size": 384,
-    "num_generations": 16,
+    "per_device_train_batch_size": 768,
+    "num_generations": 32,
+    "lr_scheduler_type": "linear",
     "max_completion_length": 8,
     "temperature": 1.0,
     "beta": 0.0,
@@ -56,9 +65,26 @@ def right_answers(completions, answer, **kwargs) -> list[float]:
     ]
 
 
-def main(job: str, steps: int, learning_rate: float) -> None:
-    torch.manual_seed(0)
-    common = COMMON | {"max_steps": steps, "learning_rate": learning_rate}
+def online_dpo(model, common: dict, given: dict):
+    """Two answers to each question: here of a batch in which each question comes 16 times."""
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    data = given["train_dataset"]
+    rows = {"train_dataset": data.select([*range(len(data))] * 16)}
+    config = OnlineDPOConfig(
+        **common | {"per_device_train_batch_size": len(data) * 16},
+        max_new_tokens=8,
+        temperature=1.0,
+    )
+    trainer = OnlineDPOTrainer(model, reward_funcs=right_answers, args=config, **given | rows)
+    # TRL takes a model for one that sees if transformers itself lists its type.
+    trainer.is_vision_model = True
+    return trainer
+
+
+def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
+    set_seed(seed)
+    common = COMMON | {"max_steps": steps, "learning_rate": learning_rate, "seed": seed}
     processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
     given = {"processing_class": processor, "train_dataset": load_dataset(f"data/{job}")["train"]}
     if job == "reward":
@@ -88,6 +114,8 @@ def main(job: str, steps: int, learning_rate: float) -> None:
         elif job == "rloo":
             config = RLOOConfig(**common | ONLINE)
             trainer = RLOOTrainer(model, right_answers, args=config, **given)
+        elif job == "online_dpo":
+            trainer = online_dpo(model, common, given)
         else:
             raise ValueError(f"there is no job {job}")
     trainer.train()
@@ -101,4 +129,4 @@ def main(job: str, steps: int, learning_rate: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -12,8 +12,9 @@ faults show in them, and with ours:
 Each job is a row (record.py)::
 
     python -m tests.frameworks.two_gpus --rows rows.json                 # all
-    python -m tests.frameworks.two_gpus --rows rows.json --only zero3    # names that begin so
+    python -m tests.frameworks.two_gpus --rows rows.json --only zero3    # some of them
     python -m tests.frameworks.two_gpus --list
+    python -m tests.frameworks.two_gpus --merge rows.json                # into docs/benchmarks
 
 ``--cpu`` runs the same on two processes of a CPU, as far as they can: to find mistakes before a GPU
 is paid for. ``--packages DIR`` has folders of packages that come before those of Python, for jobs
@@ -23,6 +24,7 @@ is installed.
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -36,13 +38,14 @@ from safetensors.torch import save_file
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.frameworks import workshop
-from tests.frameworks.record import VARIABLE, Row, job
+from tests.frameworks.record import RESULTS, VARIABLE, Row, job, merge, read
 from tests.frameworks.two_gpus_jobs import JOBS, Job
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
 from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
 from tests.helpers.tiny import NUM_IMAGE_TOKENS
 
+LEAST_SECONDS = 30  # a job is not started with less
 INV_FREQ = "transformer.rotary_pos_emb.inv_freq"
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -261,8 +264,13 @@ def check(done: Row) -> None:
     assert done.swapped is None or done.swapped <= 0.25, done.swapped
 
 
-def perform(wanted: Job, place: Place, logs: Path | None = None) -> Row:
-    """Run a job, write its row and return it. ``AssertionError`` if it is not as expected."""
+def perform(wanted: Job, place: Place, logs: Path | None = None, left: float = math.inf) -> Row:
+    """Run a job, write its row and return it. ``AssertionError`` if it is not as expected.
+
+    Args:
+        logs: A folder for what its processes print.
+        left: Seconds after which they are ended, if that is sooner than the job's own limit.
+    """
     folder = place.make(wanted)
     environment = place.environment(wanted, folder)
     found = place.versions(wanted, folder)
@@ -277,13 +285,16 @@ def perform(wanted: Job, place: Place, logs: Path | None = None) -> Row:
             for number, command in enumerate((wanted.command, *wanted.more)):
                 words = [sys.executable, *map(str, command)]
                 limit = wanted.seconds * (4 if place.on_cpu else 1)
+                limit = max(1, min(limit, left - (time.monotonic() - started)))
                 ended = run_with_limit(words, limit, environment, folder)
                 said += f"$ {' '.join(words)}\n{ended.output}\nstatus {ended.status}\n"
                 printed += ended.output
+                late = f"{ended.output[-3000:]}\nnot done after {limit:.0f} s"
+                assert ended.status is not None, late
                 if number == 0:
                     trained_for = time.monotonic() - started
                     if wanted.fails:
-                        assert ended.status not in (0, None), f"status {ended.status}"
+                        assert ended.status != 0, "it did not fail"
                         matched = re.search(wanted.fails, ended.output)
                         assert matched, ended.output[-3000:]
                         done.outcome = matched[0][:300]
@@ -325,12 +336,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("two_gpus_output"))
     parser.add_argument("--packages", type=Path, help="folders of packages")
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU")
-    parser.add_argument("--until", type=float, help="seconds after which no job is started")
+    parser.add_argument("--until", type=float, help="seconds after which jobs are ended")
     parser.add_argument("--list", action="store_true", help="print the short names")
+    parser.add_argument("--merge", type=Path, help="put the rows of this file among the others")
     given = parser.parse_args()
+    if unknown := {*(given.only or ())} - {each.short for each in JOBS}:
+        parser.error(f"there is no job {', '.join(sorted(unknown))}; --list names them")
     wanted = [each for each in JOBS if not given.only or each.short in given.only]
     if given.list:
         print("\n".join(each.short for each in wanted))
+        return
+    if given.merge:
+        merge(read(given.merge), RESULTS)
         return
     if given.rows:
         os.environ[VARIABLE] = str(given.rows.resolve())
@@ -340,12 +357,13 @@ def main() -> None:
     for each in wanted:
         if given.cpu and not each.cpu:
             continue
-        if given.until and time.monotonic() - began > given.until:
+        started = time.monotonic()
+        left = (given.until or math.inf) - (started - began)
+        if left < LEAST_SECONDS:
             print(f"-- {each.short}: no time left", flush=True)
             continue
-        started = time.monotonic()
         try:
-            done = perform(each, place, given.folder / "logs")
+            done = perform(each, place, given.folder / "logs", left)
             found = f"{done.outcome[:150]} loss {done.loss} reward {done.reward}"
             found += f" right {done.right} swapped {done.swapped} | {done.note}"
         except Exception as error:  # the next jobs are run all the same

@@ -56,9 +56,9 @@ MERGE = ("-m", "glm4v_patched", "merge", "adapter", "--out", "merged", "--no-che
 OLD_FORMAT = "You are using an old version of the checkpointing format that is deprecated"
 CHECKPOINT_ERROR = r"CheckpointError: .*have different metadata.*"
 ELSEWHERE = r"RuntimeError: Expected all tensors to be on the same device.*"
-REFUSED = r"ValueError: You can't train a model that has been loaded.*"
+REFUSED = r"ValueError: You can't train a model that has been loaded with .* distributed mode"
 DEEPSPEED_OLD = (("deepspeed", "0.19.2"),)
-PUBLISHED_CODE = "the published code (a stand-in with its faults)"
+PUBLISHED_CODE = "the published code (a stand-in)"
 
 
 def trainer(
@@ -122,7 +122,12 @@ OPENRLHF = {
 }
 OPENRLHF_FLAGS = ("--model.gradient_checkpointing_enable", "--ds.adam_offload")
 COMBINE = ("-m", "openrlhf.cli.lora_combiner", "--model_path", "model", "--lora_path", "adapter")
-COMBINE = (*COMBINE, "--output_path", "merged", "--param_dtype", "bf16")
+COMBINE = (*COMBINE, "--output_path", "merged", "--ds.param_dtype", "bf16")
+
+SAVE_PROCESSOR = """
+from transformers import AutoProcessor
+AutoProcessor.from_pretrained("model", trust_remote_code=True).save_pretrained("merged")
+"""
 
 
 def openrlhf(short: str, name: str, *packages: str, **more) -> Job:
@@ -139,10 +144,18 @@ def openrlhf(short: str, name: str, *packages: str, **more) -> Job:
         "--ds.adam_offload",
         packages=("openrlhf", *packages),
         measure="texts",
-        more=((*RUN, *COMBINE),),
+        more=((*RUN, *COMBINE), ("-c", SAVE_PROCESSOR)),
+        note="merged by openrlhf.cli.lora_combiner, which saves no processor",
         seconds=220,
         **more,
     )
+
+
+HOW = {
+    "dynamic": "a cache that grows",
+    "static": "a static cache, steps not compiled (TRL's default for it)",
+    "compiled": "a static cache, steps compiled",
+}
 
 
 def grpo(short: str, cache: str, steps: int, **more) -> Job:
@@ -150,10 +163,10 @@ def grpo(short: str, cache: str, steps: int, **more) -> Job:
     return Job(
         short,
         "TRL",
-        f"GRPO, two GPUs, {cache} cache",
+        f"two GPUs: GRPO, {HOW[cache]}",
         "trl",
         (*TORCHRUN, *script),
-        f"trl.GRPOTrainer, {cache} cache",
+        "trl.GRPOTrainer",
         model="sighted",
         measure="reward",
         judged="out",
@@ -162,7 +175,7 @@ def grpo(short: str, cache: str, steps: int, **more) -> Job:
     )
 
 
-ALL = "sft, LoRA, bf16, ZeRO-3, checkpoints"
+ALL = "two GPUs: LoRA, bf16, ZeRO-3, checkpoints"
 JOBS = [
     trainer(
         "zero3-published",
@@ -195,32 +208,32 @@ JOBS = [
     trainer(
         "split-published",
         "split",
-        f'device_map="auto": {PUBLISHED_CODE}',
+        f'two GPUs: LoRA, device_map="auto": {PUBLISHED_CODE}',
         patched=False,
         fails=ELSEWHERE,
         cpu=False,
     ),
-    trainer("split", "split", 'LoRA, device_map="auto" over two GPUs', size=(60, 1e-2, 24)),
+    trainer("split", "split", 'two GPUs: LoRA, device_map="auto"', size=(60, 1e-2, 24)),
     trainer(
         "qwen-published",
         "qwen",
-        f"LoRA, DDP, checkpoints: {PUBLISHED_CODE}",
+        f"two GPUs: LoRA, DDP, checkpoints: {PUBLISHED_CODE}",
         patched=False,
         says=OLD_FORMAT,
         measure="nothing",
     ),
-    trainer("qwen", "qwen", "LoRA, DDP, checkpoints", silent=OLD_FORMAT),
+    trainer("qwen", "qwen", "two GPUs: LoRA, DDP, checkpoints", silent=OLD_FORMAT),
     trainer(
         "qwen-auto",
         "qwen_auto",
-        'LoRA, DDP, device_map="auto"',
+        'two GPUs: LoRA, DDP, device_map="auto"',
         fails=REFUSED,
         cpu=False,
         note="load it without device_map, as Qwen's script does for several processes",
     ),
     factory(
         "factory-lora",
-        "sft, LoRA, ZeRO-3, two GPUs, published repository",
+        "two GPUs: sft, LoRA, ZeRO-3, published repository",
         f"finetuning_type=lora lora_target=all {BOTH}",
         "published",
         1e-2,
@@ -228,7 +241,7 @@ JOBS = [
     ),
     factory(
         "factory-full",
-        "sft, all weights, ZeRO-3, two GPUs",
+        "two GPUs: sft, all weights, ZeRO-3",
         f"finetuning_type=full {BOTH}",
         "model",
         2e-3,
@@ -236,16 +249,16 @@ JOBS = [
     ),
     openrlhf(
         "openrlhf-old",
-        "DPO, LoRA, ZeRO-3, two GPUs, DeepSpeed 0.19.2",
+        "two GPUs: DPO, LoRA, ZeRO-3, checkpoints, DeepSpeed 0.19.2",
         "old",
         "main",
         versions=DEEPSPEED_OLD,
     ),
-    openrlhf("openrlhf", "DPO, LoRA, ZeRO-3, two GPUs", "main"),
+    openrlhf("openrlhf", "two GPUs: DPO, LoRA, ZeRO-3", "main"),
     Job(
         "dpo",
         "TRL",
-        "DPO, LoRA, ZeRO-3, two GPUs",
+        "two GPUs: DPO, LoRA, ZeRO-3",
         "trl",
         (*TORCHRUN, HERE / "trl_on_gpus_script.py", "dpo", 60, 5e-3, 18),
         "trl.DPOTrainer",

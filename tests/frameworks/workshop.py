@@ -11,6 +11,7 @@ and rewards begin.
 import json
 import os
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.frameworks.record import Row
+from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
 
 JUDGE = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
@@ -84,6 +87,81 @@ def judged(folder: Path, model: str, conversations: list[list[dict]]) -> tuple[f
         right = [a["content"] == got for (_, a), got in zip(conversations, given, strict=True)]
         shares.append(sum(right) / len(right))
     return shares[0], shares[1]
+
+
+def chance(conversations: list[list[dict]]) -> float:
+    """The share of right answers of who knows how often each question has each answer, and draws
+    one so, whatever the picture."""
+    counts = Counter((q["content"], a["content"]) for q, a in conversations)
+    asked = Counter(q["content"] for q, _ in conversations)
+    drawn = (number**2 / asked[question] for (question, _), number in counts.items())
+    return sum(drawn) / len(conversations)
+
+
+def history(folder: Path, name: str, out: str = "out") -> list[float]:
+    """What was logged, wherever a trainer with the output folder ``out`` writes that."""
+    if (folder / "losses.json").exists():
+        return json.loads((folder / "losses.json").read_text())
+    [state] = [*folder.glob("state.json"), *folder.glob(f"{out}/checkpoint-*/trainer_state.json")]
+    logged = json.loads(state.read_text())["log_history"]
+    return [float(entry[name]) for entry in logged if name in entry]
+
+
+def measure(
+    kind: str, folder: Path, saved: str, conversations: list[list[dict]], done: Row, name: str = ""
+) -> None:
+    """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``.
+
+    Args:
+        kind: "answers", "preferences" (of pairs), "scores" (of a reward model, text only) or
+            "reward": answers, and the reward that training logged as ``name``, which rises.
+
+    Raises:
+        AssertionError: nothing was learned, or not from the pictures.
+    """
+    if kind == "reward":
+        values = history(folder, name or "reward")
+        done.reward = values[0], sum(values[-5:]) / 5
+    else:
+        values = history(folder, "loss")
+        done.loss = values[0], values[-1]
+    if kind == "preferences":
+        done.right, done.swapped = preferences(folder, saved, pairs_of(conversations))
+    elif kind == "scores":
+        pairs = [("What do you see?", None, "a red circle", part) for part in ("red", "circle")]
+        done.right, _ = preferences(folder, saved, pairs)
+    else:
+        done.right, done.swapped = judged(folder, saved, conversations)
+    done.reloaded = True
+    least, most = 0.9, 0.1
+    if kind == "reward":
+        assert done.reward[0] < 0.3 and done.reward[1] > 0.8, done.reward
+        # Of drawn answers some stay wrong: the same for any picture, or right for the swapped one.
+        least, most = 0.8, chance(conversations)
+    else:
+        assert done.loss[1] < done.loss[0] / 2, done.loss
+    assert done.right >= least, done.right
+    assert done.swapped is None or done.swapped <= most, done.swapped
+
+
+class Models:
+    """The models that jobs begin with, each built once in ``folder``, and the drawn pictures."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.conversations = draw(folder / "pictures")
+
+    def __call__(self, name: str) -> Path:
+        """The folder of "published", "random", "blind" or "sighted"."""
+        folder = self.folder / name
+        if not folder.exists():
+            if name == "published":
+                write_legacy_repository(folder)
+            elif name == "sighted":
+                build_sighted(folder, self("blind"), self.conversations)
+            else:
+                {"random": build_random, "blind": build_blind}[name](folder, self.conversations)
+        return folder
 
 
 def build_random(folder: Path, conversations: list[list[dict]]) -> None:
@@ -182,14 +260,15 @@ def preferences(folder: Path, model: str, pairs: list[tuple]) -> tuple[float, fl
 
 
 def put_data(folder: Path, conversations: list[list[dict]]) -> None:
-    """Data sets in TRL's formats in ``data``, one for each job, and ``rows.json``."""
+    """``rows.json``, ``messages.jsonl``, and in ``data`` a set in TRL's format for each job."""
     import datasets
 
     def put(job: str, rows: list[dict]) -> None:
         (folder / "data" / job).mkdir(parents=True)
         data = datasets.Dataset.from_list(rows)
-        if "images" in rows[0]:
-            data = data.cast_column("images", datasets.List(datasets.Image()))
+        kinds = {"images": datasets.List(datasets.Image()), "image": datasets.Image()}
+        for column in kinds.keys() & rows[0].keys():
+            data = data.cast_column(column, kinds[column])
         data.to_parquet(folder / "data" / job / "train.parquet")
 
     def said(answer: str) -> list[dict]:
@@ -201,10 +280,27 @@ def put_data(folder: Path, conversations: list[list[dict]]) -> None:
     rows = [(q["content"], q["image"], a["content"]) for q, a in conversations]
     named = [dict(zip(("question", "image", "answer"), row, strict=True)) for row in rows]
     (folder / "rows.json").write_text(json.dumps(named))
+    parts = [
+        [{"type": "image", "path": picture}, {"type": "text", "text": q}] for q, picture, _ in rows
+    ]
+    messages = [
+        [{"role": "user", "content": asked_with}, {"role": "assistant", "content": a}]
+        for asked_with, (_, _, a) in zip(parts, rows, strict=True)
+    ]
+    lines = [json.dumps({"messages": each}) for each in messages]
+    (folder / "messages.jsonl").write_text("\n".join(lines))
     for job in ("sft", "sft_lora"):
         put(job, [asked(q, picture) | {"completion": said(a)} for q, picture, a in rows])
     for job in ("grpo", "rloo"):
         put(job, [asked(q, picture) | {"answer": a} for q, picture, a in rows])
+    # Its trainer knows one picture a row, and that by another name.
+    put(
+        "online_dpo",
+        [
+            {"prompt": asked(q, picture)["prompt"], "image": picture, "answer": a}
+            for q, picture, a in rows
+        ],
+    )
     pairs = pairs_of(conversations)
     put(
         "dpo",

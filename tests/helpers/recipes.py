@@ -81,6 +81,20 @@ def launching_warm() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def measuring_warm() -> Iterator[None]:
+    """``glm4v-patched bench`` in this process, on the CPU, with forks of warm processes in place of
+    those that it starts."""
+    from glm4v_patched.bench import command
+
+    def run(asked: list[str], printed: Path, environment: dict[str, str], timeout: float) -> str:
+        ended = run_command_warm(asked, timeout, environment)
+        return "" if ended.status == 0 else ended.output[-4000:]
+
+    with mock.patch.dict(os.environ, cpu_environment()), mock.patch.object(command, "_run", run):
+        yield
+
+
 def launch_warm(recipe: Recipe, resume: bool = False) -> None:
     """The same for a recipe, on two processes, or without ZeRO on one."""
     from glm4v_patched.finetune.launch import launch

@@ -106,16 +106,12 @@ class WarmProcess:
         with self.connection, self.channel:
             return self._read()["status"]
 
-    def kill(self, number: signal.Signals) -> None:
-        """The fork, and on SIGKILL what it has started."""
-        import psutil
-
-        with suppress(psutil.NoSuchProcess):
-            fork = psutil.Process(self.pid)
-            parts = fork.children(recursive=True) if number == signal.SIGKILL else []
-            for part in [*parts, fork]:
-                with suppress(psutil.NoSuchProcess):
-                    part.send_signal(number)
+    def leave(self) -> None:
+        """Its fork, if there is one, is killed."""
+        if self.pid is not None:
+            self.pid = None
+            self.channel.close()
+            self.connection.close()
 
     def _read(self) -> dict:
         line = self.channel.readline()
@@ -181,9 +177,13 @@ def _run(imports: str, requests: list[dict], seconds: float) -> tuple[int | None
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         output.touch()
-        for process, request in zip(warm, requests, strict=True):
-            process.start(request | {"output": str(output)})
-        status = _wait(warm, time.monotonic() + seconds)
+        try:
+            for process, request in zip(warm, requests, strict=True):
+                process.start(request | {"output": str(output)})
+            status = _wait(warm, time.monotonic() + seconds)
+        finally:
+            for process in warm:
+                process.leave()
         return status, output.read_text(errors="replace")
 
 
@@ -196,13 +196,25 @@ def _wait(running: list[WarmProcess], end: float) -> int | None:
         if not failed and any(statuses):
             failed, end = True, time.monotonic() + SECONDS_TO_END
             for process in running:
-                process.kill(signal.SIGTERM)
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
         elif running and time.monotonic() > end:
             hung |= not failed
             for process in running:
-                process.kill(signal.SIGKILL)
+                kill_with_all(process.pid)
             end = time.monotonic() + SECONDS_TO_END
     return None if hung else next(filter(None, statuses), 0)
+
+
+def kill_with_all(pid: int) -> None:
+    """A process and what it has started."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for part in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                part.kill()
 
 
 # On the other side
@@ -272,9 +284,13 @@ def answer(connection: socket.socket) -> None:
         channel.close()
         connection.close()
         return become(request)
-    for told in ("pid", "status"):
-        number = pid if told == "pid" else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        channel.write(json.dumps({told: number}).encode() + b"\n")
+    channel.write(json.dumps({"pid": pid}).encode() + b"\n")
+    end = os.pidfd_open(pid)
+    if end not in select([end, connection], [], [])[0]:
+        kill_with_all(pid)  # whoever asked has ended, or was interrupted
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    channel.write(json.dumps({"status": status}).encode() + b"\n")
     os._exit(0)
 
 
@@ -283,6 +299,7 @@ def become(request: dict) -> None:
     import random
 
     import numpy
+    import torch
 
     os.setsid()
     output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
@@ -292,6 +309,9 @@ def become(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    # After a fork torch makes its pool of threads anew when it is first asked for: two threads that
+    # ask at once end with "Invalid thread pool".
+    torch.set_num_threads(torch.get_num_threads())
     # Fresh processes draw unlike numbers.
     random.seed()
     numpy.random.seed()

@@ -171,6 +171,11 @@ def test_of_two_that_start_at_once_the_second_is_refused(files, executed, monkey
     assert main(command) == 0  # that one has ended
 
 
+def test_an_address_that_cannot_be_held_is_not_called_taken():
+    with pytest.raises(ValueError, match="--port 48123: cannot be held .*too long"):
+        hold_address("h" * 200, 48123)
+
+
 def test_without_the_plugin_vllm_is_not_started(files, executed, monkeypatch, capsys):
     monkeypatch.setattr(vllm, "entry_points", lambda group: [])
     assert main(["serve", str(files.model)]) == 1

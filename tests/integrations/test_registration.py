@@ -19,6 +19,7 @@ from glm4v_patched.run import STARTUP
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 MODULES = {
+    "axolotl/model_support/__init__.py": "",
     "swift/model/__init__.py": "",
     "llamafactory/data/template.py": "",
     "llamafactory/model/model_utils/visual.py": "",
@@ -29,9 +30,12 @@ def register():
     with open(os.environ["REGISTERED"], "a") as file:
         print(json.dumps([__name__.rpartition(".")[2], os.getpid()]), file=file)
 """
-IMPORT = "import swift.model, llamafactory.data.template, llamafactory.model.model_utils.visual\n"
+IMPORT = (
+    "import swift.model, llamafactory.data.template, llamafactory.model.model_utils.visual\n"
+    "import axolotl.model_support\n"
+)
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'child.py'], check=True)\n"
-NAMES = ["ms_swift", "llamafactory", "llamafactory_parts"]
+NAMES = ["ms_swift", "llamafactory", "llamafactory_parts", "axolotl"]
 
 
 @pytest.fixture

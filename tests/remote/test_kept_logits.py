@@ -164,3 +164,16 @@ def test_labels_are_not_given_twice(model):
     inputs["labels"] = inputs["labels"][:, -4:]
     with pytest.raises(ValueError, match="labels were cut to 4 positions, and there are shift_la"):
         model(**inputs, shift_labels=shifted, logits_to_keep=4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (torch.eye(8, dtype=torch.bool)[:2], "logits_to_keep is for 2 rows, and 1 are given"),
+        (torch.tensor([[1, 2], [3, 4]]), "logits_to_keep is for 2 rows, and 1 are given"),
+        (torch.tensor(1), "a tensor of 0 dimensions; expected a plain number"),
+    ],
+)
+def test_positions_of_more_rows_than_are_given_are_refused(model, kept, message):
+    with pytest.raises(ValueError, match=message):
+        model(torch.tensor([text(8, seed=1)]), logits_to_keep=kept)

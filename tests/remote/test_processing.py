@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 
 import numpy as np
@@ -347,6 +348,36 @@ def test_auto_image_processor_loads_the_saved_folder(processor, tmp_path):
         tmp_path,
     )
     assert out == "56 14"
+
+
+def test_a_tokenizer_saved_alone_leaves_a_folder_that_loads(processor, tmp_path):
+    """As a trainer on texts saves it: that was "does not appear to have a file named
+    processing_chatglm.py"."""
+    processor.save_pretrained(tmp_path / "model")
+    loaded = ChatGLMProcessor.from_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "trained")
+    shutil.copytree(tmp_path / "trained", tmp_path / "trained-copy")
+    assert not (tmp_path / "trained" / "preprocessor_config.json").exists()
+    out = printed_without_package(
+        """
+        from PIL import Image
+        from transformers import AutoProcessor, AutoTokenizer
+
+        messages = [{"role": "user", "content": "cat", "image": Image.new("RGB", (30, 20))}]
+        def load_and_ask(path):
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
+            row = processor.apply_chat_template(messages, tokenize=True, return_dict=True)
+            print(type(processor).__name__, *{"images", "pixel_values"} & {*row}, end=" ")
+
+        load_and_ask(folder)
+        # Here the tokenizer's code has come without the processor's.
+        AutoTokenizer.from_pretrained(folder + "-copy", trust_remote_code=True).save_pretrained("o")
+        load_and_ask("o")
+        """,
+        tmp_path / "trained",
+        tmp_path,
+    )
+    assert out == "ChatGLMProcessor pixel_values ChatGLM4Tokenizer images"
 
 
 def test_growth_follows_the_vocabulary(image_processor, reversed_tokenizer):

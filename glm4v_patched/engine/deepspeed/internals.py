@@ -7,6 +7,7 @@ names itself, because it must not import this package; they are checked from her
 
 import pkgutil
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "ZERO_PARAM_STATUS",
     "Replacements",
     "attribute",
+    "gathered",
     "gradient_buffers",
     "gradient_views",
     "is_sharded",
@@ -154,6 +156,16 @@ def is_sharded(weight: Tensor) -> bool:
     if known:
         require([weight], OF_SHARDED_WEIGHTS)
     return bool(known)
+
+
+def gathered(weight: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
+    """Inside, a weight that ZeRO-3 sharded is whole. All processes have to enter, and after it all
+    have what the process ``modifier_rank`` wrote, or what it was."""
+    if not is_sharded(weight):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=modifier_rank)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 What the server cannot do is refused, unless the request asks for what it does anyway.
 """
 
+import json
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -134,7 +135,7 @@ def _checked(body: Any) -> ChatRequest:
     for key in NEUTRAL.keys() & given.keys():
         value = given.pop(key)
         if value not in NEUTRAL[key]:
-            expected = " or ".join(as_words(each) for each in NEUTRAL[key])
+            expected = " or ".join(json.dumps(each) for each in NEUTRAL[key])
             raise ApiError(
                 400,
                 f"{key} is {as_words(value)}, which this server cannot do; expected {expected}, or "

@@ -3,6 +3,7 @@
 Imports no torch before it must.
 """
 
+import errno
 import importlib.util
 import ipaddress
 import os
@@ -204,17 +205,20 @@ def hold_address(host: str, port: int) -> socket.socket:
     end of a program that this process has become.
 
     Raises:
-        ValueError: another ``serve`` holds it.
+        ValueError: another ``serve`` holds it, or the system refuses.
     """
     held = socket.socket(socket.AF_UNIX)
     if port:  # else each gets one of its own
         try:
             held.bind(f"\0glm4v-patched serve {host}:{port}")  # a name of the kernel's, and no file
-        except OSError:
-            raise ValueError(
-                f"--host {host} --port {port}: another glm4v-patched serve is starting or running "
-                "there; give another port, or end that one"
-            ) from None
+        except OSError as error:
+            told = f"cannot be held ({error.strerror or error})"
+            if error.errno == errno.EADDRINUSE:
+                told = (
+                    "another glm4v-patched serve is starting or running there; give another port, "
+                    "or end that one"
+                )
+            raise ValueError(f"--host {host} --port {port}: {told}") from None
     held.set_inheritable(True)
     return held
 

@@ -14,6 +14,7 @@ PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "liger_kernel", "peft", 
 
 # Modules of frameworks, and which of glm4v_patched.integrations registers what in them.
 PLUGINS = {
+    "axolotl.model_support": "axolotl",
     "swift.model": "ms_swift",
     "llamafactory.data.template": "llamafactory",
     "llamafactory.model.model_utils.visual": "llamafactory_parts",
