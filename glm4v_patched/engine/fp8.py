@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLMBlock
+from ..remote.visual import MLP
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
+from .fp8_gelu import quantise_rows_of_gelu
 from .gpu_facts import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
@@ -193,8 +196,13 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = _in_computed_type(x)
-        found = _QuantisedWhereUsed.apply(x.reshape(-1, self.in_features), self.weight)
-        return _finish(found, x, self.bias)
+        return _finish(self.without_bias(x.reshape(-1, self.in_features)), x, self.bias)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return _QuantisedWhereUsed.apply(x, self.weight)
+
+    def quantised(self) -> tuple[Tensor, Tensor]:
+        return quantise_rows(self.weight)
 
 
 class HeldLinear(nn.Linear):
@@ -206,9 +214,25 @@ class HeldLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = _in_computed_type(x)
-        flat = x.reshape(-1, self.in_features)
-        found = _Held.apply(flat, self.weight, self.weight_scale, self.transposed)
-        return _finish(found, x, self.bias)
+        return _finish(self.without_bias(x.reshape(-1, self.in_features)), x, self.bias)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return _Held.apply(x, self.weight, self.weight_scale, self.transposed)
+
+    def quantised(self) -> tuple[Tensor, Tensor]:
+        return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
+
+
+class FrozenTowerMLP(MLP):
+    """Of a tower that no gradient reaches: its activation function quantises for ``fc2``."""
+
+    def forward(self, x_NTV: Tensor) -> Tensor:
+        fc1: Any = self.fc1
+        fc2: Any = self.fc2
+        x = _in_computed_type(x_NTV)
+        wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
+        found = product(*quantise_rows_of_gelu(wide, fc1.bias), *fc2.quantised())
+        return _finish(found, x, fc2.bias)
 
 
 def _finish(found: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -230,7 +254,19 @@ def use_fp8(model: nn.Module, options: EngineOptions) -> None:
             _hold(linear, keeps_transposed=_is_needed_transposed(name, options))
         else:
             linear.__class__ = Linear
+    if options.compile is True and not trains_tower(options.trained):
+        _fuse_activations(model)
     gc.collect()  # what DeepSpeed hung on weights refers to itself
+
+
+def _fuse_activations(model: nn.Module) -> None:
+    # Compiled layers only: they are gathered whole under ZeRO-3, and fc1 and fc2 are not called.
+    for layer in checkpointed_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if type(mlp) is not MLP or type(mlp.activation_fn) is not type(ACT2FN["gelu"]):
+            continue
+        if {type(mlp.fc1), type(mlp.fc2)} <= {Linear, HeldLinear}:  # no adapter's
+            mlp.__class__ = FrozenTowerMLP
 
 
 def linear_layers(model: nn.Module, compiled: bool) -> Iterator[tuple[str, nn.Linear]]:

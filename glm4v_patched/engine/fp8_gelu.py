@@ -1,0 +1,44 @@
+"""GELU that hands on its output quantised, for layers of a frozen vision tower.
+
+Of rows as wide as the tower's (15,360) torch.compile computes GELU twice, once for a row's scale
+and once to quantise it. The kernel here has a whole row at hand, and reads and writes it once.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+
+def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU of ``x + bias``, in e4m3 with a scale for each row. It has no gradient.
+
+    Args:
+        x: ``(T, C)``, of a product.
+        bias: ``(C,)``.
+
+    Returns:
+        As :func:`fp8.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
+    """
+    return _quantise_rows_of_gelu(x, bias)
+
+
+# An operator, so that compilers call it as it is.
+@torch.library.custom_op("glm4v_patched::quantise_rows_of_gelu", mutates_args=())
+def _quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    from .fp8 import quantise_rows
+
+    return quantise_rows(gelu(x.float() + bias.float()))
+
+
+@_quantise_rows_of_gelu.register_fake
+def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(
+        len(x), 1, dtype=torch.float32
+    )
+
+
+@_quantise_rows_of_gelu.register_kernel("cuda")
+def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    from . import fp8_triton
+
+    return fp8_triton.quantise_rows_of_gelu(x, bias)
