@@ -13,7 +13,8 @@ both smoothed by a running mean of 10 steps, over all steps and again over the l
 noise is the distance of the two plain seeds. For each seed, both distances of the fast curve from
 the plain one of that seed must be below the noise. ``--also blank`` adds a control that must not:
 the fast path with every picture blank. ``--also fp8`` trains the fast path in fp8, with both seeds,
-which must lie within the noise as the fast path does.
+which must lie within the noise as the fast path does. With ``--reference fast`` the plain path is
+not trained, and all others are compared with the fast one.
 """
 
 import argparse
@@ -283,17 +284,18 @@ def train_in_processes(asked: dict, processes: int, timeout: float) -> dict:
 
 
 def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
-    """Compare all curves with the plain one of their seed, and that with the plain seeds' noise.
+    """Compare all curves with the reference's of their seed, and that with its seeds' noise.
 
     Args:
-        curves: By path and seed. ``plain`` with both seeds, and others.
+        curves: By path and seed. The reference (:func:`reference_of`) with both seeds, and others.
 
     Returns:
         ``noise``, and for each other curve its ``distance``, both ``[all steps, last quarter]``;
         whether it lies ``within`` the noise, and whether that is ``as_it_should`` be.
 
     Raises:
-        ValueError: curves of different lengths, or too short, or plain seeds that are equal.
+        ValueError: curves of different lengths, or too short, or seeds of the reference that are
+            equal.
     """
     lengths = {len(curve) for of_path in curves.values() for curve in of_path.values()}
     if len(lengths) > 1:
@@ -306,17 +308,18 @@ def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
             f"curves of {min(lengths)} steps, of which {WINDOW} are averaged, say nothing: train "
             f"at least {2 * WINDOW} steps"
         )
-    plain = curves["plain"]
-    noise = distance(*plain.values())
+    reference = reference_of(curves)
+    with_seeds = curves[reference]
+    noise = distance(*with_seeds.values())
     if not all(noise):
         raise ValueError(
-            f"the plain curves of {len(plain)} seeds are equal, their distance is {noise}: give "
-            "two seeds"
+            f"the {reference} curves of {len(with_seeds)} seeds are equal, their distance is "
+            f"{noise}: give two seeds"
         )
-    verdict = {"noise": noise, "curves": {}}
+    verdict = {"reference": reference, "noise": noise, "curves": {}}
     for name, of_path in curves.items():
-        for seed, curve in of_path.items() if name != "plain" else ():
-            far = distance(curve, plain[seed])
+        for seed, curve in of_path.items() if name != reference else ():
+            far = distance(curve, with_seeds[seed])
             # A distance that is no number is not below.
             within = all(d < n for d, n in zip(far, noise, strict=True))
             verdict["curves"][f"{name}, seed {seed}"] = {
@@ -326,6 +329,11 @@ def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
             }
     verdict["as_it_should"] = all(row["as_it_should"] for row in verdict["curves"].values())
     return verdict
+
+
+def reference_of(curves: dict[str, dict[int, list[float]]]) -> str:
+    """The path that all others are compared with: ``plain``, or ``fast`` where that is missing."""
+    return "plain" if "plain" in curves else "fast"
 
 
 def distance(curve: list[float], other: list[float]) -> list[float]:
@@ -348,7 +356,7 @@ def smooth(curve: list[float]) -> list[float]:
 
 
 def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
-    """All curves; below, how far each is from the plain one of its seed, in the seeds' band."""
+    """All curves; below, how far each is from the reference's of its seed, in the seeds' band."""
     from matplotlib.figure import Figure
 
     colours = {
@@ -360,16 +368,15 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
     }
     figure = Figure(figsize=(8, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    plain = curves["plain"]
-    apart = [abs(d) for d in smoothed_difference(*plain.values())]
+    reference = reference_of(curves)
+    apart = [abs(d) for d in smoothed_difference(*curves[reference].values())]
     steps = range(WINDOW, WINDOW + len(apart))
-    below.fill_between(
-        steps, [-d for d in apart], apart, color="0.85", label="plain seed 0 - plain seed 1, ±"
-    )
+    band = f"{reference} seed 0 - {reference} seed 1, ±"
+    below.fill_between(steps, [-d for d in apart], apart, color="0.85", label=band)
     for name, of_path in curves.items():
         for (seed, curve), colour in zip(of_path.items(), colours[name], strict=False):
             label = f"{name}, seed {seed}"
-            wide = name == "plain"  # the others lie on top of it
+            wide = name == reference  # the others lie on top of it
             above.plot(
                 range(1, len(curve) + 1),
                 curve,
@@ -378,8 +385,9 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
                 label=label,
             )
             if not wide and name != "blank":  # the control is far outside
-                difference = smoothed_difference(curve, plain[seed])
-                below.plot(steps, difference, color=colour, linewidth=1, label=f"{label} - plain")
+                difference = smoothed_difference(curve, curves[reference][seed])
+                label = f"{label} - {reference}"
+                below.plot(steps, difference, color=colour, linewidth=1, label=label)
     above.set(yscale="log", ylabel="loss (nats per supervised token)")
     below.set(xlabel="step", ylabel=f"difference, mean of {WINDOW} steps")
     for axes in (above, below):
@@ -394,7 +402,7 @@ def describe(verdict: dict) -> str:
     def two(numbers: list[float]) -> str:
         return f"{numbers[0]:.4g} over all steps, {numbers[1]:.4g} over the last quarter"
 
-    lines = [f"noise (plain, seed 0 to seed 1): {two(verdict['noise'])}"]
+    lines = [f"noise ({verdict['reference']}, seed 0 to seed 1): {two(verdict['noise'])}"]
     for name, row in verdict["curves"].items():
         place = "within" if row["within"] else "OUTSIDE of"
         should = "" if row["as_it_should"] else ", and should not be"
@@ -427,6 +435,9 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, help="another than the size's own")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--also", nargs="+", choices=["packed", "blank", "fp8"], default=[])
+    parser.add_argument(
+        "--reference", choices=["plain", "fast"], default="plain", help="what gives the noise"
+    )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one training")
     parser.add_argument(
         "--at-once",
@@ -470,7 +481,8 @@ def train_all(options: argparse.Namespace) -> dict:
         size = replace(size, learning_rate=options.learning_rate)
     if not options.compile:
         paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
-    wanted = [(name, seed) for name in ("plain", "fast") for seed in SEEDS]
+    first = ["plain", "fast"] if options.reference == "plain" else ["fast"]
+    wanted = [(name, seed) for name in first for seed in SEEDS]
     for name in options.also:
         wanted += [(name, seed) for seed in (SEEDS if name == "fp8" else SEEDS[:1])]
     report = {

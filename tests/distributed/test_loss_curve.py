@@ -151,6 +151,15 @@ def test_fp8_is_refused_without_gpus_and_else_trained_with_both_seeds(tmp_path, 
     assert loss_curve.main() == 0
     assert {each for each in trained if each[1]} == {("fp8", True, 0), ("fp8", True, 1)}
     assert {each[0] for each in trained if not each[1]} == {"plain", "fast"}
+    trained.clear()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--reference", "fast"])
+    assert loss_curve.main() == 0
+    assert {each[0] for each in trained} == {"fast", "fp8"}
+    verdict = json.loads((tmp_path / "x").read_text())["verdict"]
+    assert verdict["reference"] == "fast" and set(verdict["curves"]) == {
+        "fp8, seed 0",
+        "fp8, seed 1",
+    }
 
 
 @pytest.mark.slow
