@@ -31,6 +31,17 @@ def test_ci_ends_with_what_fails():
     assert first == "set -euo pipefail"
 
 
+def test_what_python_compiles_in_ci_is_kept():
+    """pip compiles nothing there, and many a container says that Python is to keep nothing."""
+    begin, end = "export PIP_COMPILE", "if ! command"
+    asked = (
+        "python3 -c 'import os, sys; print(os.environ[\"PIP_COMPILE\"], sys.dont_write_bytecode)'"
+    )
+    assert (
+        run_part_of_ci(begin, end, "export PYTHONDONTWRITEBYTECODE=1", "/", asked) == "0 0 False\n"
+    )
+
+
 def run_part_of_ci(begin: str, end: str, before: str, folder: Path, after: str = "") -> str:
     """Run the lines of .ci/run from one to before another; returns the status and what was
     printed."""
