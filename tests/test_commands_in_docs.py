@@ -72,6 +72,7 @@ ELSEWHERE = {
     "PYTHONPATH=. python tests/distributed/loss_curve.py": "tests/distributed/test_loss_curve.py",
     "PYTHONPATH=. python -m tests.distributed.reading": "tests/distributed/test_reading_task.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
+    "python tests/engine/attention_speed.py": "by hand, on a GPU",
     # Weights of the real size.
     "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",

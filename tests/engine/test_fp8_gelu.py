@@ -40,12 +40,14 @@ def test_the_kernel_does_what_plain_torch_does(rows, channels):
     numbers, scale = quantise_rows_of_gelu(x, bias)
     expected, scales = fp8.quantise_rows(gelu(x.float() + bias.float()))
     assert torch.allclose(scale, scales, rtol=1e-5, equal_nan=True)
+    if not rows:
+        assert numbers.shape == expected.shape
+        return
     # Where a value lies between two numbers, either will do.
     assert (numbers.float() != expected.float()).float().mean() < 0.01 + (rows == 3)
     apart = (numbers.float() - expected.float()).abs() / expected.float().abs().clamp(min=0.02)
     assert not (apart > 0.13).any()
-    if rows:
-        assert not (numbers.float() * scale)[1].isfinite().any()
+    assert not (numbers.float() * scale)[1].isfinite().any()
 
 
 def model_of(trained: str, compiled: bool):

@@ -1,0 +1,117 @@
+"""Times attention's backends by shape on one GPU: ``attention_speed.py --out FILE``.
+
+Shapes are the real model's with 1120 x 1120 pictures, bf16. A row a shape, backend, width of a head
+and way of sharing keys: ``forward_ms``, ``both_ms`` (forward and backward) and ``tflops_both``, of
+the work that the shape's own width needs.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+# Batch, query heads, key heads, channels of a head, positions, whether causal.
+SHAPES = {
+    "tower 2": (2, 16, 16, 112, 6401, False),
+    "tower 4": (4, 16, 16, 112, 6401, False),
+    "language 4 x 2,114": (4, 32, 2, 128, 2114, True),
+    "language 1 x 6,000": (1, 32, 2, 128, 7602, True),
+}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "chosen": None,
+}
+TILE = 128  # the width to which a head's channels are padded for a trial
+SECONDS = 0.25  # for each figure, about
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Milliseconds of a call, of the mean of 3 to 20."""
+    for _ in range(2):
+        function()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    calls = max(3, min(20, int(SECONDS / max(time.perf_counter() - began, 1e-4))))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def attend(shape: str, width: int, repeated: bool, *heads: Tensor) -> Tensor:
+    """Attention ``(B, H, L, C)`` with heads padded to ``width`` and keys repeated, or shared."""
+    _, queries, keys, channels, _, causal = SHAPES[shape]
+    query, key, value = (pad(x, (0, width - channels)) for x in heads)
+    if repeated:
+        key, value = (x.repeat_interleave(queries // keys, 1) for x in (key, value))
+    out = scaled_dot_product_attention(
+        *(query, key, value),
+        is_causal=causal,
+        scale=channels**-0.5,
+        enable_gqa=queries != keys and not repeated,
+    )
+    return out[..., :channels]
+
+
+def rows_of(shape: str) -> list[dict]:
+    batch, queries, keys, channels, length, causal = SHAPES[shape]
+
+    def drawn(heads: int) -> Tensor:  # as the model has them: heads behind positions in memory
+        x = torch.randn(batch, length, heads, channels, device="cuda", dtype=torch.bfloat16)
+        return x.transpose(1, 2)
+
+    heads = [drawn(count).requires_grad_() for count in (queries, keys, keys)]
+    towards = drawn(queries)
+    flop = 4 * batch * queries * length**2 * channels / (2 if causal else 1)
+    rows = []
+    for width in dict.fromkeys((channels, TILE)):
+        for repeated in (True, False) if queries != keys else (False,):
+            for name, backend in BACKENDS.items():
+                row: dict = {"shape": shape, "backend": name, "width": width}
+                row["keys"] = "repeated" if repeated else "as they are"
+
+                def forward(width=width, repeated=repeated) -> Tensor:
+                    return attend(shape, width, repeated, *heads)
+
+                def both(forward=forward) -> None:
+                    torch.autograd.grad(forward(), heads, towards)
+
+                with sdpa_kernel(backend) if backend else nullcontext():
+                    try:
+                        with torch.no_grad():
+                            row["forward_ms"] = timed(forward)
+                        row["both_ms"] = timed(both)
+                        row["tflops_both"] = 3.5 * flop / row["both_ms"] / 1e9
+                    except RuntimeError as error:  # no kernel for this shape
+                        row["error"] = str(error).splitlines()[0]
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the rows")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it times kernels of a GPU, and there is none")
+    rows = [row for shape in SHAPES for row in rows_of(shape)]
+    options.out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
