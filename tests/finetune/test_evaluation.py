@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.finetune import evaluation
+from glm4v_patched.finetune import evaluation, recipe_trainer
 from glm4v_patched.finetune.config import Recipe, RecipeError
 from glm4v_patched.finetune.identity import base_of
 from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, rows_of
@@ -113,14 +113,14 @@ def test_evaluation_changes_nothing_of_the_training(drawn, report, tmp_path):
     assert train_here(drawn.override(quiet))["history"] == report["history"]
 
 
-def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path):
+def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path, monkeypatch):
+    # Given, for whether a small model gets worse again depends on the machine's rounding.
+    given = iter([3.0, 2.0, 2.5, 2.25, 1.0])
+    monkeypatch.setattr(recipe_trainer, "mean_loss", lambda *_: (next(given), 1))
     asked = drawn.override(
         {
             "out": str(tmp_path / "out"),
-            "trainer.num_train_epochs": 8.0,
-            "trainer.learning_rate": 0.3,  # it only gets worse, once the warm-up is over
-            "trainer.lr_scheduler_type": "constant_with_warmup",
-            "trainer.warmup_steps": 5.0,
+            "trainer.num_train_epochs": 5.0,
             "trainer.save_strategy": "epoch",
             "trainer.save_total_limit": 1,
             "trainer.load_best_model_at_end": True,
@@ -129,13 +129,15 @@ def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path):
     )
     found = train_here(asked)
     losses = {entry["step"]: entry["eval_loss"] for entry in found["evaluations"]}
-    best = min(losses, key=losses.__getitem__)
-    assert found["best_step"] == best and list(losses).index(best) + 3 == len(losses) < 8
+    assert [*losses.values()] == [3.0, 2.0, 2.5, 2.25]
+    _, best, _, last = losses
+    assert found["best_step"] == best
     kept = {path.name for path in Path(asked.out).glob("checkpoint-*")}
-    assert f"checkpoint-{best}" in kept and len(kept) == 2
+    assert kept == {f"checkpoint-{best}", f"checkpoint-{last}"}
     saved = load_file(Path(asked.out, "adapter_model.safetensors"))
-    there = load_file(Path(asked.out, f"checkpoint-{best}", "adapter_model.safetensors"))
-    assert all(torch.equal(weight, there[name]) for name, weight in saved.items())
+    for step, is_saved in ((best, True), (last, False)):
+        there = load_file(Path(asked.out, f"checkpoint-{step}", "adapter_model.safetensors"))
+        assert all(torch.equal(weight, there[name]) for name, weight in saved.items()) == is_saved
 
 
 def test_where_the_last_step_is_best_its_weights_stay(drawn, tmp_path):
