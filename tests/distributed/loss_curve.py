@@ -14,7 +14,9 @@ noise is the distance of the two plain seeds. For each seed, both distances of t
 the plain one of that seed must be below the noise. ``--also blank`` adds a control that must not:
 the fast path with every picture blank. ``--also fp8`` trains the fast path in fp8, with both seeds,
 which must lie within the noise as the fast path does. With ``--reference fast`` the plain path is
-not trained, and all others are compared with the fast one.
+not trained, and all others are compared with the fast one. ``--lora-after N`` compares adapters of
+the language model instead: all weights are trained for N steps on other wordings first, once, and
+every path then trains adapters on those, of which a seed decides the initial weights.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -57,6 +60,9 @@ VERSIONS = ("torch", "transformers", "deepspeed")
 # The answer's wording does not follow from the picture. So the loss ends above zero, and curves can
 # be compared to their end.
 WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
+# What adapters are trained after, and the name of that training.
+FIRST = "first"
+FIRST_WORDINGS = {"Answer: {answer}": 4, "Surely {answer}!": 1}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Training:
 
     ``checkpoints`` is a policy of :mod:`activation_checkpointing`, for both towers; ``compiled``
     layers are gathered whole where ZeRO shards weights; ``packed``: the samples of a process lie in
-    one row.
+    one row; ``trained`` is the engine's.
     """
 
     zero_stage: int
@@ -76,6 +82,7 @@ class Training:
     packed: bool = False
     blank: bool = False
     fp8: bool = False
+    trained: str = "full"
 
 
 FAST = {
@@ -139,27 +146,28 @@ SIZES = {
 }
 
 
-def prepare(folder: Path, size: Size) -> dict:
-    """Write the samples (``data.pt``) and, for every seed, the initial weights (``seed N``).
+def prepare(folder: Path, size: Size, lora: bool) -> dict:
+    """Write the samples (``data.pt``; for ``lora`` also ``first.pt``, with :data:`FIRST_WORDINGS`)
+    and, for every seed, the initial weights (``seed N``).
 
     Returns:
         The numbers of parameters: ``all``, and of them ``tower``.
     """
-    conversations = draw_data_set(folder / "pictures", size.samples, 0, size.image_side)
-    rng = random.Random(0)
-    for messages in conversations:
-        (wording,) = rng.choices(list(WORDINGS), list(WORDINGS.values()))
-        messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
-    texts = [m["content"] for messages in conversations for m in messages]
+    drawn = draw_data_set(folder / "pictures", size.samples, 0, size.image_side)
+    sets = {"data.pt": worded(drawn, WORDINGS)}
+    if lora:
+        sets["first.pt"] = worded(drawn, FIRST_WORDINGS)
+    texts = [m["content"] for rows in sets.values() for messages in rows for m in messages]
     processor = build_processor(texts, size.image_side)
     collator = ConversationCollator(processor)
-    rows, images = collator.encode(conversations)
-    data = {
-        "input_ids": [torch.tensor(row) for row in rows],
-        "labels": [torch.tensor(collator.labels(row)) for row in rows],
-        "pixel_values": images["pixel_values"].to(torch.bfloat16),
-    }
-    torch.save(data, folder / "data.pt")
+    for name, conversations in sets.items():
+        rows, images = collator.encode(conversations)
+        data = {
+            "input_ids": [torch.tensor(row) for row in rows],
+            "labels": [torch.tensor(collator.labels(row)) for row in rows],
+            "pixel_values": images["pixel_values"].to(torch.bfloat16),
+        }
+        torch.save(data, folder / name)
     config = tiny_config(processor.tokenizer, size.image_side, size.language, size.tower)
     for seed in SEEDS:
         torch.manual_seed(seed)
@@ -170,6 +178,16 @@ def prepare(folder: Path, size: Size) -> dict:
         "all": sum(parameter.numel() for parameter in model.parameters()),
         "tower": sum(parameter.numel() for parameter in vision.parameters()),
     }
+
+
+def worded(conversations: list, wordings: dict[str, int]) -> list:
+    """Conversations whose answers are worded at random, the same each time."""
+    rng = random.Random(0)
+    found = deepcopy(conversations)
+    for messages in found:
+        (wording,) = rng.choices(list(wordings), list(wordings.values()))
+        messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
+    return found
 
 
 def order_of_samples(samples: int, needed: int, seed: int) -> list[int]:
@@ -212,6 +230,7 @@ def start_engine(path: Training, size: Size, weights: Path) -> Engine:
     """The model on this process, prepared as the recipe's, with fp32 master weights."""
     start_deepspeed()
     options = EngineOptions(
+        trained=path.trained,
         zero_stage=path.zero_stage,
         fp8=path.fp8,
         attn_implementation=path.attention,
@@ -228,14 +247,17 @@ def start_engine(path: Training, size: Size, weights: Path) -> Engine:
     return start(options, load, size.micro_batch, size.learning_rate)
 
 
-def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> dict:
+def train(asked: dict) -> dict:
     """What one process does: train, and average each step's loss over all processes."""
+    path, size = Training(**asked["path"]), Size(**asked["size"])
+    seed, steps = asked["seed"], asked["steps"]
     device = "cpu"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = "cuda"
-    data = torch.load(folder / "data.pt", mmap=True)
-    engine = start_engine(path, size, folder / f"seed {seed}")
+    data = torch.load(asked["data"], mmap=True)
+    torch.manual_seed(seed)  # of adapters
+    engine = start_engine(path, size, Path(asked["weights"]))
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     in_step = processes * size.micro_batch
     order = order_of_samples(len(data["input_ids"]), steps * in_step, seed)
@@ -250,6 +272,8 @@ def train(path: Training, size: Size, seed: int, steps: int, folder: Path) -> di
     mean = torch.stack(losses)
     torch.distributed.all_reduce(mean)
     seconds = [after - before for before, after in zip(ended, ended[1:], strict=False)]
+    if asked["save"] is not None and rank == 0:
+        engine.model.save_pretrained(asked["save"])
     return {
         "losses": [round(loss, 6) for loss in (mean / processes).tolist()],
         "first_step_s": round(seconds[0], 2),
@@ -449,7 +473,16 @@ def main() -> int:
         "--resume", action="store_true", help="only the trainings that --out does not hold yet"
     )
     parser.add_argument("--draw-only", action="store_true", help="judge and draw what --out holds")
+    parser.add_argument(
+        "--lora-after",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="compare adapters, on a model of which all weights were trained for so many steps",
+    )
     options = parser.parse_args()
+    if options.lora_after and options.resume:
+        parser.error("--resume with --lora-after: the model that adapters were on is not kept")
     if options.steps < 2 * WINDOW:
         parser.error(f"--steps {options.steps}: at least {2 * WINDOW} are needed")
     if options.size == "mid" and runs_on_cpu(options.processes) and not options.draw_only:
@@ -481,6 +514,8 @@ def train_all(options: argparse.Namespace) -> dict:
         size = replace(size, learning_rate=options.learning_rate)
     if not options.compile:
         paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
+    if options.lora_after:
+        paths = {name: replace(path, trained="lora_lm") for name, path in paths.items()}
     first = ["plain", "fast"] if options.reference == "plain" else ["fast"]
     wanted = [(name, seed) for name in first for seed in SEEDS]
     for name in options.also:
@@ -504,9 +539,15 @@ def train_all(options: argparse.Namespace) -> dict:
     trained = {(run["path"], run["seed"]) for run in report["runs"]}
     with tempfile.TemporaryDirectory() as folder:
         started = time.time()
-        report["parameters"] = prepare(Path(folder), size)
+        report["parameters"] = prepare(Path(folder), size, options.lora_after > 0)
         seconds = time.time() - started
         print(f"{report['parameters']} parameters, ready after {seconds:.0f} s", flush=True)
+        if options.lora_after:
+            # Not sharded: one process can save it.
+            path = replace(paths["fast"], trained="full", zero_stage=1)
+            run = train_one(FIRST, path, size, SEEDS[0], Path(folder), options)
+            report["first"] = {"steps": options.lora_after} | run
+            print(summary(run), flush=True)
         with ThreadPoolExecutor(options.at_once) as pool:
             trainings = [
                 pool.submit(train_one, name, paths[name], size, seed, Path(folder), options)
@@ -549,8 +590,13 @@ def train_one(
 ) -> dict:
     """One training in processes of its own, as a run of the report."""
     start = time.time()
+    weights = f"seed {seed}" if path.trained == "full" else FIRST
     asked = {"path": asdict(path), "size": asdict(size), "seed": seed, "steps": options.steps}
-    asked |= {"folder": str(folder), "out": str(folder / f"{name} {seed}.json")}
+    asked |= {"data": str(folder / "data.pt"), "weights": str(folder / weights), "save": None}
+    asked["out"] = str(folder / f"{name} {seed}.json")
+    if name == FIRST:
+        asked |= {"data": str(folder / "first.pt"), "save": str(folder / FIRST)}
+        asked["steps"] = options.lora_after
     try:
         seen = train_in_processes(asked, options.processes, options.timeout)
     except RuntimeError as error:
@@ -574,10 +620,7 @@ def earlier_runs(path: Path, wanted: dict) -> list[dict]:
 
 
 def worker(asked: dict) -> None:
-    folder = Path(asked["folder"])
-    trained = train(
-        Training(**asked["path"]), Size(**asked["size"]), asked["seed"], asked["steps"], folder
-    )
+    trained = train(asked)
     if torch.distributed.get_rank() == 0:
         Path(asked["out"]).write_text(json.dumps(trained))
     torch.distributed.barrier()

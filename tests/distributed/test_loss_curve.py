@@ -189,6 +189,32 @@ def test_the_fast_path_is_within_the_noise_and_blank_pictures_are_not(tmp_path, 
         assert (found["runs"], found["verdict"]) == (report["runs"], report["verdict"])
 
 
+@pytest.mark.slow
+def test_adapters_are_compared_on_a_model_that_was_trained_before(tmp_path, monkeypatch):
+    out = tmp_path / "curves.json"
+    command = ["loss_curve.py", "--out", str(out), "--picture", str(tmp_path / "x.png")]
+    command += ["--size", "tiny", "--no-compile", "--timeout", "600", "--reference", "fast"]
+    monkeypatch.setattr(loss_curve, "run_with_limit", run_command_warm)
+    monkeypatch.setattr(sys, "argv", [*command, "--steps", "20", "--lora-after", "40"])
+    assert loss_curve.main() == 0
+    report = json.loads(out.read_text())
+    first = report["first"]["losses"]
+    assert len(first) == 40 and first[-1] < first[0] / 3
+    assert report["paths"]["fast"]["trained"] == "lora_lm"
+    one, other = (run["losses"] for run in report["runs"])
+    # Both seeds go on from that model, where new wordings are all that it does not know.
+    assert len(one) == len(other) == 20 and one != other
+    assert max(one[-1], other[-1]) < min(one[0], other[0]) < first[0]
+
+
+def test_a_comparison_of_adapters_is_not_resumed(tmp_path, monkeypatch, capsys):
+    command = ["loss_curve.py", "--out", str(tmp_path / "x"), "--picture", str(tmp_path / "y")]
+    monkeypatch.setattr(sys, "argv", [*command, "--lora-after", "40", "--resume"])
+    with pytest.raises(SystemExit):
+        loss_curve.main()
+    assert "--resume with --lora-after: the model that adapters were on" in capsys.readouterr().err
+
+
 def test_trainings_of_another_length_are_not_resumed(tmp_path):
     out = tmp_path / "curves.json"
     wanted = {"steps": 100, "size": {}, "optimizer": {"AdamW": {"weight_decay": 0.0}}}
