@@ -249,9 +249,9 @@ class _Drawing:
         ids = self.ids[:, : self.length]
         if (new := prompt.num_new(ids, self.cache)) != 1:
             raise RuntimeError(
-                f"{new} drawn ids are not in the cache, instead of 1: its rows are not those that "
-                "were given (adapters that put virtual tokens before them are one reason); leave "
-                "out custom_generate"
+                f"the cache does not hold the rows that were given: {new} drawn ids are new to "
+                "it, expected 1 (adapters that put virtual tokens before the rows, as prompt "
+                "tuning does, are one reason); leave out custom_generate"
             )
         self.inputs = model.prepare_inputs_for_generation(ids, **self.model_kwargs)
 
@@ -281,14 +281,13 @@ class Reports:
     def __init__(self, unfinished_B: Tensor, late: int, streamer: Any):
         is_cuda = unfinished_B.device.type == "cuda"
         shape = late + 1, len(unfinished_B)
-        self.late, self.streamer, self.end = late, streamer, None
+        self.late, self.streamer, self._device = late, streamer, unfinished_B.device
+        self.end: int | None = None
         self._unfinished = torch.ones(shape, dtype=torch.bool, pin_memory=is_cuda)
         self._tokens = torch.zeros(shape, dtype=torch.long, pin_memory=is_cuda)
         self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(late + 1)]
         self._on_host = self._unfinished.numpy()
         self._added = self._seen = 0
-
-    end: int | None
 
     def add(self, unfinished_B: Tensor, tokens_B: Tensor) -> None:
         slot = self._added % len(self._copied)
@@ -296,7 +295,7 @@ class Reports:
         if self.streamer is not None:
             self._tokens[slot].copy_(tokens_B, non_blocking=True)
         if (copied := self._copied[slot]) is not None:
-            copied.record()
+            copied.record(torch.cuda.current_stream(self._device))
         self._added += 1
 
     def look(self, late: int | None = None) -> bool:

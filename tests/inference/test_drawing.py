@@ -7,7 +7,7 @@ from functools import wraps
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
@@ -34,7 +34,6 @@ from tests.helpers.tiny import (
     pictures,
     text,
     three_id_image,
-    tiny_config,
     tiny_model,
 )
 from tests.helpers.waits import Calls, Operators
@@ -227,6 +226,13 @@ def test_adapters(two_late):
     assert_same(both_loops(adapted.eval(), batch_of(three_id_image()), **GREEDY, **ENDS))
 
 
+def test_virtual_tokens_are_refused():
+    prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    adapted = get_peft_model(tiny_model(), prompted).eval()
+    with pytest.raises(RuntimeError, match="0 drawn ids are new to it, expected 1 .*virtual"):
+        adapted.generate(**batch_of([]), **GREEDY, custom_generate=draw_ahead)
+
+
 def compiling(backend="aot_eager") -> CompileConfig:
     config = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
     config._compile_all_devices = True
@@ -239,10 +245,30 @@ def test_the_compiled_step_is_transformers_own(model, num_rows, two_late):
     torch._dynamo.reset()
     counters.clear()
     static = STATIC | {"compile_config": compiling()}
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    calls, compiled_call = [], model.get_compiled_call
+
+    def counted(config):
+        calls.append(0)
+
+        def call(**given):
+            calls[-1] += 1
+            return compiled_call(config)(**given)
+
+        return call
+
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(model, "get_compiled_call", counted)
         for image in (three_id_image(), [], grown_image()):
+            batch = batch_of(image, num_rows)
             for options in (GREEDY | ENDS, SAMPLED | ENDS, GREEDY | NEVER):
-                assert_same(both_loops(model, batch_of(image, num_rows), **options, **static))
+                got = assert_same(both_loops(model, batch, **options, **static))
+                theirs, ours = calls[-2:]
+                assert theirs == got.shape[1] - batch["input_ids"].shape[1] - 1
+                # What the device says is looked at two tokens late, but none is too many.
+                assert ours == min(theirs + 2, NEW - 1)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
@@ -385,7 +411,7 @@ def test_a_cache_that_cannot_be_cut_is_told(model, monkeypatch):
 
 
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("mode", ["greedy", "greedy, ends", "sampled, ends", "max_time"])
+@pytest.mark.parametrize("mode", ["greedy", "greedy, ends", "min_new_tokens", "max_time"])
 def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two_late):
     """From the first token to the end; with transformers' loop every step does."""
     between, forward = {}, model.forward
@@ -398,6 +424,7 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two
                 return forward(*args, **given)
 
             patch.setattr(model, "forward", wraps(forward)(step))
+            torch.manual_seed(0)
             model.generate(**batch_of(three_id_image(), 3), **MODES[mode], **cache, **more)
         assert len(marks) > 3
         # From the second step to the last one.
@@ -408,19 +435,19 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("mode", ["greedy, ends", "sampled, ends", "greedy"])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
     """The second time, when all is compiled, torch raises where anything waits in a step."""
     torch._dynamo.reset()
-    vision = {"hidden_size": 64, "intermediate_size": 128}
-    config = tiny_config(vision_config=tiny_config().vision_config | vision)
-    torch.manual_seed(0)
-    model = type(tiny_model())(config).to("cuda", torch.bfloat16).eval()
+    model = tiny_model(torch.bfloat16).to("cuda")
     batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
     caches = StaticCaches(model, 64, fullgraph=True)
-    results = []
-    step, draw = drawing._Drawing.step, drawing._Drawing.draw
+
+    def drawn(**more) -> torch.Tensor:
+        given = caches.options(3, 60) if compiled else {}
+        torch.manual_seed(0)
+        return model.generate(**batch, **mode, **given, **more)
 
     def without_a_wait(function):
         def run(self):
@@ -432,14 +459,16 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
 
         return run
 
-    for number in range(4):
-        given = caches.options(3, 60) if compiled else {}
+    # Few ids end a row: torch.isin sorts many, and waits.
+    rows = drawn(**NEVER)[:, batch["input_ids"].shape[1] :].tolist()
+    ends = {"eos_token_id": [row[7 - 2 * number] for number, row in enumerate(rows)]}
+    for options in (ends, NEVER):
+        results = [drawn(**options), drawn(**options, custom_generate=draw_ahead)]
         with pytest.MonkeyPatch.context() as patch:
-            if number > 1:
-                given["custom_generate"] = draw_ahead
-            if number == 3:
-                patch.setattr(drawing._Drawing, "step", without_a_wait(step))
-                patch.setattr(drawing._Drawing, "draw", without_a_wait(draw))
-            torch.manual_seed(0)
-            results.append(model.generate(**batch, **MODES[mode], **given))
-    assert all(torch.equal(each, results[0]) for each in results)
+            for name in ("step", "draw"):
+                patch.setattr(
+                    drawing._Drawing, name, without_a_wait(getattr(drawing._Drawing, name))
+                )
+            results.append(drawn(**options, custom_generate=draw_ahead))
+        results.append(drawn(**options))
+        assert all(torch.equal(each, results[0]) for each in results)
