@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -289,6 +290,15 @@ def test_strings_end_a_row(model, tokenizer, two_late):
     options = GREEDY | {"eos_token_id": 3}
     got = assert_same(both_loops(model, batch, criteria(), criteria(), **options))
     assert got.shape[1] < length + NEW
+
+
+@pytest.mark.parametrize("most", [5, 20, 25])
+def test_a_limit_of_the_callers_own(model, most, two_late):
+    """Below the prompt's length, too, where transformers' loop draws a token all the same."""
+    limits = [{"stopping_criteria": [MaxLengthCriteria(most)]} for _ in range(2)]
+    batch = batch_of(three_id_image())
+    got = assert_same(both_loops(model, batch, *limits, **GREEDY, **NEVER))
+    assert got.shape[1] == max(most, batch["input_ids"].shape[1] + 1)
 
 
 class EndsAfter(StoppingCriteria):
