@@ -11,7 +11,8 @@ a step is its compiled call.
 
 What cannot be done in this way is refused. Processors and criteria that are not transformers' own
 may count how often they are called: with these, and wherever a step cannot be undone, the device is
-asked after every token.
+asked after every token. Some of transformers' own wait by themselves: ``no_repeat_ngram_size`` reads
+ids on the host, and of more than about ten ids that end a row ``torch.isin`` sorts them.
 """
 
 import inspect
@@ -105,6 +106,7 @@ def _faults(model, criteria, config, model_kwargs: dict) -> Iterator[str]:
             f"a {type(model).__name__} without advance_drawn_inputs, which glm-4v models have as "
             "this version of glm4v-patched saves them"
         )
+        return
     for name in _not_handed_on():
         yield "a streamer (give it as tokens_to)" if name == "streamer" else name
     mode = config.get_generation_mode().value
@@ -281,10 +283,11 @@ class Reports:
     def __init__(self, unfinished_B: Tensor, late: int, streamer: Any):
         is_cuda = unfinished_B.device.type == "cuda"
         shape = late + 1, len(unfinished_B)
+        on_host: dict[str, Any] = {"device": "cpu", "pin_memory": is_cuda}
         self.late, self.streamer, self._device = late, streamer, unfinished_B.device
         self.end: int | None = None
-        self._unfinished = torch.ones(shape, dtype=torch.bool, pin_memory=is_cuda)
-        self._tokens = torch.zeros(shape, dtype=torch.long, pin_memory=is_cuda)
+        self._unfinished = torch.ones(shape, dtype=torch.bool, **on_host)
+        self._tokens = torch.zeros(shape, dtype=torch.long, **on_host)
         self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(late + 1)]
         self._on_host = self._unfinished.numpy()
         self._added = self._seen = 0

@@ -34,7 +34,7 @@ class Speed:
     new_tokens: int = option(128, "of each answer", at_least=2)
     prompt_tokens: int = option(40, "ids of text beside a prompt's picture", at_least=1)
     cache: str = option("static", "static compiles a step on a GPU", choices=CACHES)
-    draw_ahead: bool = option(False, "wait for the device after no token (a static cache)")
+    draw_ahead: bool = option(False, "do not wait for the device between two tokens")
     compile_options: str = option(
         "{}", "laid over ours for inductor", metavar="JSON", check=check_object
     )

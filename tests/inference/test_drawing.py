@@ -455,9 +455,11 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
     caches = StaticCaches(model, 64, fullgraph=True)
 
     def drawn(**more) -> torch.Tensor:
+        """The ids, and what is left: torch's random numbers."""
         given = caches.options(3, 60) if compiled else {}
         torch.manual_seed(0)
-        return model.generate(**batch, **mode, **given, **more)
+        ids = model.generate(**batch, **mode, **given, **more)
+        return torch.cat([ids.flatten().cpu(), torch.cuda.get_rng_state().long()])
 
     def without_a_wait(function):
         def run(self):
@@ -470,7 +472,9 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
         return run
 
     # Few ids end a row: torch.isin sorts many, and waits.
-    rows = drawn(**NEVER)[:, batch["input_ids"].shape[1] :].tolist()
+    length = batch["input_ids"].shape[1]
+    never = drawn(**NEVER)[: 3 * (length + NEW)].view(3, -1)
+    rows = never[:, length:].tolist()
     ends = {"eos_token_id": [row[7 - 2 * number] for number, row in enumerate(rows)]}
     for options in (ends, NEVER):
         results = [drawn(**options), drawn(**options, custom_generate=draw_ahead)]
