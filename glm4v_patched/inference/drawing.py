@@ -11,8 +11,8 @@ a step is its compiled call.
 
 What cannot be done in this way is refused. Processors and criteria that are not transformers' own
 may count how often they are called: with these, and wherever a step cannot be undone, the device is
-asked after every token. Some of transformers' own wait by themselves: ``no_repeat_ngram_size`` reads
-ids on the host, and of more than about ten ids that end a row ``torch.isin`` sorts them.
+asked after every token. Two of transformers' own wait by themselves: ``no_repeat_ngram_size`` reads
+ids on the host, and ``torch.isin`` sorts ids that end a row if there are more than about ten.
 """
 
 import inspect
