@@ -73,6 +73,7 @@ ELSEWHERE = {
     "PYTHONPATH=. python -m tests.distributed.reading": "tests/distributed/test_reading_task.py",
     "PYTHONPATH=. python tests/distributed/bench_cure.py": "by hand, on two GPUs",
     "python tests/engine/attention_speed.py": "by hand, on a GPU",
+    "PYTHONPATH=. python -m tests.inference.compare_loops": "tests/inference/test_compare_loops.py",
     # Weights of the real size.
     "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",

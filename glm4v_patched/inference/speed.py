@@ -34,6 +34,7 @@ class Speed:
     new_tokens: int = option(128, "of each answer", at_least=2)
     prompt_tokens: int = option(40, "ids of text beside a prompt's picture", at_least=1)
     cache: str = option("static", "static compiles a step on a GPU", choices=CACHES)
+    draw_ahead: bool = option(False, "do not wait for the device between two tokens")
     compile_options: str = option(
         "{}", "laid over ours for inductor", metavar="JSON", check=check_object
     )
@@ -51,6 +52,8 @@ class Speed:
                 "--device cpu with the real model, of 13.9 billion weights: expected --config of "
                 "a small one"
             )
+        if self.draw_ahead and self.cache != "static":
+            faults.append(f"--draw-ahead with --cache {self.cache}: expected --cache static")
         if self.against is not None and not Path(self.against, "config.json").is_file():
             faults.append(
                 f"--against {self.against} has no config.json: expected a folder with the "
@@ -69,6 +72,7 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
     "transformers": lambda row: row.get("versions", {}).get("transformers", "-"),
     "device": lambda row: row.get("device", "-"),
     "cache": lambda row: row.get("cache", "-"),
+    "draws ahead": lambda row: "yes" if row.get("draw_ahead") else "-",
     "batch": lambda row: str(row["batch"]),
     "first token, s": lambda row: row.get("error") or f"{row['first_token_s']:.3f}",
     "tokens/s": lambda row: f"{row['tokens_per_s']:,.1f}" if "tokens_per_s" in row else "-",

@@ -35,6 +35,7 @@ def measure(settings: dict, out: Path) -> None:
         row = {"batch": batch, "new_tokens": settings["new_tokens"], "cache": settings["cache"]}
         row |= {"prompt_tokens": settings["prompt_tokens"], "device": name_of(device)}
         row |= {"versions": versions(), "weights_gb": weights / 1e9}
+        row["draw_ahead"] = settings["draw_ahead"] and not settings["against"]
         try:
             row |= measure_batch(model, settings, batch, device)
             share = weights * row["steps_per_s"] / bandwidth
@@ -115,7 +116,8 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
         from .static_cache import StaticCaches
 
         changes = json.loads(settings["compile_options"])
-        caches = StaticCaches(model, step=256, changes=changes, fullgraph=True)
+        options = {"changes": changes, "fullgraph": True, "draws_ahead": settings["draw_ahead"]}
+        caches = StaticCaches(model, step=256, **options)
         images = model.config.vision.num_image_tokens + 2
         positions = images + settings["prompt_tokens"] + new
 

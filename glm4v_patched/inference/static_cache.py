@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import CompileConfig, StaticCache
 
+from .drawing import draw_ahead
+
 # A step is compiled in about a minute, in which some 2,000 are made without.
 STEPS_THAT_REPAY = 4000
 
@@ -19,14 +21,16 @@ class StaticCaches:
     A cache that is handed out again is emptied: what was answered with it must not be needed.
     """
 
-    def __init__(self, model: Any, step: int, **compiled: Any):
+    def __init__(self, model: Any, step: int, draws_ahead: bool = False, **compiled: Any):
         """
         Args:
             step: Sizes are multiples of it: what is not filled is read, too, but each size is
                 compiled.
+            draws_ahead: Whether ``generate`` is given :func:`drawing.draw_ahead`.
             compiled: For :func:`compiling`.
         """
         self.model, self.step, self.compiled = model, step, compiled
+        self.draws_ahead = draws_ahead
         self._caches: dict[int, tuple[int, StaticCache]] = {}
 
     def of(self, rows: int, positions: int) -> StaticCache:
@@ -45,6 +49,8 @@ class StaticCaches:
         given: dict[str, Any] = {"past_key_values": self.of(rows, positions)}
         if self.model.device.type == "cuda":
             given["compile_config"] = compiling(rows, **self.compiled)
+        if self.draws_ahead:
+            given["custom_generate"] = draw_ahead
         return given
 
 

@@ -1073,10 +1073,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         self, prompt: GrownPrompt, input_ids: Tensor, cache: Cache, num_new: int
     ) -> dict[str, Any]:
         num_drawn = prompt.num_drawn(input_ids)
-        length = prompt.length + num_drawn
+        length = self._length_with_drawn(prompt, cache, num_drawn)
         past_length = length - num_new
-        check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
-        check_room(cache, length)
         # Without the strides of rows that grow, for which a compiled step would be another one.
         new_ids_BN = input_ids[:, -num_new:].clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {
@@ -1098,6 +1096,39 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 inputs["cache_position"] = columns
         remember_drawn(cache, length)
         return inputs
+
+    def _length_with_drawn(self, prompt: GrownPrompt, cache: Cache, num_drawn: int) -> int:
+        """Raises ``ValueError`` where there is no position or no room left for the last of them."""
+        length = prompt.length + num_drawn
+        check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
+        check_room(cache, length)
+        return length
+
+    def advance_drawn_inputs(
+        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: GrownPrompt, num_drawn: int
+    ) -> bool:
+        """Make the inputs of the drawn id before it those of this one, in place, for a loop that
+        has no whole rows at hand. Nothing is made that is alike in every step.
+
+        Args:
+            inputs: Of :meth:`prepare_inputs_for_generation`; their tensors change.
+            num_drawn: Ids drawn so far, this one included.
+
+        Returns:
+            Whether that was possible; if not, nothing has changed, and
+            :meth:`prepare_inputs_for_generation` makes them.
+        """
+        cache, mask = inputs["past_key_values"], inputs["attention_mask"]
+        if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
+            return False
+        length = self._length_with_drawn(prompt, cache, num_drawn)
+        inputs["input_ids"] = new_ids_B1
+        inputs["position_ids"].add_(1)
+        mask[..., length - 1].fill_(mask.dtype == torch.bool)  # added to scores, 0 is visible
+        if "cache_position" in inputs:
+            inputs["cache_position"].add_(1)
+        remember_drawn(cache, length)
+        return True
 
     def _image_ids(self) -> list[int]:
         """Begin- and end-of-image, and what fills an image's positions if the config says it."""

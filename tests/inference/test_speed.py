@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference import speed, speed_worker
+from glm4v_patched.inference import drawing, speed, speed_worker, static_cache
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -73,16 +73,38 @@ def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
     assert "batch 1: " in printed and "batch 2: " in printed
 
 
+@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
+@pytest.mark.parametrize("asked", [[], ["--draw-ahead"]], ids=["transformers' loop", "ours"])
+def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, asked):
+    calls = []
+
+    @wraps(static_cache.draw_ahead)  # generate reads its signature
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return drawing.draw_ahead(*args, **kwargs)
+
+    monkeypatch.setattr(static_cache, "draw_ahead", counted)
+    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
+    generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
+    for row in json.loads(out.read_text()):
+        assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
+        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
+    # Of each batch: twice to warm up, the first token, and the whole answer.
+    assert len(calls) == (8 if asked else 0)
+
+
 def test_prints_the_table_of_rows(tmp_path, capsys):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
-    file.write_text(json.dumps([row | {"batch": 8} | fast, row | {"batch": 1, "error": "a | b"}]))
+    fast |= {"batch": 8, "draw_ahead": True}
+    file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| code | transformers | device | cache | batch | first token, s |")
-    assert lines[2] == r"| ours | - | cpu | - | 1 | a \| b | - | - | - |"
-    assert lines[3] == "| ours | - | cpu | - | 8 | 0.250 | 1,234.6 | 50% | - |"
+    head = "| code | transformers | device | cache | draws ahead | batch | first token, s |"
+    assert lines[0].startswith(head)
+    assert lines[2] == r"| ours | - | cpu | - | - | 1 | a \| b | - | - | - |"
+    assert lines[3] == "| ours | - | cpu | - | yes | 8 | 0.250 | 1,234.6 | 50% | - |"
 
 
 def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
@@ -113,6 +135,7 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
         (["--gpus", "1"], "--gpus is of training: leave it out with --generate"),
         (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
         (["--against", "none"], "--against none has no config.json"),
+        (["--draw-ahead", "--cache", "dynamic"], "--draw-ahead with --cache dynamic: expected"),
     ],
 )
 def test_refuses_what_cannot_be_measured(config, arguments, told, capsys):

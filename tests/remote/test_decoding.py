@@ -9,12 +9,12 @@ from functools import wraps
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import attention
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.helpers.waits import Calls, Operators
 
 FIXED = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
 GREEDY = FIXED | {"do_sample": False}
@@ -39,43 +39,6 @@ def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-class Calls(TorchFunctionMode):
-    """Counts calls that read a tensor on the host, with what they were called on."""
-
-    NAMES = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy")
-    NAMES += ("nonzero", "unique", "masked_select", "equal")
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") in self.NAMES:
-            self.waits.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators; those that wait for the device apart."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "is_nonzero")
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.waits = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.split(".")[0]
-        self.names.append(name)
-        # An index of flags waits for their number.
-        flags = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if name in self.WAITS or flags:
-            self.waits.append(name)
-        return function(*args, **(kwargs or {}))
 
 
 class Shapes(TorchDispatchMode):
@@ -182,6 +145,42 @@ def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, num_rows
             assert torch.equal(model.generate(**batch, **options, use_cache=False), want)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def copied(inputs: dict) -> dict:
+    return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attention):
+    model = tiny_model(attn_implementation=attention)
+    steps, prepare = [], model.prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def both(input_ids, **given):
+        inputs, prompt = prepare(input_ids, **given), given["grown_prompt"]
+        if (num_drawn := prompt.num_drawn(input_ids)) == 1:
+            steps.append((inputs, copied(inputs)))
+        elif num_drawn:
+            after = copied(steps[-1][1])
+            assert model.advance_drawn_inputs(after, input_ids[:, -1:], prompt, num_drawn)
+            steps.append((inputs, after))
+        return inputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "prepare_inputs_for_generation", both)
+        model.generate(**batch_of(IMAGES[image], num_rows), **GREEDY, cache_implementation="static")
+    assert len(steps) == 5
+    for anew, after in steps:
+        assert anew.keys() == after.keys()
+        for name, value in anew.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, after[name]) and value.dtype == after[name].dtype, name
+            else:
+                assert value is after[name] or value == after[name], name
 
 
 def test_a_static_cache_holds_rows_that_grow(model):

@@ -1,0 +1,488 @@
+"""The loop that waits for the device between no two tokens: it gives what transformers' loop gives.
+
+On a CPU it would look at each token at once; ``late`` makes it do as on a GPU.
+"""
+
+from functools import wraps
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch._dynamo.utils import counters
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from glm4v_patched.inference import drawing
+from glm4v_patched.inference.drawing import draw_ahead
+from glm4v_patched.inference.static_cache import StaticCaches
+from glm4v_patched.remote.cached_rows import CACHED_ROWS
+from tests.helpers.tiny import (
+    PAD,
+    grown_image,
+    padded,
+    pictures,
+    text,
+    three_id_image,
+    tiny_model,
+)
+from tests.helpers.waits import Calls, Operators
+
+NEW = 12
+GREEDY = {"max_new_tokens": NEW, "pad_token_id": PAD, "do_sample": False}
+SAMPLED = GREEDY | {"do_sample": True, "top_k": 50}
+# A token in nine ends a row, so that rows end at unlike steps.
+ENDS = {"eos_token_id": [*range(0, 500, 9)]}
+NEVER = {"eos_token_id": None}
+STATIC = {"cache_implementation": "static"}
+MODES = {
+    "greedy": GREEDY | NEVER,
+    "greedy, one end": GREEDY | {"eos_token_id": 3},
+    "greedy, ends": GREEDY | ENDS,
+    "sampled": SAMPLED | NEVER,
+    "sampled, ends": SAMPLED | ENDS,
+    "sampled, top_p": SAMPLED | ENDS | {"top_k": 0, "top_p": 0.8, "temperature": 0.7},
+    "several answers": SAMPLED | ENDS | {"num_return_sequences": 3},
+    "max_length": GREEDY | NEVER | {"max_new_tokens": None, "max_length": 30},
+    "one token": GREEDY | ENDS | {"max_new_tokens": 1},
+    "min_new_tokens": SAMPLED | ENDS | {"min_new_tokens": 9},
+    "repetition_penalty": GREEDY | ENDS | {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": GREEDY | NEVER | {"no_repeat_ngram_size": 1},
+    "suppress_tokens": SAMPLED | ENDS | {"suppress_tokens": [*range(0, 400, 2)]},
+    "nothing suppressed": SAMPLED | ENDS | {"suppress_tokens": []},
+    "max_time": GREEDY | NEVER | {"max_time": 1000.0},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(params=[0, 1, 3], ids="{} late".format)
+def late(request, monkeypatch) -> int:
+    monkeypatch.setitem(drawing.LATE, "cpu", request.param)
+    return request.param
+
+
+@pytest.fixture
+def two_late(monkeypatch) -> None:
+    monkeypatch.setitem(drawing.LATE, "cpu", 2)
+
+
+def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
+    """Unlike padding on the left, and one or two pictures a row."""
+    rows = [
+        [*image, *text(4, seed=3), *image, *text(2, seed=4)],
+        [*text(6, seed=1), *image, *text(9, seed=2)],
+        [*text(8, seed=5), *image],
+    ][:num_rows]
+    number = sum(row.count(image[0]) for row in rows) if image else 0
+    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
+
+
+class Put:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.given, self.ended = [], 0
+
+    def put(self, value):
+        self.given.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def both_loops(model, batch: dict, of_theirs: dict | None = None, of_ours=None, **options) -> list:
+    """What transformers' loop returns and what ours does, with torch's random numbers after it."""
+    results = []
+    for more in (of_theirs or {}, {"custom_generate": draw_ahead} | (of_ours or {})):
+        torch.manual_seed(0)
+        output = model.generate(**batch, **options, **more, return_dict_in_generate=True)
+        results.append((output, torch.get_rng_state()))
+    return results
+
+
+def assert_same(results: list) -> torch.Tensor:
+    (theirs, theirs_random), (ours, ours_random) = results
+    assert type(ours) is type(theirs)
+    assert {name for name, x in ours.items() if x is not None} == {
+        name for name, x in theirs.items() if x is not None
+    }
+    want, got = theirs.sequences, ours.sequences
+    assert got.dtype == want.dtype and got.is_contiguous() and torch.equal(got, want)
+    assert torch.equal(ours_random, theirs_random)
+    caches = theirs.past_key_values, ours.past_key_values
+    assert type(caches[0]) is type(caches[1])
+    assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length())
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        for name in ("keys", "values"):
+            assert torch.equal(*(getattr(layer, name) for layer in layers))
+    of_rows = [getattr(cache, CACHED_ROWS)[-1].length for cache in caches]
+    assert of_rows[0] == of_rows[1]
+    return got
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_all_that_is_left_are_those_of_transformers_loop(model, mode, cache, late):
+    options = MODES[mode] | cache
+    assert_same(both_loops(model, batch_of(three_id_image(), 3), **options))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    "image", [[], three_id_image(), grown_image()], ids=["-", "three", "grown"]
+)
+def test_rows_end_at_unlike_steps(model, image, num_rows, two_late):
+    """Each row with a token of its own that ends it: the first one last."""
+    batch = batch_of(image, num_rows)
+    length = batch["input_ids"].shape[1]
+    torch.manual_seed(0)
+    drawn = model.generate(**batch, **SAMPLED, **NEVER)[:, length:].tolist()
+    ends = [row[7 - 2 * number] for number, row in enumerate(drawn)]
+    options = SAMPLED | {"eos_token_id": ends}
+    for cache in ({}, STATIC):
+        got = assert_same(both_loops(model, batch, **options, **cache))[:, length:].tolist()
+        reached = [min(row.index(end) for end in ends if end in row) for row in got]
+        # Cut, or the test shows nothing.
+        assert max(reached) + 1 == len(got[0]) < NEW
+        assert all(set(row[reached[i] + 1 :]) <= {PAD} for i, row in enumerate(got))
+    if num_rows > 1:
+        assert len(set(reached)) > 1
+
+
+def test_ids_come_back_as_ids_where_nothing_else_is_asked_for(model, two_late):
+    batch = batch_of(three_id_image())
+    want = model.generate(**batch, **GREEDY, **ENDS)
+    got = model.generate(**batch, **GREEDY, **ENDS, custom_generate=draw_ahead)
+    assert isinstance(got, torch.Tensor) and torch.equal(got, want)
+    narrow = batch | {"input_ids": batch["input_ids"].int()}
+    got, want = (
+        model.generate(**narrow, **GREEDY, **ENDS, **more)
+        for more in ({"custom_generate": draw_ahead}, {})
+    )
+    assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_eager_attention(two_late):
+    model = tiny_model(attn_implementation="eager")
+    for cache in ({}, STATIC):
+        assert_same(both_loops(model, batch_of(three_id_image()), **GREEDY, **ENDS, **cache))
+
+
+def test_a_cache_is_continued(model, two_late):
+    """As a chat does: the next question comes with the cache of the last answer."""
+    first = batch_of(three_id_image(), 1)
+    outputs = []
+    for more in ({}, {"custom_generate": draw_ahead}):
+        output = model.generate(
+            **first, **GREEDY, **ENDS, **more, return_dict_in_generate=True,
+            past_key_values=DynamicCache(config=model.config),
+        )  # fmt: skip
+        ids = torch.cat([output.sequences, torch.tensor([text(5, seed=9)])], dim=1)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        batch |= {"pixel_values": first["pixel_values"]}
+        outputs.append(
+            model.generate(
+                **batch, **GREEDY, **ENDS, **more, past_key_values=output.past_key_values
+            )
+        )
+    assert torch.equal(*outputs)
+
+
+def test_kept_caches_are_used_again(model, two_late):
+    caches = [StaticCaches(model, 64), StaticCaches(model, 64, draws_ahead=True)]
+    seen = []
+    for image in (three_id_image(), [], grown_image()):
+        batch = batch_of(image)
+        got = []
+        for each in caches:
+            given = each.options(2, 60)
+            got.append(model.generate(**batch, **GREEDY, **ENDS, **given))
+            seen.append((given.get("custom_generate"), given["past_key_values"]))
+        assert torch.equal(*got)
+    assert [drawn for drawn, _ in seen] == [None, draw_ahead] * 3
+    assert len({id(cache) for _, cache in seen}) == 2
+
+
+def test_adapters(two_late):
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["query_key_value"], r=4))
+    torch.manual_seed(1)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    assert_same(both_loops(adapted.eval(), batch_of(three_id_image()), **GREEDY, **ENDS))
+
+
+def test_virtual_tokens_are_refused():
+    prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    adapted = get_peft_model(tiny_model(), prompted).eval()
+    with pytest.raises(RuntimeError, match="0 drawn ids are new to it, expected 1 .*virtual"):
+        adapted.generate(**batch_of([]), **GREEDY, custom_generate=draw_ahead)
+
+
+def compiling(backend="aot_eager") -> CompileConfig:
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_compiled_step_is_transformers_own(model, num_rows, two_late):
+    """One graph for both loops and all steps: nothing that it was compiled for differs."""
+    torch._dynamo.reset()
+    counters.clear()
+    static = STATIC | {"compile_config": compiling()}
+    calls, compiled_call = [], model.get_compiled_call
+
+    def counted(config):
+        calls.append(0)
+
+        def call(**given):
+            calls[-1] += 1
+            return compiled_call(config)(**given)
+
+        return call
+
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(model, "get_compiled_call", counted)
+        for image in (three_id_image(), [], grown_image()):
+            batch = batch_of(image, num_rows)
+            for options in (GREEDY | ENDS, SAMPLED | ENDS, GREEDY | NEVER):
+                got = assert_same(both_loops(model, batch, **options, **static))
+                theirs, ours = calls[-2:]
+                assert theirs == got.shape[1] - batch["input_ids"].shape[1] - 1
+                # What the device says is looked at two tokens late, but none is too many.
+                assert ours == min(theirs + 2, NEW - 1)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_strings_end_a_row(model, tokenizer, two_late):
+    batch = batch_of(three_id_image())
+    length = batch["input_ids"].shape[1]
+    drawn = model.generate(**batch, **GREEDY, **NEVER)[:, length:]
+    ends = []
+    for row in drawn:
+        words = [tokenizer.decode(row[at : at + 1]) for at in range(2, NEW - 3)]
+        ends.append(next(word for word in words if word.isascii() and word.strip()))
+
+    def criteria():
+        return {"stopping_criteria": [StopStringCriteria(tokenizer, ends)]}
+
+    options = GREEDY | {"eos_token_id": 3}
+    got = assert_same(both_loops(model, batch, criteria(), criteria(), **options))
+    assert got.shape[1] < length + NEW
+
+
+@pytest.mark.parametrize("most", [5, 20, 25])
+def test_a_limit_of_the_callers_own(model, most, two_late):
+    """Below the prompt's length, too, where transformers' loop draws a token all the same."""
+    limits = [{"stopping_criteria": [MaxLengthCriteria(most)]} for _ in range(2)]
+    batch = batch_of(three_id_image())
+    got = assert_same(both_loops(model, batch, *limits, **GREEDY, **NEVER))
+    assert got.shape[1] == max(most, batch["input_ids"].shape[1] + 1)
+
+
+class EndsAfter(StoppingCriteria):
+    def __init__(self, calls: int):
+        self.calls, self.left, self.contiguous = 0, calls, True
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        self.contiguous &= input_ids.is_contiguous()
+        return torch.full((len(input_ids),), self.calls >= self.left)
+
+
+class Counted(LogitsProcessor):
+    def __init__(self):
+        self.calls, self.contiguous = 0, True
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        self.contiguous &= input_ids.is_contiguous()
+        return scores.index_fill(1, torch.tensor([self.calls]), 100.0)
+
+
+def test_other_peoples_code_is_called_as_often_as_in_transformers_loop(model, two_late):
+    def given(criterion, processor):
+        return {
+            "stopping_criteria": StoppingCriteriaList([criterion]),
+            "logits_processor": LogitsProcessorList([processor]),
+        }
+
+    of_both = [(EndsAfter(5), Counted()) for _ in range(2)]
+    batch = batch_of(three_id_image(), 3)
+    assert_same(both_loops(model, batch, *(given(*each) for each in of_both), **GREEDY, **NEVER))
+    for criterion, processor in of_both:
+        assert criterion.calls == processor.calls == 5
+        assert criterion.contiguous and processor.contiguous
+
+
+@pytest.mark.parametrize("options", [GREEDY | ENDS, GREEDY | NEVER], ids=["ends", "never"])
+def test_a_streamer_is_given_the_same_tokens(model, options, late):
+    batch = batch_of(three_id_image(), 3)
+    theirs, ours = Put(), Put()
+    results = both_loops(model, batch, {"streamer": theirs}, {"tokens_to": ours}, **options)
+    got = assert_same(results)
+    assert ours.given == theirs.given and ours.ended == theirs.ended == 1
+    assert len(ours.given) == 1 + got.shape[1] - batch["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False])
+def test_a_row_that_has_ended_needs_no_room(model, ends_in_time, late):
+    batch = batch_of(three_id_image(), 1)
+    length = batch["input_ids"].shape[1]
+    grown = model(**batch).logits.shape[1]
+    drawn = model.generate(**batch, **GREEDY, **NEVER)[0, length:].tolist()
+    # Room for the tokens up to the fourth, which are put there when the fifth is drawn.
+    options = GREEDY | {"eos_token_id": drawn[4] if ends_in_time else 3}
+    assert drawn.index(drawn[4]) == 4
+
+    def cache():
+        return {"past_key_values": StaticCache(config=model.config, max_cache_len=grown + 4)}
+
+    if ends_in_time:
+        got = assert_same(both_loops(model, batch, cache(), cache(), **options))
+        assert got.shape[1] == length + 5
+        return
+    for more in ({}, {"custom_generate": draw_ahead}):
+        with pytest.raises(ValueError, match=f"has room for {grown + 4} positions but the rows"):
+            model.generate(**batch, **options, **cache(), **more)
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=600, num_hidden_layers=1, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_beams": 2}, "num_beams=2 and options that make this beam_search"),
+        ({"prompt_lookup_num_tokens": 2}, "options that make this assisted_generation"),
+        ({"assistant_model": None}, "assistant_model"),
+        ({"streamer": Put()}, r"a streamer \(give it as tokens_to\)"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        (
+            {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+            "output_scores, output_logits",
+        ),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
+)
+def test_what_only_transformers_loop_does_is_refused(model, options, told):
+    if "assistant_model" in options:
+        options = {"assistant_model": model}
+    batch = padded([text(6)], "left")
+    with pytest.raises(ValueError, match=f"given .*{told}.*leave out custom_generate"):
+        model.generate(**batch, **(GREEDY | options), custom_generate=draw_ahead)
+
+
+def test_other_models_and_embeddings_are_refused(model):
+    batch = padded([text(6)], "left")
+    with pytest.raises(ValueError, match="LlamaForCausalLM without advance_drawn_inputs"):
+        llama().generate(**batch, **GREEDY, custom_generate=draw_ahead)
+    embeds = model.get_input_embeddings()(batch["input_ids"])
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model.generate(inputs_embeds=embeds, **GREEDY, custom_generate=draw_ahead)
+
+
+def test_a_transformers_without_the_private_names_is_told(model, monkeypatch):
+    monkeypatch.delattr(GenerationMixin, "_valid_auto_compile_criteria")
+    with pytest.raises(RuntimeError, match="no _valid_auto_compile_criteria .* 4.57.6 to 5.23"):
+        model.generate(**padded([text(6)], "left"), **GREEDY, custom_generate=draw_ahead)
+
+
+def test_a_cache_that_cannot_be_cut_is_told(model, monkeypatch):
+    monkeypatch.setattr(StaticCache, "get_seq_length", lambda *_: 999)
+    with pytest.raises(RuntimeError, match="holds 999 positions after its last 2 were taken out"):
+        drawing._uncache(StaticCache(config=model.config, max_cache_len=64), 30, 2)
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("mode", ["greedy", "greedy, ends", "min_new_tokens", "max_time"])
+def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two_late):
+    """From the first token to the end; with transformers' loop every step does."""
+    between, forward = {}, model.forward
+    for name, more in {"theirs": {}, "ours": {"custom_generate": draw_ahead}}.items():
+        marks = []
+        with Calls() as calls, Operators() as operators, pytest.MonkeyPatch.context() as patch:
+
+            def step(*args, marks=marks, counts=(calls, operators), **given):
+                marks.append([len(each.waits) for each in counts])
+                return forward(*args, **given)
+
+            patch.setattr(model, "forward", wraps(forward)(step))
+            torch.manual_seed(0)
+            model.generate(**batch_of(three_id_image(), 3), **MODES[mode], **cache, **more)
+        assert len(marks) > 3
+        # From the second step to the last one.
+        between[name] = [last - first for first, last in zip(marks[1], marks[-1], strict=True)]
+    assert between["ours"] == [0, 0]
+    assert min(between["theirs"]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
+    """The second time, when all is compiled, torch raises where anything waits in a step."""
+    torch._dynamo.reset()
+    model = tiny_model(torch.bfloat16).to("cuda")
+    batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
+    batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    caches = StaticCaches(model, 64, fullgraph=True)
+
+    def drawn(**more) -> torch.Tensor:
+        """The ids, and what is left: torch's random numbers."""
+        given = caches.options(3, 60) if compiled else {}
+        torch.manual_seed(0)
+        ids = model.generate(**batch, **mode, **given, **more)
+        return torch.cat([ids.flatten().cpu(), torch.cuda.get_rng_state().long()])
+
+    def without_a_wait(function):
+        def run(self):
+            torch.cuda.set_sync_debug_mode("error" if self.drawn > 1 else "default")
+            try:
+                return function(self)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    # Few ids end a row: torch.isin sorts many, and waits.
+    length = batch["input_ids"].shape[1]
+    never = drawn(**NEVER)[: 3 * (length + NEW)].view(3, -1)
+    rows = never[:, length:].tolist()
+    ends = {"eos_token_id": [row[7 - 2 * number] for number, row in enumerate(rows)]}
+    for options in (ends, NEVER):
+        results = [drawn(**options), drawn(**options, custom_generate=draw_ahead)]
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("step", "draw"):
+                patch.setattr(
+                    drawing._Drawing, name, without_a_wait(getattr(drawing._Drawing, name))
+                )
+            results.append(drawn(**options, custom_generate=draw_ahead))
+        results.append(drawn(**options))
+        assert all(torch.equal(each, results[0]) for each in results)
