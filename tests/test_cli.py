@@ -16,6 +16,7 @@ import pytest
 import glm4v_patched
 from glm4v_patched import cli
 from glm4v_patched.cli import main
+from glm4v_patched.engine.deepspeed import locks
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
 from glm4v_patched.engine.environment import path_of_processes
 from glm4v_patched.finetune import launch
@@ -299,6 +300,7 @@ def test_a_lock_that_a_killed_process_left_is_named_and_one_in_use_is_not(
     tmp_path, recipe, monkeypatch, capsys
 ):
     monkeypatch.setattr(launch, "_run", lambda command, environment: 0)
+    monkeypatch.setattr(locks, "version", lambda package: "2.13.0")
     lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w"):

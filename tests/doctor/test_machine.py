@@ -1,5 +1,6 @@
 """What doctor says of a machine: each fault that can be seen beforehand, with its cure."""
 
+import inspect
 import json
 import re
 import resource
@@ -12,6 +13,9 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.version import Version
+from torch.utils import cpp_extension
 from torch.utils.cpp_extension import get_default_build_root
 
 from glm4v_patched.cli import main
@@ -144,6 +148,7 @@ def test_a_fault_of_the_machine_is_told_with_its_cure(
 
 
 def test_an_abandoned_lock_fails_a_training_on_the_cpu(sound, monkeypatch):
+    monkeypatch.setattr(locks, "version", lambda package: "2.13.0+cpu")
     lock = Path(locks.extensions_folder(), "deepspeed_shm_comm", "lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -151,6 +156,14 @@ def test_an_abandoned_lock_fails_a_training_on_the_cpu(sound, monkeypatch):
     assert faults()["locks"].cure == f"rm {lock}"
     with lock.open():
         assert faults(on_cpu=True) == {}
+    # The kernel has locked it, until its process ends; the file stays for ever.
+    monkeypatch.setattr(locks, "version", lambda package: "2.14.0")
+    assert faults(on_cpu=True) == {}
+
+
+def test_locks_of_the_installed_torch_are_files_or_the_kernels():
+    are_files = "FileBaton(" in inspect.getsource(cpp_extension)
+    assert are_files == (Version(torch.__version__) < Version(locks.FIRST_TORCH_WITHOUT_LOCK_FILES))
 
 
 def test_extensions_are_where_torch_has_them(monkeypatch):
