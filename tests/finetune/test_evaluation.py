@@ -89,7 +89,10 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, m
     model = load(base_of(drawn.override({"model": drawn.out})), "cpu")
     matches = sample.answer(model.model, draws=True)
     alone = Answerer(model, Generation(max_new_tokens=64))
-    assert answers == [alone.answer([question.prompt])[0].text for question in sample.questions]
+    # In batches of as many: of a model that hardly learned, rounding may decide a token.
+    prompts = [question.prompt for question in sample.questions]
+    batches = [prompts[:4], prompts[4:]]
+    assert answers == [answer.text for some in batches for answer in alone.answer(some)]
     assert matches == report["evaluations"][-1]["eval_exact_match"]
     assert sheet.is_file()
 
