@@ -6,7 +6,8 @@ code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB 
 ``ms_swift`` all of ms-swift, ``axolotl`` all of axolotl.
 ``-t table`` runs other people's frameworks, each in an environment of its own, fills
 docs/benchmarks/frameworks.json and the table of docs/frameworks.md, and prints it:
-``jobs``, of which ``-s "jobs(system='TRL')"`` does one, and the three that were named last.
+``jobs``, of which ``-s "jobs(system='TRL')"`` does one, and the three that were named last. What
+follows ``--`` chooses among their jobs, as pytest's ``-k`` does: ``-- "SFT and not LoRA"``.
 ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
 docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``oldest`` runs all default tests
 on the oldest versions that pyproject.toml allows; .ci/run leaves out what does not depend on them.
@@ -103,7 +104,7 @@ def jobs(session: nox.Session, system: str) -> None:
     install(session, TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
     if alone := WITHOUT_DEPENDENCIES.get(system):
         session.install("--no-deps", *alone)
-    run_jobs(session, "test_jobs.py", "test_peft.py", "-k", system)
+    run_jobs(session, "test_jobs.py", "test_peft.py", of=system)
 
 
 @nox.session(tags=["table"])
@@ -122,12 +123,16 @@ def llamafactory(session: nox.Session) -> None:
 
 @nox.session(tags=["table"])
 def axolotl(session: nox.Session) -> None:
-    session.install("torch==2.13.0", "torchvision==0.28.0")
-    session.install("-e", str(ROOT), "axolotl==0.19.0", *TO_TEST)
+    session.install("torch==2.13.0")
+    with_zero = [f"deepspeed=={DEEPSPEED[-1]}", "ninja"]
+    session.install("-e", str(ROOT), "axolotl==0.19.0", *with_zero, *TO_TEST)
+    # It does not load beside a build of torch for CPUs, nothing here needs it, and beside a build
+    # for GPUs two processes of axolotl ask these whether they reach each other.
+    session.run("pip", "uninstall", "-q", "-y", "torchvision")
     session.install(f"transformers=={TRANSFORMERS[-1]}")  # it pins 5.16.1
     session.env["PYTHONPATH"] = str(ROOT)
     session.run("pytest", "-q", str(ROOT / "tests/integrations/test_axolotl.py"))
-    run_jobs(session, "test_jobs.py", "-k", "axolotl")
+    run_jobs(session, "test_jobs.py", of="axolotl")
 
 
 @nox.session(tags=["table"])
@@ -140,12 +145,14 @@ def ms_swift(session: nox.Session) -> None:
     run_jobs(session, "test_command_jobs.py")
 
 
-def run_jobs(session: nox.Session, *tests: str) -> None:
+def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:
     """The rows of the framework that is installed, and the table."""
     session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
-    paths = [str(HERE / name) if name.endswith(".py") else name for name in tests]
+    chosen = " and ".join(f"({words})" for words in (of, *session.posargs) if words)
+    options = ["-k", chosen] if chosen else []
+    paths = [str(HERE / name) for name in tests]
     # 1: a job failed, as its row says.
-    session.run("pytest", "-q", "-n", "0", *paths, success_codes=[0, 1])
+    session.run("pytest", "-q", "-n", "0", *paths, *options, success_codes=[0, 1])
     session.run("python", "-m", "tests.frameworks.record", "--page")
 
 
