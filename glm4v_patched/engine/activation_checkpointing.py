@@ -22,12 +22,22 @@ if hasattr(torch.ops.aten, "_scaled_mm"):  # in fp8, whose require_fp8 asks for 
     _LINEARS[torch.ops.aten._scaled_mm.default] = 1
 
 
-def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "full") -> None:
+def checkpoint_layers(
+    model: nn.Module,
+    tower: str = "full",
+    language: str = "full",
+    by_operation: bool = False,
+) -> None:
     """Set the policy of the vision tower's layers and of the language model's.
 
     Policies are those of :mod:`activation_policies`, or "every N". All give the same gradients.
     They act in training only, and through the layers' own checkpointing, so they are safe under
     ZeRO-3 and may be compiled.
+
+    Args:
+        by_operation: Tell of each operation of a "full" layer that it is computed again. For
+            layers that are compiled and multiply in fp8: torch 2.11's compiler keeps what matrix
+            products inside of an autograd.Function give, unless it is told of each.
 
     Raises:
         ValueError: there is no such policy.
@@ -40,7 +50,7 @@ def checkpoint_layers(model: nn.Module, tower: str = "full", language: str = "fu
     for is_language, name in ((False, tower), (True, language)):
         policies = policies_of_layers(name, len(layers[is_language]))
         for layer, policy in zip(layers[is_language], policies, strict=True):
-            _set_policy(layer, policy)
+            _set_policy(layer, policy, by_operation)
 
 
 def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
@@ -48,7 +58,7 @@ def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
     return (module for module in model.modules() if isinstance(module, CheckpointedLayer))
 
 
-def _set_policy(layer: CheckpointedLayer, policy: Policy) -> None:
+def _set_policy(layer: CheckpointedLayer, policy: Policy, by_operation: bool) -> None:
     layer.gradient_checkpointing = policy.name != "none"
     # The layers draw no random numbers, so none have to be put back; but for LoRA's dropout.
     draws = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
@@ -57,6 +67,8 @@ def _set_policy(layer: CheckpointedLayer, policy: Policy) -> None:
         width = _width(layer)
         keep = _keep(policy.widest_linear * width, narrowest_input=width // 4)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
+    elif by_operation and policy.name != "none":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_nothing)
     layer._gradient_checkpointing_func = partial(checkpoint, **options)
 
 
@@ -79,3 +91,7 @@ def _keep(widest: float, narrowest_input: int) -> Callable[..., CheckpointPolicy
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def _keep_nothing(_context, _operator, *_arguments, **_options) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -75,7 +75,8 @@ def prepare_model(
     use_fp8(model, options)
     # Of weights that were quantised, only now: bench's random ones were whole on the GPU before.
     _limit_memory(options)
-    checkpoint_layers(model.train(), options.tower, options.language)
+    in_compiled_fp8 = options.fp8 and options.compile is True
+    checkpoint_layers(model.train(), options.tower, options.language, by_operation=in_compiled_fp8)
     if options.compile:
         compile_layers(model)
     if options.zero_stage == 3:

@@ -17,13 +17,17 @@ which must lie within the noise as the fast path does. With ``--reference fast``
 not trained, and all others are compared with the fast one. ``--lora-after N`` compares adapters of
 the language model instead: all weights are trained for N steps on other wordings first, once, and
 every path then trains adapters on those, of which a seed decides the initial weights.
+
+No answer's wording can be learned by heart: it is drawn anew each time that a sample is seen. At
+its end each training answers questions about pictures that it has not seen: ``right`` is the share
+of whose every token is the likeliest. Only the control's may be lower than the reference's lower
+seed by more than :data:`ROUGHLY`.
 """
 
 import argparse
 import json
 import math
 import os
-import random
 import shlex
 import statistics
 import sys
@@ -57,9 +61,10 @@ SEEDS = (0, 1)
 WARM_UP = 20
 WINDOW = 10
 VERSIONS = ("torch", "transformers", "deepspeed")
-# The answer's wording does not follow from the picture. So the loss ends above zero, and curves can
-# be compared to their end.
+# The answer's wording, here with its share, does not follow from the picture. So the loss ends
+# above zero, and curves can be compared to their end.
 WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
+ROUGHLY = 0.01
 # What adapters are trained after, and the name of that training.
 FIRST = "first"
 FIRST_WORDINGS = {"Answer: {answer}": 4, "Surely {answer}!": 1}
@@ -105,21 +110,23 @@ PATHS = {
 class Size:
     """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained.
 
-    ``micro_batch`` counts samples, ``samples`` is how many are drawn, ``kept_gathered`` weights
-    may stay gathered on the fast path (:func:`deepspeed_config`).
+    ``micro_batch`` counts samples, ``samples`` is how many are drawn to train on and ``held_out``
+    how many beside them, ``kept_gathered`` weights may stay gathered on the fast path
+    (:func:`deepspeed_config`).
     """
 
     language: dict
     tower: dict
     image_side: int
     samples: int
+    held_out: int
     micro_batch: int
     learning_rate: float
     kept_gathered: float
 
 
 SIZES = {
-    "tiny": Size({}, {}, IMAGE_SIDE, 1024, 16, 2e-3, 0),
+    "tiny": Size({}, {}, IMAGE_SIDE, 1024, 64, 16, 2e-3, 0),
     "mid": Size(
         language={
             "num_layers": 10,
@@ -138,6 +145,7 @@ SIZES = {
         },
         image_side=336,
         samples=1024,
+        held_out=512,
         micro_batch=16,
         learning_rate=3e-4,
         # The share of 300 million in the real model's default.
@@ -147,26 +155,32 @@ SIZES = {
 
 
 def prepare(folder: Path, size: Size, lora: bool) -> dict:
-    """Write the samples (``data.pt``; for ``lora`` also ``first.pt``, with :data:`FIRST_WORDINGS`)
-    and, for every seed, the initial weights (``seed N``).
+    """Write the samples (``data.pt``; ``held_out.pt``; for ``lora`` also ``first.pt``, with
+    :data:`FIRST_WORDINGS`) and, for every seed, the initial weights (``seed N``).
+
+    A file holds a row for each sample in each wording, first all of the first wording, a picture
+    for each sample, and the wordings' ``shares``.
 
     Returns:
         The numbers of parameters: ``all``, and of them ``tower``.
     """
     drawn = draw_data_set(folder / "pictures", size.samples, 0, size.image_side)
-    sets = {"data.pt": worded(drawn, WORDINGS)}
+    unseen = draw_data_set(folder / "unseen", size.held_out, 1, size.image_side)
+    sets = {"data.pt": (drawn, WORDINGS), "held_out.pt": (unseen, {"{answer}": 1})}
     if lora:
-        sets["first.pt"] = worded(drawn, FIRST_WORDINGS)
-    texts = [m["content"] for rows in sets.values() for messages in rows for m in messages]
-    processor = build_processor(texts, size.image_side)
+        sets["first.pt"] = drawn, FIRST_WORDINGS
+    rows = [
+        row for of, wordings in sets.values() for wording in wordings for row in said(of, wording)
+    ]
+    processor = build_processor([m["content"] for row in rows for m in row], size.image_side)
     collator = ConversationCollator(processor)
-    for name, conversations in sets.items():
-        rows, images = collator.encode(conversations)
-        data = {
-            "input_ids": [torch.tensor(row) for row in rows],
-            "labels": [torch.tensor(collator.labels(row)) for row in rows],
-            "pixel_values": images["pixel_values"].to(torch.bfloat16),
-        }
+    for name, (of, wordings) in sets.items():
+        data: dict = {"input_ids": [], "labels": [], "shares": [*wordings.values()]}
+        for wording in wordings:
+            encoded, images = collator.encode(said(of, wording))
+            data["input_ids"] += [torch.tensor(row) for row in encoded]
+            data["labels"] += [torch.tensor(collator.labels(row)) for row in encoded]
+        data["pixel_values"] = images["pixel_values"].to(torch.bfloat16)
         torch.save(data, folder / name)
     config = tiny_config(processor.tokenizer, size.image_side, size.language, size.tower)
     for seed in SEEDS:
@@ -180,26 +194,26 @@ def prepare(folder: Path, size: Size, lora: bool) -> dict:
     }
 
 
-def worded(conversations: list, wordings: dict[str, int]) -> list:
-    """Conversations whose answers are worded at random, the same each time."""
-    rng = random.Random(0)
+def said(conversations: list, wording: str) -> list:
     found = deepcopy(conversations)
     for messages in found:
-        (wording,) = rng.choices(list(wordings), list(wordings.values()))
         messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
     return found
 
 
-def order_of_samples(samples: int, needed: int, seed: int) -> list[int]:
-    """``needed`` numbers below ``samples``: shuffled epochs, one after the other."""
+def order_of_rows(samples: int, shares: list[int], needed: int, seed: int) -> list[int]:
+    """``needed`` rows of a file of :func:`prepare`: shuffled epochs of all samples, one after the
+    other, each time in a wording drawn by its share."""
     generator = torch.Generator().manual_seed(seed)
     epochs = math.ceil(needed / samples)
     shuffled = [torch.randperm(samples, generator=generator) for _ in range(epochs)]
-    return torch.cat(shuffled)[:needed].tolist()
+    weights = torch.tensor(shares, dtype=torch.float32)
+    wordings = torch.multinomial(weights, needed, replacement=True, generator=generator)
+    return (wordings * samples + torch.cat(shuffled)[:needed]).tolist()
 
 
 def make_batch(data: dict, chosen: list[int], path: Training, device: str) -> dict[str, Tensor]:
-    """The samples as rows padded on the right, or as one row without padding."""
+    """The chosen rows padded on the right, or as one row without padding."""
     ids = [data["input_ids"][number] for number in chosen]
     labels = [data["labels"][number] for number in chosen]
     if path.packed:
@@ -213,7 +227,8 @@ def make_batch(data: dict, chosen: list[int], path: Training, device: str) -> di
             "attention_mask": pad_sequence(masks, batch_first=True),
             "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
         }
-    pixels = data["pixel_values"][chosen]
+    samples = len(data["pixel_values"])
+    pixels = data["pixel_values"][[number % samples for number in chosen]]
     batch["pixel_values"] = torch.zeros_like(pixels) if path.blank else pixels
     return {name: values.to(device) for name, values in batch.items()}
 
@@ -260,7 +275,8 @@ def train(asked: dict) -> dict:
     engine = start_engine(path, size, Path(asked["weights"]))
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     in_step = processes * size.micro_batch
-    order = order_of_samples(len(data["input_ids"]), steps * in_step, seed)
+    samples, needed = len(data["pixel_values"]), steps * in_step
+    order = order_of_rows(samples, data["shares"], needed, seed)
     losses, ended = [], [time.perf_counter()]
     for step in range(steps):
         engine.set_learning_rate(learning_rate_at(step, steps, size.learning_rate))
@@ -274,7 +290,9 @@ def train(asked: dict) -> dict:
     seconds = [after - before for before, after in zip(ended, ended[1:], strict=False)]
     if asked["save"] is not None and rank == 0:
         engine.model.save_pretrained(asked["save"])
+    held_out = torch.load(asked["held_out"], mmap=True)
     return {
+        "right": share_right(engine, held_out, path, size.micro_batch, device),
         "losses": [round(loss, 6) for loss in (mean / processes).tolist()],
         "first_step_s": round(seconds[0], 2),
         "median_step_s": round(statistics.median(seconds), 4),
@@ -283,6 +301,21 @@ def train(asked: dict) -> dict:
         else None,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
+
+
+@torch.no_grad()
+def share_right(engine: Engine, data: dict, path: Training, micro_batch: int, device: str) -> float:
+    """The share of rows of whose labels each is the likeliest token. Layers are not compiled."""
+    engine.model.eval()
+    right, rows = 0, range(len(data["input_ids"]))
+    with torch.compiler.set_stance("force_eager"):
+        for first in rows[::micro_batch]:
+            chosen = [*rows[first : first + micro_batch]]
+            batch = make_batch(data, chosen, replace(path, packed=False), device)
+            wanted = batch.pop("labels")[:, 1:]
+            found = engine.model(**batch).logits[:, :-1].argmax(-1)
+            right += int(((found == wanted) | (wanted == IGNORE_INDEX)).all(-1).sum())
+    return right / len(rows)
 
 
 def runs_on_cpu(processes: int) -> bool:
@@ -353,6 +386,17 @@ def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
             }
     verdict["as_it_should"] = all(row["as_it_should"] for row in verdict["curves"].values())
     return verdict
+
+
+def judge_answers(runs: list[dict], reference: str) -> dict:
+    """The share of ``right`` answers of each path and seed, and whether it is ``as_it_should``."""
+    shares: dict[str, list[float]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        if "right" in run:  # reports from before it was looked at have none
+            shares.setdefault(run["path"], []).append(run["right"])
+    least = min(shares.get(reference, [0.0])) - ROUGHLY
+    of_others = [min(of) for name, of in shares.items() if name != "blank"]
+    return {"right": shares, "as_it_should": min(of_others, default=1.0) >= least}
 
 
 def reference_of(curves: dict[str, dict[int, list[float]]]) -> str:
@@ -431,6 +475,11 @@ def describe(verdict: dict) -> str:
         place = "within" if row["within"] else "OUTSIDE of"
         should = "" if row["as_it_should"] else ", and should not be"
         lines.append(f"{name}: {two(row['distance'])}: {place} the noise{should}")
+    answers = verdict.get("answers", {"right": {}, "as_it_should": True})
+    for name, shares in answers["right"].items():
+        lines.append(f"{name}: right answers {', '.join(f'{share:.3f}' for share in shares)}")
+    if not answers["as_it_should"]:
+        lines.append(f"fewer answers are right than of {verdict['reference']}, and should not be")
     return "\n".join(lines)
 
 
@@ -500,11 +549,13 @@ def main() -> int:
         except (RuntimeError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
-    report["verdict"] = judge(curves_of(report))
+    verdict = report["verdict"] = judge(curves_of(report))
+    verdict["answers"] = judge_answers(report["runs"], verdict["reference"])
+    verdict["as_it_should"] &= verdict["answers"]["as_it_should"]
     write(report, options.out)
-    print(describe(report["verdict"]), flush=True)
+    print(describe(verdict), flush=True)
     draw(curves_of(report), options.picture)
-    return 0 if report["verdict"]["as_it_should"] else 1
+    return 0 if verdict["as_it_should"] else 1
 
 
 def train_all(options: argparse.Namespace) -> dict:
@@ -575,8 +626,8 @@ def train_all(options: argparse.Namespace) -> dict:
 def summary(run: dict) -> str:
     losses = run["losses"]
     return (
-        f"{run['path']}, seed {run['seed']}: loss {losses[0]:.4f} to {losses[-1]:.4f}, a step "
-        f"{run['median_step_s']:.3f} s, all {run['total_s']} s"
+        f"{run['path']}, seed {run['seed']}: loss {losses[0]:.4f} to {losses[-1]:.4f}, "
+        f"{run['right']:.3f} right, a step {run['median_step_s']:.3f} s, all {run['total_s']} s"
     )
 
 
@@ -593,6 +644,7 @@ def train_one(
     weights = f"seed {seed}" if path.trained == "full" else FIRST
     asked = {"path": asdict(path), "size": asdict(size), "seed": seed, "steps": options.steps}
     asked |= {"data": str(folder / "data.pt"), "weights": str(folder / weights), "save": None}
+    asked["held_out"] = str(folder / "held_out.pt")
     asked["out"] = str(folder / f"{name} {seed}.json")
     if name == FIRST:
         asked |= {"data": str(folder / "first.pt"), "save": str(folder / FIRST)}

@@ -16,9 +16,10 @@ from tests.distributed.loss_curve import (
     distance,
     earlier_runs,
     judge,
+    judge_answers,
     learning_rate_at,
     make_batch,
-    order_of_samples,
+    order_of_rows,
 )
 from tests.helpers.processes import WORKERS, run_command_warm, run_with_limit
 
@@ -100,9 +101,34 @@ def test_the_learning_rate_rises_and_falls_to_zero():
 
 
 def test_a_seed_decides_the_order_of_samples_and_every_epoch_holds_all():
-    order = order_of_samples(10, 25, seed=0)
-    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10)) and len(order) == 25
-    assert order == order_of_samples(10, 25, seed=0) != order_of_samples(10, 25, seed=1)
+    order = order_of_rows(10, [6, 3, 1], 25, seed=0)
+    samples = [row % 10 for row in order]
+    assert sorted(samples[:10]) == sorted(samples[10:20]) == list(range(10)) and len(order) == 25
+    assert order == order_of_rows(10, [6, 3, 1], 25, seed=0)
+    assert order != order_of_rows(10, [6, 3, 1], 25, seed=1)
+
+
+def test_wordings_are_drawn_by_their_shares_each_time_that_a_sample_is_seen():
+    wordings = [row // 10 for row in order_of_rows(10, [6, 3, 1], 2000, seed=0)]
+    shares = [wordings.count(wording) / 2000 for wording in range(3)]
+    assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
+    assert wordings[:1000] != wordings[1000:]
+
+
+@pytest.mark.parametrize(
+    ("of_fp8", "fine"), [([0.90, 0.91], True), ([0.90, 0.80], False), ([1.0, 1.0], True)]
+)
+def test_right_answers_are_compared_with_the_lower_of_the_references_seeds(of_fp8, fine):
+    shares = {"fast": [0.95, 0.91], "fp8": of_fp8, "blank": [0.1]}
+    runs = [
+        {"path": path, "seed": seed, "right": share}
+        for path, of_path in shares.items()
+        for seed, share in enumerate(of_path)
+    ]
+    verdict = judge_answers(runs, "fast")
+    assert verdict == {"right": shares, "as_it_should": fine}
+    without = judge_answers([{"path": "fast", "seed": 0}], "fast")
+    assert without == {"right": {}, "as_it_should": True}
 
 
 def test_packed_and_padded_batches_hold_the_same_samples():
@@ -110,6 +136,8 @@ def test_packed_and_padded_batches_hold_the_same_samples():
     data = {"input_ids": rows, "labels": [-row for row in rows]}
     data["pixel_values"] = torch.arange(2.0)
     padded = make_batch(data, [1, 0], PATHS["plain"], "cpu")
+    worded = data | {"input_ids": [*rows, *rows], "labels": [*rows, *rows]}
+    assert make_batch(worded, [3, 0], PATHS["plain"], "cpu")["pixel_values"].tolist() == [1, 0]
     assert padded["input_ids"].tolist() == [[8, 9, 0], [5, 6, 7]]
     assert padded["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert padded["labels"].tolist() == [[-8, -9, -100], [-5, -6, -7]]
@@ -143,7 +171,7 @@ def test_fp8_is_refused_without_gpus_and_else_trained_with_both_seeds(tmp_path, 
     def train_one(name, path, size, seed, folder, options):
         trained.append((name, path.fp8, seed))
         return {"path": name, "seed": seed, "losses": curve(seed)} | dict.fromkeys(
-            ("median_step_s", "total_s"), 0.0
+            ("median_step_s", "total_s", "right"), 0.0
         )
 
     monkeypatch.setattr(loss_curve, "runs_on_cpu", lambda processes: False)

@@ -9,6 +9,7 @@ from glm4v_patched.inference.answering import Answerer
 from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.inference.source import WEIGHTS, find_source
+from glm4v_patched.remote.loss import OutputLayer
 
 
 def has_package(monkeypatch) -> None:
@@ -88,4 +89,4 @@ def test_each_way_answers_on_a_gpu(files, weights):
     loaded = load(base, "cuda", weights)
     prompts = [question.prompt for question in read_questions(files.data)][:2]
     assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(prompts)) == 2
-    assert type(loaded.model.transformer.output_layer) is torch.nn.Linear
+    assert type(loaded.model.transformer.output_layer) is OutputLayer

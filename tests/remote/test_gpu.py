@@ -137,9 +137,10 @@ def test_a_training_steps_memory_is_told_apart(tmp_path, monkeypatch):
     )
     row = measure(settings)
     parts, peak = row["memory_gib"], row["peak_allocated_gib"]
-    weights = sum(count_parameters(ChatGLMConfig(**json.loads(config.read_text())))) * 2 / 2**30
+    # Without ZeRO all that is trained is in fp32.
+    weights = sum(count_parameters(ChatGLMConfig(**json.loads(config.read_text())))) * 4 / 2**30
     assert parts["weights"] == pytest.approx(weights, rel=0.05)
     assert parts["gradients"] == pytest.approx(weights, rel=0.1)
-    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.05)  # two moments in bf16
+    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.05)  # two moments
     assert parts["activations"] > 0 and parts["logits"] > 0
     assert parts["peak"] == pytest.approx(peak, rel=0.05)
