@@ -156,6 +156,7 @@ def test_a_template_that_drops_pictures_or_words_is_noticed(tmp_path, processor,
         processor.chat_template = template
 
 
+@pytest.mark.newest  # Python's processes
 def test_processes_measure_rows_as_this_one_does(tmp_path, processor):
     collator = ConversationCollator(processor)
     rows = [turns(answer="a " * n, rounds=n % 3 + 1) for n in range(1, 150)]

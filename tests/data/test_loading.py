@@ -105,6 +105,7 @@ def test_a_recipe_may_say_how_many(machine):
     }
 
 
+@pytest.mark.newest  # torch's workers
 def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     """Two epochs, of which the second is drawn anew; LoRA's dropout draws random numbers, too.
 

@@ -126,7 +126,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size({}, {}, IMAGE_SIDE, 1024, 64, 16, 2e-3, 0),
+    "tiny": Size({}, {}, IMAGE_SIDE, 256, 64, 16, 2e-3, 0),
     "mid": Size(
         language={
             "num_layers": 10,

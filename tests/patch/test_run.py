@@ -406,6 +406,7 @@ def test_a_script_gets_the_published_classes_by_itself(folder):
     assert json.loads((told / "script.json").read_text()) == {"loaded": PUBLISHED}
 
 
+@pytest.mark.newest  # how Python and launchers start children
 def test_a_script_and_its_children_get_our_classes(folder):
     source = """
 if __name__ == "__main__":
@@ -426,6 +427,7 @@ if __name__ == "__main__":
     }
 
 
+@pytest.mark.newest  # how Python and launchers start children
 def test_two_processes_of_torchrun_get_our_classes(folder):
     source = """
 import torch.distributed as dist
@@ -440,6 +442,7 @@ dist.destroy_process_group()
     assert told == {"rank0": expected, "rank1": expected}
 
 
+@pytest.mark.newest  # how Python and launchers start children
 def test_two_processes_of_deepspeed_get_what_deepspeed_gives_them(quick):
     """With the quick package: DeepSpeed itself takes long enough to start."""
     with socket.socket() as free:
