@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.distributed.reading_lines import Share
 from tests.helpers.processes import gpu_environment, heed_ctrl_c
 
+PYTHON = sys.executable
 REPORT = "reading_task.json"
 
 
@@ -151,7 +152,7 @@ class Task:
             environment |= {"CUDA_VISIBLE_DEVICES": seen[gpu % self.gpus]}
         with self.log_of(name).open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "glm4v_patched", *arguments],
+                [PYTHON, "-m", "glm4v_patched", *arguments],
                 cwd=self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

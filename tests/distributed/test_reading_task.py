@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import reading_task
+from tests.distributed import reading_runs, reading_task
 from tests.distributed.reading_lines import (
     SCRIPTS,
     Share,
@@ -17,8 +17,9 @@ from tests.distributed.reading_lines import (
     is_held_out,
     make_text,
 )
-from tests.distributed.reading_runs import SIZES
+from tests.distributed.reading_runs import SIZES, Task
 from tests.distributed.reading_task import LARGEST_PICTURE, PHASES, main, verdict
+from tests.helpers.processes import cpu_environment
 
 
 def texts(file: Path) -> list[str]:
@@ -106,7 +107,18 @@ def test_a_folder_goes_on_with_its_own_task_alone(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_the_task_runs_from_pictures_to_a_merged_model(tmp_path):
+def test_the_task_runs_from_pictures_to_a_merged_model(tmp_path, programs, monkeypatch):
+    """All commands but the one that gets Ctrl-C are forks."""
+    start = Task.start
+
+    def start_fork(task, name, *arguments, **options):
+        with monkeypatch.context() as patch:
+            if name != "train_1":
+                patch.setattr(reading_runs, "PYTHON", str(programs / "python"))
+            return start(task, name, *arguments, **options)
+
+    monkeypatch.setattr(Task, "start", start_fork)
+    monkeypatch.setattr(reading_runs, "gpu_environment", cpu_environment)
     task = ["--out", str(tmp_path), "--device", "cpu", "--size", "tiny"]
     assert main(task) == 0
     text = (tmp_path / "reading_task.json").read_text()
