@@ -73,7 +73,7 @@ def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> 
         ValueError: the data cannot be used, or ``out`` holds what is not the demo's and would be
             replaced; RuntimeError: training cannot run or failed.
     """
-    require_deepspeed(placement.on_cpu)
+    require_deepspeed()
     conversations = [] if data is None else _read_data(data)
     with locked(out):
         out = out.resolve()
@@ -136,8 +136,7 @@ def _run(
     )
     print(
         f"training {steps} steps on {placement.processes} processes, ZeRO-{ZERO_STAGE}, bf16, "
-        "activation checkpointing (on a CPU, DeepSpeed first compiles its collectives: a minute, "
-        "once)",
+        "activation checkpointing",
         flush=True,
     )
     launch(recipe, placement, overwrite=True)

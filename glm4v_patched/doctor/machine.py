@@ -1,4 +1,4 @@
-"""GPUs and their links, compilers, disks, shared memory, locks, limits; needs no torch."""
+"""GPUs and their links, compiler, disks, shared memory, limits; needs no torch."""
 
 import os
 import resource
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..engine import gpu_facts
-from ..engine.deepspeed.config import missing_for_deepspeed
 from ..engine.gpus import Gpu, find_gpus
 from ..engine.places import fault_of_folder, nearest
 from ..engine.ram import free_ram
@@ -49,8 +48,7 @@ def check_machine(on_cpu: bool) -> Iterator[Finding]:
         yield Finding("GPUs", WARNING, f"none: {gpus.reason}", cure)
     else:
         yield from _check_gpus(gpus.found)
-    yield from _check_compilers(on_cpu or not gpus.found)
-    yield from _check_lock(on_cpu or not gpus.found)
+        yield _check_compiler()
     yield from _check_disks()
     yield _check_shared_memory()
     yield Finding("memory", OK, f"{in_bytes(free_ram())} are free")
@@ -113,44 +111,17 @@ def _check_links() -> Finding:
     )
 
 
-def _check_compilers(on_cpu: bool) -> Iterator[Finding]:
-    missing = [text for text in missing_for_deepspeed(on_cpu) if "DeepSpeed and" not in text]
-    # That DeepSpeed itself is there, and which, is a matter of check_packages().
-    missing = [text for text in missing if "a tested DeepSpeed" not in text]
-    for text in missing:
-        what, _, cure = text.partition(": ")
-        yield Finding("compiler", FAILS, f"there is no {what.removeprefix('a ')}", cure)
-    if on_cpu:
-        if not missing:
-            yield Finding("compiler", OK, "C++ and ninja, for DeepSpeed's CPU collectives")
-        return
+def _check_compiler() -> Finding:
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if compiler is None:
         text = "there is no C compiler, with which Triton builds what starts its kernels"
-        yield Finding("compiler", FAILS, text, "apt-get install gcc; or engine.compile: false")
-    elif not header.is_file():
+        return Finding("compiler", FAILS, text, "apt-get install gcc; or engine.compile: false")
+    if not header.is_file():
         text = f"{header} is not there, which Triton compiles against"
         cure = "apt-get install python3-dev (of this Python); or engine.compile: false"
-        yield Finding("compiler", FAILS, text, cure)
-    else:
-        yield Finding("compiler", OK, f"{compiler}, and Python's headers, for engine.compile")
-
-
-def _check_lock(on_cpu: bool) -> Iterator[Finding]:
-    try:
-        from ..engine.deepspeed.locks import extensions_folder, fault_of_abandoned_lock
-    except ImportError:
-        return  # no psutil, which check_packages() tells
-    text = fault_of_abandoned_lock()
-    if text is None:
-        yield Finding("locks", OK, "none was left behind by a process that was killed")
-    else:
-        found, _, cure = text.rpartition(" Delete it: ")
-        yield Finding("locks", FAILS if on_cpu else WARNING, found, cure)
-    if on_cpu and (fault := fault_of_folder(str(extensions_folder()))):
-        text = f"{extensions_folder()}, where DeepSpeed's CPU collectives are built: {fault}"
-        yield Finding("extensions", FAILS, text, "set TORCH_EXTENSIONS_DIR to another folder")
+        return Finding("compiler", FAILS, text, cure)
+    return Finding("compiler", OK, f"{compiler}, and Python's headers, for engine.compile")
 
 
 def _check_disks() -> Iterator[Finding]:

@@ -122,7 +122,8 @@ def join_processes(options: EngineOptions) -> None:
     if options.zero_stage:
         import deepspeed
 
-        deepspeed.init_distributed(verbose=False)
+        with internals.nothing_compiled():
+            deepspeed.init_distributed(verbose=False)
 
 
 def start(

@@ -14,8 +14,6 @@ import psutil
 
 from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
-from ..engine.deepspeed.locks import require_no_abandoned_lock
-from ..engine.deepspeed.shared_memory import remove_left_buffers
 from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
@@ -198,9 +196,7 @@ def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Pla
 def require_installed(recipe: Recipe, on_cpu: bool) -> None:
     """Raise ``RuntimeError`` if what the recipe needs is missing on this machine."""
     if recipe.engine.zero_stage:
-        require_deepspeed(on_cpu)
-        if on_cpu:
-            require_no_abandoned_lock()
+        require_deepspeed()
     require_packages(recipe.trained)
     require_packages(recipe.engine.optimizer)
 
@@ -325,7 +321,6 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
                     started = _descendants(process)
         finally:
             _end(process, started)
-            remove_left_buffers()
 
 
 def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:

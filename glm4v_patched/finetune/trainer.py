@@ -38,7 +38,6 @@ from ..data.feature_cache import TowerFeatures
 from ..data.loading import loader_options, worker_start
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
-from ..engine.deepspeed.shared_memory import remove_own_buffer
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, Batch, decide, estimate, free_memory
 from ..engine.options import EngineOptions, is_lora
@@ -277,6 +276,7 @@ def train(
     loading = _loading(recipe, processor, rows_of_batches)
     evaluates = evaluated is not None
     arguments = arguments_of(recipe, options, len(conversations), _processes(), evaluates, loading)
+    join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     assert arguments.world_size == _processes()
     starting_point(recipe, arguments.world_size, checkpoint or False, base)
     rows = rows_of(recipe, checked)
@@ -524,7 +524,6 @@ def leave(status: int = 0) -> None:
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    remove_own_buffer()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -14,10 +14,14 @@ from tests.helpers.recipes import launching_warm
 FILES = ["loss.png", "answers.png", "metrics.json", "data/train.jsonl", "trained/model.safetensors"]
 
 
-def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, capsys):
+def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, capsys, monkeypatch):
+    """And DeepSpeed compiles nothing for it."""
+    extensions = tmp_path / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     options = ["--steps", "20", "--processes", "2", "--device", "cpu"]
     with launching_warm():
         assert main(["demo", "--out", str(tmp_path), *options]) == 0
+    assert not extensions.exists()
     for name in FILES:
         assert (tmp_path / name).is_file(), name
     before, after = (

@@ -35,8 +35,7 @@ DEEPSPEED_FAILS = Version(version("deepspeed")) < Version(FIRST_HOLDING_DEEPSPEE
 needs_failing_deepspeed = pytest.mark.skipif(
     not DEEPSPEED_FAILS,
     reason=f"DeepSpeed {version('deepspeed')} is not one that fails; one before "
-    f"{FIRST_HOLDING_DEEPSPEED} is: pip install --no-deps deepspeed==0.19.2, and give it a folder "
-    "TORCH_EXTENSIONS_DIR of its own",
+    f"{FIRST_HOLDING_DEEPSPEED} is: pip install --no-deps deepspeed==0.19.2",
 )
 
 # What is trained. "adapters" are LoRA on the attention projections of both towers.
@@ -79,7 +78,6 @@ def results(tmp_path_factory) -> Path:
     write_legacy_repository(folder / "legacy")
     tiny_model().save_pretrained(folder / "ours")
     (folder / "runs.json").write_text(json.dumps(RUNS))
-    # DeepSpeed compiles its CPU collectives the first time: up to 75 s on two cores.
     run_two_processes("failure_worker.py", str(folder), seconds=400)
     return folder
 

@@ -195,12 +195,6 @@ def endless(recipe, tmp_path) -> Recipe:
     )
 
 
-@pytest.fixture
-def own_extensions(tmp_path, monkeypatch) -> None:
-    """For processes killed while they start: one that loads an extension then leaves a lock."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-
-
 @pytest.mark.slow
 def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
     endless, start, monkeypatch
@@ -229,7 +223,6 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
     assert last_complete_checkpoint(run.folder)
 
 
-@pytest.mark.usefixtures("own_extensions")
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -246,7 +239,6 @@ def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_extensions")
 def test_a_killed_launcher_of_torch_leaves_no_process(endless, start):
     run = start(endless)
     run.wait_for(lambda: run.rank(0) and run.rank(1), SECONDS_TO_RUN)

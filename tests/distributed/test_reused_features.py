@@ -52,7 +52,6 @@ def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("features")
     tiny_model().save_pretrained(folder / "model")
     (folder / "runs.json").write_text(json.dumps(ALL_RUNS))
-    # DeepSpeed compiles its CPU collectives the first time: up to 75 s on two cores.
     output = run_two_processes("feature_worker.py", str(folder), seconds=300)
     (folder / "output.txt").write_text(output)
     return folder

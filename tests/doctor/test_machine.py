@@ -1,6 +1,5 @@
 """What doctor says of a machine: each fault that can be seen beforehand, with its cure."""
 
-import inspect
 import json
 import re
 import resource
@@ -10,19 +9,14 @@ import subprocess
 import sys
 from collections import namedtuple
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
-import torch
-from packaging.version import Version
-from torch.utils import cpp_extension
-from torch.utils.cpp_extension import get_default_build_root
 
 from glm4v_patched.cli import main
 from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import gpu_facts
-from glm4v_patched.engine.deepspeed import locks, names
+from glm4v_patched.engine.deepspeed import names
 from glm4v_patched.engine.gpu_facts import Use, parse_topology
 from glm4v_patched.engine.gpus import Gpu, Gpus
 
@@ -49,12 +43,10 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_facts, "links", lambda: [(0, 1, "NV18")])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**14, 0, 10**14))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**6, 10**6))
-    monkeypatch.setattr(machine, "missing_for_deepspeed", lambda on_cpu: [])
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     for name in machine.STRANGE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -145,31 +137,6 @@ def test_a_fault_of_the_machine_is_told_with_its_cure(
     assert found.verdict == verdict
     text = f"{found.found}: {found.cure}"
     assert re.search(words, text), text
-
-
-def test_an_abandoned_lock_fails_a_training_on_the_cpu(sound, monkeypatch):
-    monkeypatch.setattr(locks, "version", lambda package: "2.13.0+cpu")
-    lock = Path(locks.extensions_folder(), "deepspeed_shm_comm", "lock")
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    assert faults(on_cpu=True)["locks"].verdict == "fails"
-    assert faults()["locks"].cure == f"rm {lock}"
-    with lock.open():
-        assert faults(on_cpu=True) == {}
-    # The kernel has locked it, until its process ends; the file stays for ever.
-    monkeypatch.setattr(locks, "version", lambda package: "2.14.0")
-    assert faults(on_cpu=True) == {}
-
-
-def test_locks_of_the_installed_torch_are_files_or_the_kernels():
-    are_files = "FileBaton(" in inspect.getsource(cpp_extension)
-    assert are_files == (Version(torch.__version__) < Version(locks.FIRST_TORCH_WITHOUT_LOCK_FILES))
-
-
-def test_extensions_are_where_torch_has_them(monkeypatch):
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert str(locks.extensions_folder()) == get_default_build_root()
 
 
 def test_the_table_of_nvidia_smi_is_read():

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import glm4v_patched
 from glm4v_patched.engine.deepspeed import config, internals
 from glm4v_patched.engine.deepspeed.internals import Replacements
+from glm4v_patched.engine.deepspeed.names import COMPILES_COLLECTIVES
 from glm4v_patched.finetune.unpickling import loading_safely
 from glm4v_patched.printed import pip_install
 from tests.helpers.tiny import tiny_model
@@ -132,19 +134,35 @@ def test_the_names_that_the_model_uses_are_checked_here():
         assert set(re.findall(r"\bds_[a-z_]+", source)) <= known, name
 
 
+def test_on_a_cpu_deepspeed_compiles_nothing_where_processes_join(monkeypatch):
+    backend = importlib.import_module(COMPILES_COLLECTIVES.partition(":")[0])
+    original = backend.build_shm_op
+    with pytest.raises(ZeroDivisionError), internals.nothing_compiled():
+        assert backend.build_shm_op() is None
+        raise ZeroDivisionError
+    assert backend.build_shm_op is original
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with internals.nothing_compiled():
+        assert backend.build_shm_op is original
+    monkeypatch.undo()
+    monkeypatch.delattr(backend, "build_shm_op")
+    with pytest.raises(RuntimeError, match=told("build_shm_op")), internals.nothing_compiled():
+        pass
+
+
 @pytest.mark.parametrize("found", ["0.16.8", "0.20.0", "1.0"])
 def test_a_deepspeed_outside_of_the_range_is_told(found, monkeypatch):
     monkeypatch.setattr(config, "version", lambda name: found)
     with pytest.raises(
         RuntimeError, match=f"{found} is not: .*pip install 'deepspeed>=0.16.9,<0.20'"
     ):
-        config.require_deepspeed(on_cpu=False)
+        config.require_deepspeed()
 
 
 @pytest.mark.parametrize("found", ["0.16.9", "0.17.0", "0.19.8", "0.19.9+local"])
 def test_a_deepspeed_inside_of_the_range_is_taken(found, monkeypatch):
     monkeypatch.setattr(config, "version", lambda name: found)
-    config.require_deepspeed(on_cpu=False)
+    config.require_deepspeed()
 
 
 def test_the_range_is_that_of_the_package():

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from glm4v_patched.engine.deepspeed.shared_memory import remove_left_buffers
 from glm4v_patched.engine.environment import path_of_processes
 from tests.helpers import warm
 
@@ -129,8 +128,6 @@ def run_with_limit(
                 part.kill()
         output, _ = process.communicate()
         return Ended(None, output)
-    finally:
-        remove_left_buffers(SECONDS_TO_START)
     return Ended(process.returncode, output)
 
 
@@ -145,10 +142,7 @@ def run_warm(
     ``processes`` is ``None`` for a single one that no launcher has started.
     """
     environment = cpu_environment() if environment is None else environment
-    try:
-        return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
-    finally:
-        remove_left_buffers(SECONDS_TO_START)
+    return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
 
 
 def run_command_warm(command: list[str], seconds: float, environment: dict[str, str]) -> Ended:

@@ -1,11 +1,9 @@
-"""Starts DeepSpeed in a worker, and mends two things of it that go wrong on a CPU."""
-
-import os
-from pathlib import Path
+"""Starts DeepSpeed in a worker, and mends what goes wrong with it on a CPU."""
 
 import torch
 
 from glm4v_patched.engine.deepspeed.gather import wait_for_every_gather
+from glm4v_patched.engine.deepspeed.internals import nothing_compiled
 
 # ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
 NOTHING_STAYS_GATHERED = {
@@ -17,21 +15,10 @@ NOTHING_STAYS_GATHERED = {
 
 
 def start_deepspeed() -> None:
-    """``deepspeed.init_distributed``; on the CPU, with correct loading and nothing left behind."""
+    """``deepspeed.init_distributed``; on the CPU nothing is compiled, and loading is correct."""
     import deepspeed
 
-    deepspeed.init_distributed(verbose=False)
+    with nothing_compiled():
+        deepspeed.init_distributed(verbose=False)
     if not torch.cuda.is_available():
-        _unlink_shared_buffers()
         wait_for_every_gather()
-
-
-def _unlink_shared_buffers() -> None:
-    """Every run leaves 67 MB a process in shared memory otherwise, a killed one too.
-
-    All processes have mapped them by now.
-    """
-    torch.distributed.barrier()
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{address}_{port}_{os.environ['RANK']}"):
-        buffer.unlink()

@@ -9,7 +9,6 @@ from typing import Any
 from packaging.version import Version
 
 from ...printed import pip_install
-from ..environment import path_of_processes
 from ..options import EngineOptions
 
 OLDEST_DEEPSPEED, FIRST_UNTESTED_DEEPSPEED = "0.16.9", "0.20"
@@ -110,25 +109,16 @@ def has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or os.path.isfile(os.path.join(home, "bin", "nvcc"))
 
 
-def require_deepspeed(on_cpu: bool) -> None:
+def require_deepspeed() -> None:
     """Raise ``RuntimeError`` naming what is missing or not supported, and how to install it."""
-    if missing := missing_for_deepspeed(on_cpu):
-        raise RuntimeError("cannot train here; missing:\n  - " + "\n  - ".join(missing))
-
-
-def missing_for_deepspeed(on_cpu: bool) -> list[str]:
-    """What is missing or not supported, each with how to install it behind a colon."""
-    missing = []
+    missing = None
     if importlib.util.find_spec("deepspeed") is None:
         install = pip_install("glm4v-patched[train]")
-        missing.append(f"DeepSpeed and what training needs: {install}")
+        missing = f"DeepSpeed and what training needs: {install}"
     elif not _is_supported(found := version("deepspeed")):
-        missing.append(f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}")
-    if on_cpu and shutil.which("g++") is None and shutil.which("c++") is None:
-        missing.append("a C++ compiler, for DeepSpeed's CPU collectives: apt-get install g++")
-    if on_cpu and shutil.which("ninja", path=path_of_processes()) is None:
-        missing.append(f"ninja, for DeepSpeed's CPU collectives: {pip_install('ninja')}")
-    return missing
+        missing = f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
+    if missing:
+        raise RuntimeError(f"cannot train here; missing: {missing}")
 
 
 def _is_supported(found: str) -> bool:

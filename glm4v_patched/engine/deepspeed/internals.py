@@ -5,9 +5,10 @@ because skipping it silently would make training slower, or wrong. ``remote/`` u
 names itself, because it must not import this package; they are checked from here, too.
 """
 
+import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from .names import (
     CHECKPOINT_ENGINE,
+    COMPILES_COLLECTIVES,
     GATHERS_WHEN_LOADING,
     GRADIENT_VIEWS,
     IN_CHECKPOINTS,
@@ -49,6 +51,7 @@ __all__ = [
     "is_sharded",
     "masters",
     "moved",
+    "nothing_compiled",
     "own_shard",
     "require",
     "resolve",
@@ -121,6 +124,25 @@ class Replacements:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)  # it was the class's
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Where processes join DeepSpeed's group: on a CPU without its own collectives, which it would
+    compile first, for a minute.
+
+    They serve its ``inference_all_reduce`` alone, and training is by gloo in any case. Each process
+    would also leave 67 MB of shared memory behind, and one that is killed meanwhile a lock.
+    """
+    replacements = Replacements()
+    if not torch.cuda.is_available():
+        backend, _, compiles = COMPILES_COLLECTIVES.partition(":")
+        module = importlib.import_module(backend)
+        replacements.apply([module], compiles, lambda original: lambda: None)
+    try:
+        yield
+    finally:
+        replacements.revert()
 
 
 def sharded_weights(model: nn.Module) -> list[nn.Parameter]:

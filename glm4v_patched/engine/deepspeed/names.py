@@ -25,6 +25,8 @@ IN_CHECKPOINTS = (
     "deepspeed.runtime.zero.config:ZeroStageEnum",
     "deepspeed.utils.tensor_fragment:fragment_address",
 )
+# Compiles DeepSpeed's own collectives for a CPU, when processes join.
+COMPILES_COLLECTIVES = "deepspeed.comm.torch:build_shm_op"
 # Of a weight that ZeRO-3 has sharded. remote/ uses the status, to know one, and the modules that
 # use it, to keep it gathered.
 OF_SHARDED_WEIGHTS = (
@@ -58,7 +60,8 @@ DEFINED_IN: dict[str, tuple[str, ...]] = {
     f"{_ZERO}.stage3": (*OF_ZERO3, OF_WEIGHTS_OF_ZERO3, GRADIENT_VIEWS, ZERO3_OPTIMIZER),
     f"{_ZERO}.stage_1_and_2": OF_ZERO12,
 }
-for _name in (ZERO_PARAM_STATUS, SHARDING_INIT, CHECKPOINT_ENGINE, *IN_CHECKPOINTS):
+_RESOLVED = (ZERO_PARAM_STATUS, SHARDING_INIT, CHECKPOINT_ENGINE, COMPILES_COLLECTIVES)
+for _name in (*_RESOLVED, *IN_CHECKPOINTS):
     _module, _, _class = _name.partition(":")
     DEFINED_IN[_module] = (*DEFINED_IN.get(_module, ()), _class)
 
