@@ -1,5 +1,7 @@
 """Loads a model or adapters to be used, with the package's own code and never the folder's."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +36,27 @@ def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded
             "the CPU all the same: --device cpu"
         )
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
-    by_torchao = weights if weights in ("int8", "fp8") else None
-    if weights in ("4bit", "8bit"):
-        bits = int(weights.removesuffix("bit"))
-        options |= quantization_options(torch.bfloat16, torch.device(device), bits)
-    elif device != "cpu" and by_torchao is None:
-        options["device_map"] = {"": torch.device(device)}
-    model: Any = GLM4VForCausalLM.from_pretrained(base.model, **options)
-    if by_torchao is not None:
-        _hold_by_torchao(model, by_torchao, device)
+    model = hold(partial(GLM4VForCausalLM.from_pretrained, base.model, **options), device, weights)
     if base.adapters is not None:
         model = continue_adapters(model, base.adapters)
     return Loaded(model.eval().requires_grad_(False), load_processor(base))
+
+
+def hold(build: Callable[..., Any], device: str, weights: str | None) -> Any:
+    """A model on a device, with the weights of its layers held in one of :data:`source.WEIGHTS`.
+
+    Args:
+        build: Given what else ``from_pretrained`` takes, returns the model: that function, of a
+            folder, or :func:`trainable.build_random`.
+    """
+    if weights in ("4bit", "8bit"):
+        bits = int(weights.removesuffix("bit"))
+        return build(**quantization_options(torch.bfloat16, torch.device(device), bits))
+    if weights is not None:
+        model = build()
+        _hold_by_torchao(model, weights, device)
+        return model
+    return build(**({} if device == "cpu" else {"device_map": {"": torch.device(device)}}))
 
 
 def _hold_by_torchao(model: Any, kind: str, device: str) -> None:
