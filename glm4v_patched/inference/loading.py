@@ -1,5 +1,6 @@
 """Loads a model or adapters to be used, with the package's own code and never the folder's."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,12 +52,23 @@ def hold(build: Callable[..., Any], device: str, weights: str | None) -> Any:
     """
     if weights in ("4bit", "8bit"):
         bits = int(weights.removesuffix("bit"))
+        if bits == 8:
+            _say_no_casts()
         return build(**quantization_options(torch.bfloat16, torch.device(device), bits))
     if weights is not None:
         model = build()
         _hold_by_torchao(model, weights, device)
         return model
     return build(**({} if device == "cpu" else {"device_map": {"": torch.device(device)}}))
+
+
+def _say_no_casts() -> None:
+    """LLM.int8 casts to fp16, and says so in each product of a model that is in bf16."""
+    import bitsandbytes
+
+    said = "MatMul8bitLt: inputs will be cast"
+    logger = logging.getLogger(bitsandbytes.MatmulLtState.__module__)
+    logger.addFilter(lambda record: not str(record.msg).startswith(said))
 
 
 def _hold_by_torchao(model: Any, kind: str, device: str) -> None:

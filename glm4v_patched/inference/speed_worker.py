@@ -38,7 +38,7 @@ def measure(settings: dict, out: Path) -> None:
         row = {"batch": batch, "new_tokens": settings["new_tokens"]}
         row["cache"] = "dynamic" if settings["against"] else settings["cache"]
         row |= {"prompt_tokens": settings["prompt_tokens"], "device": name_of(device)}
-        row |= {"versions": versions(), "weights_gb": weights / 1e9}
+        row |= {"versions": versions(settings["weights"]), "weights_gb": weights / 1e9}
         row["draw_ahead"] = settings["draw_ahead"] and not settings["against"]
         try:
             row |= measure_batch(model, settings, batch, device)
@@ -235,9 +235,14 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    return found | {name: version(name) for name in ("torch", "transformers")}
+def versions(weights: str | None = None) -> dict[str, str]:
+    names = ["torch", "transformers"]
+    if weights is not None:
+        from ..engine.options import PACKAGES
+        from .source import WEIGHTS
+
+        names += PACKAGES[WEIGHTS[weights].package]
+    return {"python": sys.version.split()[0]} | {name: version(name) for name in names}
 
 
 def say(text: str) -> None:
