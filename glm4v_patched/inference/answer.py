@@ -20,7 +20,8 @@ from .questions import (
     digest_questions,
     read_questions,
 )
-from .source import check_weights, find_source
+from .source import find_source
+from .weights import check_weights
 
 if TYPE_CHECKING:
     from .answering import Answer

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 from ..data.decoding import find_fault
 from ..finetune.preflight import place
 from .questions import Generation
-from .source import check_weights, find_source
+from .source import find_source
+from .weights import check_weights
 
 if TYPE_CHECKING:
     from .answering import Answerer

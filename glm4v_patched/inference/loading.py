@@ -25,7 +25,7 @@ def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded
 
     Args:
         device: As torch takes it. Weights go straight to a GPU.
-        weights: How those of the layers are held: one of :data:`source.WEIGHTS`, or None for as
+        weights: How those of the layers are held: one of :data:`weights.WEIGHTS`, or None for as
             they were saved. Of vision adapter, embeddings and output layer they stay as they are.
 
     Raises:
@@ -44,7 +44,7 @@ def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded
 
 
 def hold(build: Callable[..., Any], device: str, weights: str | None) -> Any:
-    """A model on a device, with the weights of its layers held in one of :data:`source.WEIGHTS`.
+    """A model on a device, with the weights of its layers held in one of :data:`weights.WEIGHTS`.
 
     Args:
         build: Given what else ``from_pretrained`` takes, returns the model: that function, of a

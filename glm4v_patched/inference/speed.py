@@ -14,7 +14,6 @@ from pathlib import Path
 from ..bench.settings import Settings
 from ..engine.environment import python_module, run_within, training_environment
 from ..engine.options import require_packages
-from ..finetune.preflight import place
 from ..option_fields import (
     add_option,
     check_object,
@@ -25,7 +24,7 @@ from ..option_fields import (
 )
 from ..row_files import add_rows, markdown, read_rows
 from .command import CACHES, add_weights
-from .source import WEIGHTS, check_weights, kept_cache
+from .weights import WEIGHTS, check_weights, kept_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +68,17 @@ class Speed:
             raise ValueError("\n".join(faults))
 
     def _conflicts(self) -> Iterator[str]:
-        held = "" if self.weights is None else WEIGHTS[self.weights].option
         if self.draw_ahead and self.cache == "dynamic":
             yield "--draw-ahead with --cache dynamic: expected --cache static"
-        elif self.draw_ahead and self.kept != "static":
-            yield f"--draw-ahead with {held}, whose cache is dynamic: leave out one of them"
-        if held and self.against is not None:
-            yield f"{held} is not of the original's code, of --against: leave out one of them"
+        if self.weights is None:
+            return
+        held = WEIGHTS[self.weights]
+        if self.draw_ahead and self.cache == "auto" and not held.compiled:
+            yield f"--draw-ahead with {held.option}, whose cache is dynamic: leave out one of them"
+        if self.compile_layers and not held.compiled:
+            yield f"--compile-layers with {held.option}, which is not compiled: leave out one"
+        if self.against is not None:
+            yield f"{held.option} is not of the original's code, of --against: leave out one"
 
     @property
     def kept(self) -> str:
@@ -141,6 +144,8 @@ def measure_speed(options: argparse.Namespace) -> None:
         speeds.append(Speed(**asked))
     if options.weights is not None:
         require_packages(WEIGHTS[options.weights].package)
+    from ..finetune.preflight import place  # imports pydantic
+
     place(1, options.device)
     if options.out:
         read_rows(REQUIRED, options.out, may_be_new=True)

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import CompileConfig, StaticCache
 
 from .drawing import draw_ahead
-from .source import kept_cache
+from .weights import kept_cache
 
 # A step is compiled in about a minute, in which some 2,000 are made without.
 STEPS_THAT_REPAY = 4000

@@ -12,7 +12,7 @@ from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune import preflight
 from glm4v_patched.inference import drawing, speed, speed_worker, static_cache
-from glm4v_patched.inference.source import WEIGHTS
+from glm4v_patched.inference.weights import WEIGHTS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -127,7 +127,7 @@ def test_says_how_weights_are_held_also_where_nothing_was_measured(
         return "the process ended with status 1"
 
     monkeypatch.setattr(speed, "_run", run)
-    monkeypatch.setattr(speed, "place", lambda *given: None)
+    monkeypatch.setattr(preflight, "place", lambda *given: None)
     monkeypatch.setattr(speed, "require_packages", lambda choice: None)
     out, asked = tmp_path / "generate.json", WEIGHTS[weights].option
     assert not generate("--config", config, *asked.split(), "--device", "cuda", "--out", out)
@@ -213,6 +213,10 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
         (
             ["--device", "cuda", "--load-in-4bit", "--draw-ahead"],
             "--draw-ahead with --load-in-4bit, whose cache is dynamic: leave out one",
+        ),
+        (
+            ["--device", "cuda", "--load-in-4bit", "--compile-layers"],
+            "--compile-layers with --load-in-4bit, which is not compiled: leave out one",
         ),
         (
             ["--torchao", "fp8", "--against", "original"],

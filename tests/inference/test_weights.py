@@ -19,7 +19,8 @@ from glm4v_patched.inference import loading, speed_worker
 from glm4v_patched.inference.answering import Answerer
 from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.questions import Generation, read_questions
-from glm4v_patched.inference.source import WEIGHTS, find_source
+from glm4v_patched.inference.source import find_source
+from glm4v_patched.inference.weights import WEIGHTS
 from glm4v_patched.remote.loss import OutputLayer
 from tests.helpers.tiny import golden_json, tiny_model
 
