@@ -3,11 +3,13 @@
 import gc
 import json
 import weakref
+from contextlib import contextmanager
 from math import ceil
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn import Linear
 from transformers import CompileConfig, StaticCache
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -45,7 +47,7 @@ def test_layers_have_8_bits_and_the_rest_stays_as_it_is(files, weights):
     prompts = [question.prompt for question in read_questions(files.data)][:2]
     changed = set()
     for name, module in plain.model.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, Linear):
             weight = held.model.get_submodule(name).weight
             if type(weight.data) is not type(module.weight.data):
                 changed.add(name.split(".layers")[0])
@@ -88,7 +90,7 @@ def test_bytes_are_counted_with_scales(tmp_path, weights):
     held, plain = built(tmp_path, weights), tiny_model()
     counted = speed_worker.bytes_a_token(plain)
     for name, module in plain.transformer.encoder.named_modules():
-        if type(module) is torch.nn.Linear:
+        if type(module) is Linear:
             weight = held.transformer.encoder.get_submodule(name).weight
             assert speed_worker.bytes_held(weight) == bytes_of(weights, *module.weight.shape), name
             counted += bytes_of(weights, *module.weight.shape) - 4 * module.weight.numel()
@@ -122,33 +124,58 @@ def test_what_is_built_holds_its_weights_as_what_is_loaded(tmp_path, weights):
     own = built(tmp_path, weights)
 
     def kinds(model) -> dict[str, tuple]:
-        weight = torch.nn.Linear
-        linear = {n: m for n, m in model.named_modules() if isinstance(m, weight)}
+        linear = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
         of = speed_worker.bytes_held
         return {n: (type(m), type(m.weight), of(m.weight)) for n, m in linear.items()}
 
     assert kinds(own) == kinds(loaded)
 
 
+@contextmanager
+def makes_room():
+    """A model, and a list to which ``count`` adds how many of its layers' weights are there."""
+    model = tiny_model()
+    linears = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
+    alive, left = [weakref.ref(linear.weight) for linear in linears], []
+    del linears
+
+    def count() -> None:
+        gc.collect()
+        left.append(sum(each() is not None for each in alive))
+
+    yield model, count
+    assert len(left) == len(alive) > 8
+    # The one before may still be there.
+    assert all(found <= len(alive) - done + 1 for done, found in enumerate(left))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_layer_makes_room_for_its_successor(monkeypatch, bits):
     """Weights that are on the device already: never all of both kinds."""
-    model = tiny_model()
-    names = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear and ".layers." in n]
-    alive = [weakref.ref(model.get_submodule(name).weight) for name in names]
-    left = []
-
-    def replaced(linear):
-        gc.collect()
-        left.append(sum(each() is not None for each in alive))
-        return torch.nn.Identity()
-
     monkeypatch.setattr(trainable, "require_packages", lambda choice: None)
-    monkeypatch.setattr(trainable, f"_in_{bits}_bits", replaced)
-    trainable.quantise(model, "cpu", bits)
-    assert len(left) == len(names) > 8
-    # The one before may still be there.
-    assert all(count <= len(names) - done + 1 for done, count in enumerate(left))
+    with makes_room() as (model, count):
+
+        def replaced(linear):
+            count()
+            return torch.nn.Identity()
+
+        monkeypatch.setattr(trainable, f"_in_{bits}_bits", replaced)
+        trainable.quantise(model, "cpu", bits)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_so_does_one_of_torchao(monkeypatch, weights):
+    needs(weights)
+    put = Linear.__setattr__
+    with makes_room() as (model, count):
+
+        def counted(module, name, value):
+            if name == "weight":
+                count()
+            put(module, name, value)
+
+        monkeypatch.setattr(Linear, "__setattr__", counted)
+        loading.hold(lambda: model, "cpu", weights)
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
