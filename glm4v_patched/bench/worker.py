@@ -22,11 +22,10 @@ from ..engine.deepspeed.internals import gathered
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
 from ..engine.prepare import Engine, join_processes, local_device, start
-from ..engine.trainable import quantise
+from ..engine.trainable import build_random
 from ..patch.auto_classes import apply
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
-from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .breakdown import memory_parts, profile_step
 from .roofline import batch_of, config_of, measured_ceiling, supervised, useful_flop
 from .settings import Settings
@@ -110,8 +109,6 @@ def _train(trainer: Engine, batch: dict, warm_up: int, steps: int) -> tuple[list
 
 def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
     """Random weights, where the recipe gives ``from_pretrained`` a folder and what is ``given``."""
-    is_quantised = given.pop("quantization_config", None) is not None
-    given.pop("device_map", None)
     if settings.against is not None:
         theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
         options = {"trust_remote_code": True, "dtype": given["dtype"]}
@@ -120,10 +117,7 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
         return original
     if settings.liger:
         apply(rms_norm=True, swiglu=True)
-    model = GLM4VForCausalLM._from_config(config, **given)
-    if is_quantised:
-        quantise(model, local_device())
-    return model
+    return build_random(config, **given)
 
 
 @torch.no_grad()

@@ -2,12 +2,14 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .options import (
     LoraOptions,
@@ -27,6 +29,9 @@ LORA_TARGETS = {
 
 
 PLAIN_LORA = LoraOptions()
+
+# LLM.int8 multiplies columns of activations in which a number is larger in 16 bits.
+INT8_THRESHOLD = 6.0
 
 
 def select_weights(
@@ -123,39 +128,79 @@ def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: i
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        llm_int8_threshold=INT8_THRESHOLD,
         llm_int8_skip_modules=["transformer.output_layer", "transformer.vision.linear_proj"],
     )
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def quantise(model: GLM4VForCausalLM, device: torch.device | str) -> None:
-    """Replace the linear layers of vision tower and language model by layers of 4 bits (NF4, doubly
-    quantised).
+def build_random(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
+    """A model with random weights, on torch's default device.
 
-    Layers are moved to ``device`` one at a time, so that it never holds the model in full. For a
-    model that was not loaded; :func:`quantization_options` is for one that is.
+    Args:
+        given: What ``from_pretrained`` takes for weights of a folder: ``dtype`` and the like, and
+            :func:`quantization_options`.
+    """
+    quantization = given.pop("quantization_config", None)
+    placed = given.pop("device_map", None)
+    model = GLM4VForCausalLM._from_config(config, **given)
+    if quantization is not None:
+        quantise(model, placed[""], 4 if quantization.load_in_4bit else 8)
+    return model
+
+
+def quantise(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4) -> None:
+    """Replace the linear layers of vision tower and language model by bitsandbytes's: 4 bits (NF4,
+    doubly quantised) or 8 (LLM.int8).
+
+    Layers are moved to ``device`` one at a time, so that it never holds the model in full; on it
+    already, each makes room for its own successor. For a model that was not loaded;
+    :func:`quantization_options` is for one that is.
     """
     require_packages("qlora")
-    import bitsandbytes
-
-    stacks = model.transformer.encoder, model.transformer.vision.transformer
-    for layers in stacks:
-        for parent in list(layers.modules()):
-            for name, linear in list(parent.named_children()):
-                if type(linear) is not nn.Linear:
-                    continue
-                quantised = bitsandbytes.nn.Linear4bit(
-                    linear.in_features,
-                    linear.out_features,
-                    bias=linear.bias is not None,
-                    compute_dtype=linear.weight.dtype,
-                    quant_type="nf4",
-                    device="meta",
-                )
-                quantised.weight = bitsandbytes.nn.Params4bit(
-                    linear.weight.data, requires_grad=False, quant_type="nf4", module=quantised
-                )
-                quantised.bias = linear.bias
-                setattr(parent, name, quantised.to(device))
+    replaced = _in_4_bits if bits == 4 else _in_8_bits
+    for layers in (model.transformer.encoder, model.transformer.vision.transformer):
+        # By name: a list of modules would keep all weights until its end.
+        names = [name for name, each in layers.named_modules() if type(each) is nn.Linear]
+        for name in names:
+            layers.set_submodule(name, replaced(layers.get_submodule(name)).to(device))
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps it, and its types are lost
+
+
+def _in_4_bits(linear: Any) -> nn.Module:
+    """Quantised once it is moved, to any device."""
+    import bitsandbytes
+
+    quantised = bitsandbytes.nn.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=linear.weight.dtype,
+        quant_type="nf4",
+        device="meta",
+    )
+    quantised.weight = bitsandbytes.nn.Params4bit(
+        linear.weight.data, requires_grad=False, quant_type="nf4", module=quantised
+    )
+    quantised.bias = linear.bias
+    return quantised
+
+
+def _in_8_bits(linear: Any) -> nn.Module:
+    """Quantised once it is moved, to any device."""
+    import bitsandbytes
+
+    quantised = bitsandbytes.nn.Linear8bitLt(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        has_fp16_weights=False,
+        threshold=INT8_THRESHOLD,
+        device="meta",
+    )
+    # Only what comes from the CPU is quantised when it is moved.
+    of_cpu = linear.weight.data.cpu()
+    quantised.weight = bitsandbytes.nn.Int8Params(of_cpu, requires_grad=False)
+    quantised.bias = linear.bias
+    return quantised

@@ -20,7 +20,8 @@ from .questions import (
     digest_questions,
     read_questions,
 )
-from .source import check_weights, find_source
+from .source import find_source
+from .weights import check_weights
 
 if TYPE_CHECKING:
     from .answering import Answer
@@ -49,7 +50,7 @@ class Request:
 
     def place(self) -> Placement:
         """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
-        check_weights(self.weights, self.device)
+        check_weights(self.weights, self.device, self.cache)
         return place(self.processes, self.device)
 
 
@@ -137,7 +138,7 @@ def answers(
     number = min(placement.processes, -(-len(questions) // request.batch_size))
     parts = list(batches(questions, request.batch_size))
     steps = -(-len(parts) // number) * request.generation.max_new_tokens
-    cache = chosen(request.cache, device, steps)
+    cache = chosen(request.cache, device, steps, request.weights)
     if number == 1:
         from .loading import load
 

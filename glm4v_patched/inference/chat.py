@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 from ..data.decoding import find_fault
 from ..finetune.preflight import place
 from .questions import Generation
-from .source import check_weights, find_source
+from .source import find_source
+from .weights import check_weights
 
 if TYPE_CHECKING:
     from .answering import Answerer
@@ -46,7 +47,7 @@ def chat(
     """
     for image in images:
         check_picture(image)
-    check_weights(weights, device)
+    check_weights(weights, device, cache)
     placement = place(1, device)
     base = find_source(model, revision, weights)
 
@@ -58,7 +59,8 @@ def chat(
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
     limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
     generation = generation or Generation()
-    kept = chosen(cache, "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens)
+    where, most = "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens
+    kept = chosen(cache, where, most, weights)
     answerer = Answerer(loaded, generation, kept)
     Chat(answerer, limit, system, images).run(sys.stdin)
 

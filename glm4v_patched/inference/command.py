@@ -68,7 +68,11 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
     device = "cpu: without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
-    fewer = parser.add_argument_group("weights in fewer bytes; one of these")
+    add_weights(parser, "weights in fewer bytes; one of these")
+
+
+def add_weights(parser: argparse.ArgumentParser, title: str) -> None:
+    fewer = parser.add_argument_group(title)
     held = fewer.add_mutually_exclusive_group()
     for bits in ("4", "8"):
         told = f"hold the layers' weights in {bits} bits (bitsandbytes, on a GPU)"

@@ -1,5 +1,8 @@
 """Loads a model or adapters to be used, with the package's own code and never the folder's."""
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded
 
     Args:
         device: As torch takes it. Weights go straight to a GPU.
-        weights: How those of the layers are held: one of :data:`source.WEIGHTS`, or None for as
+        weights: How those of the layers are held: one of :data:`weights.WEIGHTS`, or None for as
             they were saved. Of vision adapter, embeddings and output layer they stay as they are.
 
     Raises:
@@ -34,18 +37,38 @@ def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded
             "the CPU all the same: --device cpu"
         )
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
-    by_torchao = weights if weights in ("int8", "fp8") else None
-    if weights in ("4bit", "8bit"):
-        bits = int(weights.removesuffix("bit"))
-        options |= quantization_options(torch.bfloat16, torch.device(device), bits)
-    elif device != "cpu" and by_torchao is None:
-        options["device_map"] = {"": torch.device(device)}
-    model: Any = GLM4VForCausalLM.from_pretrained(base.model, **options)
-    if by_torchao is not None:
-        _hold_by_torchao(model, by_torchao, device)
+    model = hold(partial(GLM4VForCausalLM.from_pretrained, base.model, **options), device, weights)
     if base.adapters is not None:
         model = continue_adapters(model, base.adapters)
     return Loaded(model.eval().requires_grad_(False), load_processor(base))
+
+
+def hold(build: Callable[..., Any], device: str, weights: str | None) -> Any:
+    """A model on a device, with the weights of its layers held in one of :data:`weights.WEIGHTS`.
+
+    Args:
+        build: Given what else ``from_pretrained`` takes, returns the model: that function, of a
+            folder, or :func:`trainable.build_random`.
+    """
+    if weights in ("4bit", "8bit"):
+        bits = int(weights.removesuffix("bit"))
+        if bits == 8:
+            _say_no_casts()
+        return build(**quantization_options(torch.bfloat16, torch.device(device), bits))
+    if weights is not None:
+        model = build()
+        _hold_by_torchao(model, weights, device)
+        return model
+    return build(**({} if device == "cpu" else {"device_map": {"": torch.device(device)}}))
+
+
+def _say_no_casts() -> None:
+    """LLM.int8 casts to fp16, and says so in each product of a model that is in bf16."""
+    import bitsandbytes
+
+    said = "MatMul8bitLt: inputs will be cast"
+    logger = logging.getLogger(bitsandbytes.MatmulLtState.__module__)
+    logger.addFilter(lambda record: not str(record.msg).startswith(said))
 
 
 def _hold_by_torchao(model: Any, kind: str, device: str) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from ..engine.options import require_packages
 from ..finetune.identity import (
@@ -16,37 +15,11 @@ from ..finetune.identity import (
 )
 from ..finetune.preflight import fault_of_model
 from ..printed import own_command
-
-
-class Held(NamedTuple):
-    """A way to hold the weights of the layers; ``package`` is one of :data:`options.PACKAGES`."""
-
-    option: str
-    package: str
-    on_cpu: bool
-
-
-WEIGHTS = {
-    "4bit": Held("--load-in-4bit", "qlora", on_cpu=False),
-    "8bit": Held("--load-in-8bit", "qlora", on_cpu=False),
-    "int8": Held("--torchao int8", "torchao", on_cpu=True),
-    "fp8": Held("--torchao fp8", "torchao", on_cpu=True),
-}
-"""bitsandbytes: 4 bits (NF4, as qlora trains them), or 8; torchao: weights of 8 bits, integers or
-floating point, with which the computation is in the model's own dtype."""
-
+from .weights import WEIGHTS
 
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
 OF_ADAPTERS += ["tokenizer.model", "chat_template.jinja"]
 """What is taken of adapters on the Hub; no code."""
-
-
-def check_weights(weights: str | None, device: str) -> None:
-    """Raise ``ValueError`` if weights cannot be held so on a device."""
-    if weights is not None and device == "cpu" and not WEIGHTS[weights].on_cpu:
-        raise ValueError(
-            f"{WEIGHTS[weights].option} needs a GPU, and --device is cpu: leave one of them out"
-        )
 
 
 def find_source(name: str, revision: str | None = None, weights: str | None = None) -> Base:
@@ -55,7 +28,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     Args:
         name: Folder of a model or of LoRA adapters, or an id of the Hub.
         revision: Of an id of the Hub; of a folder of adapters, that of their model there.
-        weights: How they will be held: one of :data:`WEIGHTS`, or as they are.
+        weights: How they will be held: one of :data:`weights.WEIGHTS`, or as they are.
 
     Raises:
         ValueError: it is not there, not whole or no glm-4v, its adapters are of a model that has

@@ -7,12 +7,13 @@ import argparse
 import json
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ..bench.settings import Settings
 from ..engine.environment import python_module, run_within, training_environment
+from ..engine.options import require_packages
 from ..option_fields import (
     add_option,
     check_object,
@@ -22,8 +23,8 @@ from ..option_fields import (
     refuse_changed,
 )
 from ..row_files import add_rows, markdown, read_rows
-
-CACHES = ("static", "dynamic")
+from .command import CACHES, add_weights
+from .weights import WEIGHTS, check_weights, kept_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Speed:
     batch: tuple[int, ...] = option((1, 8, 32), "rows at once, each number measured", at_least=1)
     new_tokens: int = option(128, "of each answer", at_least=2)
     prompt_tokens: int = option(40, "ids of text beside a prompt's picture", at_least=1)
-    cache: str = option("static", "static compiles a step on a GPU", choices=CACHES)
+    cache: str = option("auto", "auto: static, if steps compile on a GPU", choices=CACHES)
     draw_ahead: bool = option(False, "do not wait for the device between two tokens")
     compile_options: str = option(
         "{}", "laid over ours for inductor", metavar="JSON", check=check_object
@@ -44,6 +45,7 @@ class Speed:
     config: str | None = None
     against: str | None = None
     device: str = "cuda"
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         faults = list(faults_of_fields(self))
@@ -52,8 +54,11 @@ class Speed:
                 "--device cpu with the real model, of 13.9 billion weights: expected --config of "
                 "a small one"
             )
-        if self.draw_ahead and self.cache != "static":
-            faults.append(f"--draw-ahead with --cache {self.cache}: expected --cache static")
+        try:
+            check_weights(self.weights, self.device, self.cache)
+        except ValueError as error:
+            faults.append(str(error))
+        faults += self._conflicts()
         if self.against is not None and not Path(self.against, "config.json").is_file():
             faults.append(
                 f"--against {self.against} has no config.json: expected a folder with the "
@@ -61,6 +66,24 @@ class Speed:
             )
         if faults:
             raise ValueError("\n".join(faults))
+
+    def _conflicts(self) -> Iterator[str]:
+        if self.draw_ahead and self.cache == "dynamic":
+            yield "--draw-ahead with --cache dynamic: expected --cache static"
+        if self.weights is None:
+            return
+        held = WEIGHTS[self.weights]
+        if self.draw_ahead and self.cache == "auto" and not held.compiled:
+            yield f"--draw-ahead with {held.option}, whose cache is dynamic: leave out one of them"
+        if self.compile_layers and not held.compiled:
+            yield f"--compile-layers with {held.option}, which is not compiled: leave out one"
+        if self.against is not None:
+            yield f"{held.option} is not of the original's code, of --against: leave out one"
+
+    @property
+    def kept(self) -> str:
+        """The cache that is measured."""
+        return kept_cache(self.cache, self.weights, "static")
 
 
 OF_TRAINING = "is of training: leave it out with --generate"
@@ -71,6 +94,7 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
     "code": lambda row: row["implementation"],
     "transformers": lambda row: row.get("versions", {}).get("transformers", "-"),
     "device": lambda row: row.get("device", "-"),
+    "weights": lambda row: row.get("weights") or "-",
     "cache": lambda row: row.get("cache", "-"),
     "draws ahead": lambda row: "yes" if row.get("draw_ahead") else "-",
     "batch": lambda row: str(row["batch"]),
@@ -89,6 +113,7 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
         if each.metadata:
             add_option(group, each)
     add("--python", metavar="FILE", help="Python that has the original's transformers")
+    add_weights(parser, "--generate, weights in fewer bytes; one of these")
 
 
 def refuse_generation(options: argparse.Namespace) -> None:
@@ -97,12 +122,14 @@ def refuse_generation(options: argparse.Namespace) -> None:
     refuse_changed(options, Speed, Settings, told)
     if options.python is not None:
         raise ValueError(f"--python {told}")
+    if options.weights is not None:
+        raise ValueError(f"{WEIGHTS[options.weights].option} {told}")
 
 
 def measure_speed(options: argparse.Namespace) -> None:
     """Measure ours and, with ``--against``, the original's code; print the rows and add them to
     ``--out``; or, with ``--rows``, print the table of old ones. Raises ``ValueError`` for what
-    cannot be measured, before anything runs."""
+    cannot be measured, and ``RuntimeError`` for what is not installed, before anything runs."""
     for name, default in OTHERS.items():
         if getattr(options, name) != default:
             raise ValueError(f"--{name} {OF_TRAINING}")
@@ -115,6 +142,11 @@ def measure_speed(options: argparse.Namespace) -> None:
     speeds = [Speed(**asked | {"against": None})]
     if options.against is not None:
         speeds.append(Speed(**asked))
+    if options.weights is not None:
+        require_packages(WEIGHTS[options.weights].package)
+    from ..finetune.preflight import place  # imports pydantic
+
+    place(1, options.device)
     if options.out:
         read_rows(REQUIRED, options.out, may_be_new=True)
     for speed in speeds:
@@ -137,11 +169,12 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         environment = training_environment(1, speed.device == "cpu")
-        error = _run([*command, json.dumps(asdict(speed)), str(out)], environment, timeout)
+        settings = json.dumps(asdict(speed) | {"cache": speed.kept})
+        error = _run([*command, settings, str(out)], environment, timeout)
         rows = json.loads(out.read_text()) if out.exists() else []
     whole = command_of(speed)
     implementation = "ours" if speed.against is None else "original"
-    common = {"workload": "generate", "implementation": implementation}
+    common = {"workload": "generate", "implementation": implementation, "weights": speed.weights}
     measured = {row["batch"] for row in rows}
     if error is not None:
         missing = [batch for batch in speed.batch if batch not in measured]
@@ -160,4 +193,5 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> str
 
 def command_of(speed: Speed) -> str:
     """The shortest command line that measures these rows."""
-    return "glm4v-patched bench --generate " + shlex.join(given(speed))
+    held = [] if speed.weights is None else WEIGHTS[speed.weights].option.split()
+    return "glm4v-patched bench --generate " + shlex.join([*given(speed, but=["weights"]), *held])

@@ -8,6 +8,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ def measure(settings: dict, out: Path) -> None:
     began = time.perf_counter()
     model = build_original(settings) if settings["against"] else build(settings)
     weights = bytes_a_token(model)
-    say(f"model of {weights / 1e9:.1f} GB a token built in {time.perf_counter() - began:.0f} s")
+    held = f", weights {settings['weights']}" if settings["weights"] else ""
+    built = time.perf_counter() - began
+    say(f"model of {weights / 1e9:.1f} GB a token{held} built in {built:.0f} s")
     rows: list[dict] = []
     for batch in settings["batch"]:
-        row = {"batch": batch, "new_tokens": settings["new_tokens"], "cache": settings["cache"]}
+        row = {"batch": batch, "new_tokens": settings["new_tokens"]}
+        row["cache"] = "dynamic" if settings["against"] else settings["cache"]
         row |= {"prompt_tokens": settings["prompt_tokens"], "device": name_of(device)}
-        row |= {"versions": versions(), "weights_gb": weights / 1e9}
+        row |= {"versions": versions(settings["weights"]), "weights_gb": weights / 1e9}
         row["draw_ahead"] = settings["draw_ahead"] and not settings["against"]
         try:
             row |= measure_batch(model, settings, batch, device)
@@ -59,18 +63,19 @@ def told(row: dict) -> str:
 
 
 def build(settings: dict) -> Any:
-    """Ours, with random weights in bf16, made on the device; fp32 on a CPU."""
+    """Ours, with random weights in bf16, made on the device; fp32 on a CPU. Those of the layers are
+    then held as the settings say, one after the other."""
+    from ..engine.trainable import build_random
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from ..remote.modeling_chatglm import GLM4VForCausalLM
+    from .loading import hold
 
     file = settings["config"]
     sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-    options = {"attn_implementation": settings["attn_implementation"]}
-    on_gpu = settings["device"] != "cpu"
-    with torch.device(settings["device"]):
-        model = GLM4VForCausalLM._from_config(
-            ChatGLMConfig(**sizes), dtype=torch.bfloat16 if on_gpu else torch.float32, **options
-        )
+    device, options = settings["device"], {"attn_implementation": settings["attn_implementation"]}
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        build = partial(build_random, ChatGLMConfig(**sizes), dtype=dtype, **options)
+        model = hold(build, device, settings["weights"])
     if settings["compile_layers"]:
         from ..engine.compilation import compile_layers
 
@@ -183,10 +188,28 @@ def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor
 def bytes_a_token(model: Any) -> int:
     """Of the weights that one decoding step reads: the language model's, without its embeddings."""
     return sum(
-        parameter.numel() * parameter.element_size()
+        bytes_held(parameter)
         for name, parameter in model.named_parameters()
         if ".vision." not in name and ".embedding." not in name
     )
+
+
+def bytes_held(weight: Any) -> int:
+    """Of a weight, with its scales where a package holds it in fewer bytes. Nothing has been
+    computed with it: LLM.int8's layers then take the scales away from their weights."""
+    parts: list[Tensor] = []
+    if hasattr(weight, "__tensor_flatten__"):  # torchao's
+        return sum(bytes_held(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    if type(weight).__name__ == "Params4bit":
+        parts = [each for each in weight.quant_state.as_dict().values() if torch.is_tensor(each)]
+    elif type(weight).__name__ == "Int8Params":
+        parts = [weight.SCB]
+    elif type(weight) not in (Tensor, torch.nn.Parameter):
+        raise RuntimeError(
+            f"how many bytes a {type(weight).__name__} of {type(weight).__module__} has is not "
+            "known: expected weights of torch, torchao or bitsandbytes"
+        )
+    return sum(each.numel() * each.element_size() for each in (weight, *parts))
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -212,9 +235,14 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    return found | {name: version(name) for name in ("torch", "transformers")}
+def versions(weights: str | None = None) -> dict[str, str]:
+    names = ["torch", "transformers"]
+    if weights is not None:
+        from ..engine.options import PACKAGES
+        from .weights import WEIGHTS
+
+        names += PACKAGES[WEIGHTS[weights].package]
+    return {"python": sys.version.split()[0]} | {name: version(name) for name in names}
 
 
 def say(text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import CompileConfig, StaticCache
 
 from .drawing import draw_ahead
+from .weights import kept_cache
 
 # A step is compiled in about a minute, in which some 2,000 are made without.
 STEPS_THAT_REPAY = 4000
@@ -76,8 +77,7 @@ def compiling(
     )
 
 
-def chosen(cache: str, device: str, steps: int) -> str:
+def chosen(cache: str, device: str, steps: int, weights: str | None = None) -> str:
     """``static`` or ``dynamic``; ``auto`` is ``static`` where so many steps repay compilation."""
-    if cache != "auto":
-        return cache
-    return "static" if device != "cpu" and steps >= STEPS_THAT_REPAY else "dynamic"
+    pays = device != "cpu" and steps >= STEPS_THAT_REPAY
+    return kept_cache(cache, weights, "static" if pays else "dynamic")

@@ -16,7 +16,8 @@ from .serving.errors import ApiError
 from .serving.limits import Limits
 from .serving.pictures import require_size
 from .serving.serve import is_installed, listen
-from .source import check_weights, find_source
+from .source import find_source
+from .weights import check_weights
 
 if TYPE_CHECKING:
     from .serving.engine import Engine

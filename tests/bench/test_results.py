@@ -266,6 +266,8 @@ def test_a_rows_command_asks_for_its_settings(row):
         (["--rows", "none.json"], "none.json"),
         (["--batch", "8"], "--batch is of generation: leave it out, or add --generate"),
         (["--compile-layers"], "--compile-layers is of generation: leave it out"),
+        (["--torchao", "int8"], "--torchao int8 is of generation: leave it out"),
+        (["--load-in-4bit"], "--load-in-4bit is of generation: leave it out"),
         (["--python", "python3"], "--python is of generation: leave it out"),
         (["--out", "none/rows.json"], "is no folder; make it first"),
         (["--pictures", __file__], "is a file; pictures need a folder"),

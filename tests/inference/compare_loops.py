@@ -168,6 +168,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings = {name: getattr(options, name) for name in ("config", "device")}
     settings |= {name: getattr(options, name) for name in ("new_tokens", "prompt_tokens")}
     settings |= {"attn_implementation": "sdpa", "compile_layers": False, "against": None}
+    settings |= {"weights": None}
     torch.manual_seed(0)
     model = speed_worker.build(settings).to(DTYPES[options.dtype])
     common = settings | {"dtype": options.dtype, "versions": speed_worker.versions()}

@@ -88,6 +88,8 @@ def test_auto_is_static_where_a_gpu_has_enough_to_do():
     assert static_cache.chosen("auto", "cuda", 500) == "dynamic"
     assert static_cache.chosen("auto", "cpu", 8000) == "dynamic"
     assert static_cache.chosen("static", "cpu", 1) == "static"
+    assert static_cache.chosen("auto", "cuda", 8000, "int8") == "static"
+    assert static_cache.chosen("auto", "cuda", 8000, "4bit") == "dynamic"  # is not compiled
 
 
 def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answered):

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import main
+from glm4v_patched.engine.gpus import Gpus
+from glm4v_patched.engine.options import PACKAGES
+from glm4v_patched.finetune import preflight
 from glm4v_patched.inference import drawing, speed, speed_worker, static_cache
+from glm4v_patched.inference.weights import WEIGHTS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -62,6 +66,7 @@ def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
     for row in rows:
         assert row["workload"] == "generate" and row["implementation"] == "ours"
         assert row["new_tokens"] == 4 and row["cache"] == "static" and row["device"] == "cpu"
+        assert row["weights"] is None
         assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
         assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
         seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
@@ -93,18 +98,78 @@ def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, ask
     assert len(calls) == (8 if asked else 0)
 
 
+@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_measures_weights_of_torchao(config, tmp_path, capfd, weights, cache):
+    pytest.importorskip("torchao", reason="torchao is missing: pip install torchao")
+    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
+    asked = ["--torchao", weights, "--cache", cache]
+    generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
+    plain = speed_worker.bytes_a_token(tiny_model())
+    for row in json.loads(out.read_text()):
+        assert row["weights"] == weights and row["cache"] == cache
+        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
+        assert row["weights_gb"] * 1e9 < 0.6 * plain  # of fp32; not all are in 8 bits
+        assert "torchao" in row["versions"]
+        assert row["command"].endswith(f"--device cpu --torchao {weights}")
+    assert f"GB a token, weights {weights} built in" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("weights", sorted(WEIGHTS))
+def test_says_how_weights_are_held_also_where_nothing_was_measured(
+    config, tmp_path, monkeypatch, weights
+):
+    started = []
+
+    def run(command: list[str], *rest) -> str:
+        started.append(json.loads(command[-2]))
+        return "the process ended with status 1"
+
+    monkeypatch.setattr(speed, "_run", run)
+    monkeypatch.setattr(preflight, "place", lambda *given: None)
+    monkeypatch.setattr(speed, "require_packages", lambda choice: None)
+    out, asked = tmp_path / "generate.json", WEIGHTS[weights].option
+    assert not generate("--config", config, *asked.split(), "--device", "cuda", "--out", out)
+    rows = json.loads(out.read_text())
+    assert {row["weights"] for row in rows} == {weights} == {each["weights"] for each in started}
+    assert rows[0]["command"].endswith(f" {asked}")
+    # bitsandbytes's are not compiled.
+    (cache,) = {each["cache"] for each in started}
+    assert cache == ("dynamic" if weights in ("4bit", "8bit") else "static")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", sorted(WEIGHTS))
+def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
+    package = "torchao" if weights in ("int8", "fp8") else "bitsandbytes"
+    pytest.importorskip(package, reason=f"{package} is missing: pip install {package}")
+    out, sizes = tmp_path / "generate.json", ["--new-tokens", 32, "--batch", 1, 2]
+    asked = ["--device", "cuda", *WEIGHTS[weights].option.split()]
+    generate("--config", config, *sizes, *asked, "--out", out)
+    plain = speed_worker.bytes_a_token(tiny_model()) / 2  # of bf16
+    rows = json.loads(out.read_text())
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert "error" not in row and row["weights"] == weights
+        assert row["cache"] == ("static" if package == "torchao" else "dynamic")
+        assert row["weights_gb"] * 1e9 < 0.9 * plain and row["tokens_per_s"] > 0
+
+
 def test_prints_the_table_of_rows(tmp_path, capsys):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
-    fast |= {"batch": 8, "draw_ahead": True}
+    fast |= {"batch": 8, "draw_ahead": True, "weights": "int8"}
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     lines = capsys.readouterr().out.splitlines()
-    head = "| code | transformers | device | cache | draws ahead | batch | first token, s |"
+    head = (
+        "| code | transformers | device | weights | cache | draws ahead | batch | first token, s |"
+    )
     assert lines[0].startswith(head)
-    assert lines[2] == r"| ours | - | cpu | - | - | 1 | a \| b | - | - | - |"
-    assert lines[3] == "| ours | - | cpu | - | yes | 8 | 0.250 | 1,234.6 | 50% | - |"
+    assert lines[2] == r"| ours | - | cpu | - | - | - | 1 | a \| b | - | - | - |"
+    assert lines[3] == "| ours | - | cpu | int8 | - | yes | 8 | 0.250 | 1,234.6 | 50% | - |"
 
 
 def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
@@ -136,9 +201,37 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
         (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
         (["--against", "none"], "--against none has no config.json"),
         (["--draw-ahead", "--cache", "dynamic"], "--draw-ahead with --cache dynamic: expected"),
+        (["--load-in-4bit"], "--load-in-4bit needs a GPU, and --device is cpu"),
+        (["--load-in-8bit"], "--load-in-8bit needs a GPU, and --device is cpu"),
+        (["--torchao", "int8"], "torchao needs not_there: "),
+        (["--device", "cuda"], "there is no GPU"),
+        (["--device", "cuda", "--load-in-4bit"], "qlora needs not_there: "),
+        (
+            ["--device", "cuda", "--load-in-8bit", "--cache", "static"],
+            "--cache static with --load-in-8bit: .* compiles none .*; leave out --cache",
+        ),
+        (
+            ["--device", "cuda", "--load-in-4bit", "--draw-ahead"],
+            "--draw-ahead with --load-in-4bit, whose cache is dynamic: leave out one",
+        ),
+        (
+            ["--device", "cuda", "--load-in-4bit", "--compile-layers"],
+            "--compile-layers with --load-in-4bit, which is not compiled: leave out one",
+        ),
+        (
+            ["--torchao", "fp8", "--against", "original"],
+            "--torchao fp8 is not of the original's code, of --against: leave out one",
+        ),
     ],
 )
-def test_refuses_what_cannot_be_measured(config, arguments, told, capsys):
+def test_refuses_what_cannot_be_measured(config, arguments, told, capsys, monkeypatch):
+    monkeypatch.setattr(speed, "_run", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus((), "no driver"))
+    for choice in ("torchao", "qlora"):
+        monkeypatch.setitem(PACKAGES, choice, ["not_there"])
+    monkeypatch.chdir(config.parent)
+    (config.parent / "original").mkdir()
+    (config.parent / "original" / "config.json").write_text("{}")
     assert generate("--config", config, *arguments)
     assert re.search(told, capsys.readouterr().err)
 

@@ -16,7 +16,8 @@ from typing import Any
 from ...finetune.preflight import place
 from ...printed import pip_install
 from ..questions import Generation
-from ..source import check_weights, find_source
+from ..source import find_source
+from ..weights import check_weights
 from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
 
