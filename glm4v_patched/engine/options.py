@@ -213,8 +213,8 @@ def check_optimizer(optimizer: str) -> None:
         raise ValueError(f"the optimizer is {optimizer!r}; expected {' or '.join(OPTIMIZERS)}")
 
 
-def require_packages(choice: str) -> None:
-    """Raise ``RuntimeError`` naming what a choice needs and does not find."""
+def require_packages(choice: str, typed: str | None = None) -> None:
+    """Raise ``RuntimeError`` naming what a choice, ``typed`` so, needs and does not find."""
     missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(f"{choice} needs {' and '.join(missing)}: {pip_install(*missing)}")
+        raise RuntimeError(f"{typed or choice} needs {' and '.join(missing)}: {pip_install(*missing)}")

@@ -39,7 +39,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         raise ValueError(f"{name}: {fault}")
     base = _find_base(name, revision)
     if weights is not None:
-        require_packages(WEIGHTS[weights].package)
+        require_packages(WEIGHTS[weights].package, WEIGHTS[weights].option)
         if WEIGHTS[weights].package == "torchao" and base.adapters is not None:
             merge = own_command("merge", name, "--out", "merged")
             raise ValueError(

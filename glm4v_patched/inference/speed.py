@@ -143,7 +143,8 @@ def measure_speed(options: argparse.Namespace) -> None:
     if options.against is not None:
         speeds.append(Speed(**asked))
     if options.weights is not None:
-        require_packages(WEIGHTS[options.weights].package)
+        held = WEIGHTS[options.weights]
+        require_packages(held.package, held.option)
     from ..finetune.preflight import place  # imports pydantic
 
     place(1, options.device)

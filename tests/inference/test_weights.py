@@ -34,7 +34,7 @@ PACKAGE = dict.fromkeys(("int8", "fp8"), "torchao") | dict.fromkeys(
 def has_package(monkeypatch) -> None:
     from glm4v_patched.inference import source
 
-    monkeypatch.setattr(source, "require_packages", lambda choice: None)
+    monkeypatch.setattr(source, "require_packages", lambda *choice: None)
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
@@ -152,7 +152,7 @@ def makes_room():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_layer_makes_room_for_its_successor(monkeypatch, bits):
     """Weights that are on the device already: never all of both kinds."""
-    monkeypatch.setattr(trainable, "require_packages", lambda choice: None)
+    monkeypatch.setattr(trainable, "require_packages", lambda *choice: None)
     with makes_room() as (model, count):
 
         def replaced(linear):
@@ -256,7 +256,7 @@ def test_a_missing_package_is_named(files, monkeypatch, weights):
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     package = "torchao" if weights in ("int8", "fp8") else "bitsandbytes"
-    with pytest.raises(RuntimeError, match=f"needs .*{package}"):
+    with pytest.raises(RuntimeError, match=f"^{WEIGHTS[weights].option} needs .*{package}"):
         find_source(str(files.model), weights=weights)
 
 
