@@ -217,4 +217,6 @@ def require_packages(choice: str, typed: str | None = None) -> None:
     """Raise ``RuntimeError`` naming what a choice, ``typed`` so, needs and does not find."""
     missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(f"{typed or choice} needs {' and '.join(missing)}: {pip_install(*missing)}")
+        raise RuntimeError(
+            f"{typed or choice} needs {' and '.join(missing)}: {pip_install(*missing)}"
+        )

@@ -128,7 +128,7 @@ def test_says_how_weights_are_held_also_where_nothing_was_measured(
 
     monkeypatch.setattr(speed, "_run", run)
     monkeypatch.setattr(preflight, "place", lambda *given: None)
-    monkeypatch.setattr(speed, "require_packages", lambda choice: None)
+    monkeypatch.setattr(speed, "require_packages", lambda *choice: None)
     out, asked = tmp_path / "generate.json", WEIGHTS[weights].option
     assert not generate("--config", config, *asked.split(), "--device", "cuda", "--out", out)
     rows = json.loads(out.read_text())
@@ -203,9 +203,9 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
         (["--draw-ahead", "--cache", "dynamic"], "--draw-ahead with --cache dynamic: expected"),
         (["--load-in-4bit"], "--load-in-4bit needs a GPU, and --device is cpu"),
         (["--load-in-8bit"], "--load-in-8bit needs a GPU, and --device is cpu"),
-        (["--torchao", "int8"], "torchao needs not_there: "),
+        (["--torchao", "int8"], "--torchao int8 needs not_there: "),
         (["--device", "cuda"], "there is no GPU"),
-        (["--device", "cuda", "--load-in-4bit"], "qlora needs not_there: "),
+        (["--device", "cuda", "--load-in-4bit"], "--load-in-4bit needs not_there: "),
         (
             ["--device", "cuda", "--load-in-8bit", "--cache", "static"],
             "--cache static with --load-in-8bit: .* compiles none .*; leave out --cache",
