@@ -1,7 +1,6 @@
 """``glm4v-patched bench`` with two real processes on the CPU, at the size of the golden data."""
 
 import json
-import sys
 
 import pytest
 
@@ -10,7 +9,6 @@ from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.processes import cpu_environment, run_with_limit
 from tests.helpers.recipes import measuring_warm
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, golden_json
 
@@ -24,21 +22,9 @@ def options(tmp_path):
 
 
 @pytest.fixture
-def bench(options, tmp_path):
-    """Run the command; the rows it wrote."""
-
-    def bench(*arguments):
-        command = [sys.executable, "-m", "glm4v_patched.cli", *options, *arguments]
-        ended = run_with_limit(command, 300, cpu_environment())
-        assert ended.status == 0, ended.output[-4000:]
-        return json.loads((tmp_path / "rows.json").read_text())
-
-    return bench
-
-
-@pytest.fixture
 def bench_warm(options, tmp_path):
-    """The same in this process, and its processes are forks of warm ones."""
+    """Run the command in this process, its own as forks of warm ones; the rows it wrote. As a
+    reader types it, tests/test_commands_in_docs.py does."""
 
     def bench(*arguments):
         assert main([*options, *arguments]) == 0
@@ -50,9 +36,9 @@ def bench_warm(options, tmp_path):
 
 @pytest.mark.slow
 def test_a_measurement_is_a_row_with_its_command_and_pictures_and_a_failed_one_says_why(
-    bench, tmp_path
+    bench_warm, tmp_path
 ):
-    row, failed = bench(
+    row, failed = bench_warm(
         *("--trained", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
         # 100,000 is longer than the rows this model takes.
         *("--shortest-text", "10", "--text-tokens", "20", "100000"),
