@@ -100,6 +100,50 @@ def test_without_a_key_other_names_are_refused(host, called, is_refused):
     assert statuses[0] == (403 if is_refused else 200) and statuses[-1] == 200
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("Bearer secret", 200),
+        ("bearer secret", 200),
+        ("Bearer  secret", 200),
+        ("Bearer secrets", 401),
+        ("Bearer ", 401),
+        ("Basic secret", 401),
+        ("secret", 401),
+        ("", 401),
+    ],
+)
+def test_a_key_is_taken_as_http_has_it(sent, status):
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+
+    statuses: list[int] = []
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    headers = [(b"authorization", sent.encode())]
+    scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers}
+    asyncio.run(Guard(application, Limits(api_key="secret"))(scope, None, send))
+    assert statuses[0] == status
+
+
+@pytest.mark.parametrize("body", [{"messages": [], "\ud800": 1}, {"messages": [{"\ud800": 1}]}])
+def test_half_of_a_surrogate_pair_is_told_of_as_any_other_mistake(body):
+    app = make_app(None, "m", Generation(), Limits())  # type: ignore[arg-type]  # asks nothing
+    assert asyncio.run(status_of(app, body)) == 400
+
+
+@pytest.mark.parametrize("given", [{"n": True}, {"logprobs": 0}, {"frequency_penalty": False}])
+def test_true_is_not_one(given):
+    [(key, value)] = given.items()
+    with pytest.raises(ApiError, match=f"{key} is {json.dumps(value)}, which this server cannot"):
+        read_request({"messages": about()} | given, "m", Generation(), Limits())
+    for number in (0, 0.0):
+        given = {"presence_penalty": number, "n": 1}
+        assert read_request({"messages": about()} | given, "m", Generation(), Limits())
+
+
 def test_of_two_that_start_at_once_the_second_is_told():
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]

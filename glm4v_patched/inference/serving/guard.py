@@ -72,8 +72,9 @@ class Guard:
                 f"the server was called {host!r}; expected an address in numbers, or "
                 f"{' or '.join(hosts)}: other names need a server that has an --api-key",
             )
-        given = headers.get(b"authorization", b"")
-        if key is not None and not secrets.compare_digest(given, b"Bearer " + key.encode()):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        is_right = secrets.compare_digest(given.strip(), (key or "").encode())
+        if key is not None and not (is_right and scheme.lower() == b"bearer"):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send the server's own as Authorization: Bearer "

@@ -134,7 +134,7 @@ def _checked(body: Any) -> ChatRequest:
     given = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
     for key in NEUTRAL.keys() & given.keys():
         value = given.pop(key)
-        if value not in NEUTRAL[key]:
+        if not any(_are_equal(value, each) for each in NEUTRAL[key]):
             expected = " or ".join(json.dumps(each) for each in NEUTRAL[key])
             raise ApiError(
                 400,
@@ -154,6 +154,11 @@ def _checked(body: Any) -> ChatRequest:
         elif first["type"] != "missing":
             told += f", and it is {as_words(first['input'])}"
         raise ApiError(400, f"{key}: {told}", key) from None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """As JSON has it, where true is not 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _stop(given: str | list[str] | None) -> tuple[str, ...]:
