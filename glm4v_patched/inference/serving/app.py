@@ -62,13 +62,6 @@ def make_app(
     )
 
 
-class _Json(JSONResponse):
-    """In ASCII: what a client has sent may hold half of a surrogate pair, which UTF-8 has not."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
-
-
 class _Server:
     def __init__(self, engine: Engine, name: str, defaults: Generation, limits: Limits):
         self.engine, self.name, self.defaults, self.limits = engine, name, defaults, limits
@@ -79,17 +72,17 @@ class _Server:
     async def health(self, request: Request) -> Response:
         if not self.engine.is_alive:
             raise ApiError(503, "the thread that answers has ended: start the server again")
-        return _Json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        return _Json({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         asked = request.path_params["name"]
         if asked != self.name:
             told = f"there is no model {as_words(asked)}; this server has {as_words(self.name)}"
             raise ApiError(404, told, "model", "model_not_found")
-        return _Json(self._model())
+        return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
         owner = "glm4v-patched"
@@ -117,7 +110,7 @@ class _Server:
                 texts.append(event.text)
             else:
                 assert isinstance(event, Ended)
-                return _Json(reply.whole("".join(texts), event))
+                return JSONResponse(reply.whole("".join(texts), event))
         raise AssertionError("an answer ends with Ended, or raises")
 
     async def _events(self, request: Request, wanted: Wanted) -> AsyncIterator[Event]:
@@ -206,20 +199,20 @@ async def _stream(
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 async def _told(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _Json(error.body(), error.status)
+    return JSONResponse(error.body(), error.status)
 
 
 async def _told_by_starlette(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = f"{request.method} {request.url.path}: {error.detail}"
     told += "; this server has POST /v1/chat/completions, GET /v1/models and GET /health"
-    return _Json(ApiError(error.status_code, told).body(), error.status_code)
+    return JSONResponse(ApiError(error.status_code, told).body(), error.status_code)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _Json(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
+    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
