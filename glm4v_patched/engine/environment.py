@@ -82,7 +82,8 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
 def path_of_processes() -> str:
     """``PATH`` for training processes, with the programs of this Python environment first.
 
-    torch starts ``ninja`` by name; pip puts it beside the interpreter, which is on ``PATH`` only
+    torch starts ``ninja`` by name, for what DeepSpeed compiles on a GPU
+    (``zero_quantized_weights``); pip puts it beside the interpreter, which is on ``PATH`` only
     where the environment is activated.
     """
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -66,9 +66,12 @@ def _say_no_casts() -> None:
     """LLM.int8 casts to fp16, and says so in each product of a model that is in bf16."""
     import bitsandbytes
 
-    said = "MatMul8bitLt: inputs will be cast"
-    logger = logging.getLogger(bitsandbytes.MatmulLtState.__module__)
-    logger.addFilter(lambda record: not str(record.msg).startswith(said))
+    # A logger takes a function once, however many models are loaded.
+    logging.getLogger(bitsandbytes.MatmulLtState.__module__).addFilter(_is_no_cast)
+
+
+def _is_no_cast(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
 def _hold_by_torchao(model: Any, kind: str, device: str) -> None:

@@ -1,6 +1,7 @@
 """Processes of Python import nothing from the folder that they are started in."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.data.decoding import read_facts_of_all
-from glm4v_patched.engine.environment import ROOT, python_module, training_environment
+from glm4v_patched.engine.environment import (
+    ROOT,
+    path_of_processes,
+    python_module,
+    training_environment,
+)
 
 PACKAGE = ROOT / "glm4v_patched"
 TO_BE_PRINTED = {"printed.py"}
@@ -57,3 +63,11 @@ def test_all_commands_are_made_by_one_function():
         and [ast.unparse(each) for each in node.elts[:2]] == ["sys.executable", "'-m'"]
     }
     assert found == TO_BE_PRINTED
+
+
+def test_programs_of_an_environment_that_is_not_activated_are_found(tmp_path, monkeypatch):
+    for name in ("python", "ninja"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")

@@ -18,8 +18,6 @@ from glm4v_patched.engine.environment import path_of_processes
 from tests.helpers import warm
 
 ROOT = Path(__file__).parents[2]
-# In which two processes have opened each other's buffers.
-SECONDS_TO_START = 5
 SECONDS_TO_SERVE = 120
 WORKERS = ROOT / "tests" / "distributed"
 

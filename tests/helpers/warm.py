@@ -312,6 +312,7 @@ def answer(connection: socket.socket) -> None:
 
 def become(request: dict, files: list[int]) -> None:
     """The process that a fresh one would be, once it has imported as much."""
+    import faulthandler
     import random
 
     import numpy
@@ -321,6 +322,7 @@ def become(request: dict, files: list[int]) -> None:
     for number, target in enumerate(files):
         os.dup2(target, number)
         os.close(target)
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
