@@ -64,11 +64,15 @@ def compiling(
         changes: Inductor's options that are laid over these.
         fullgraph: Fail where it is not one graph, as adapters or weights of 4 bits may have it.
     """
-    options: dict[str, Any] = {"triton.cudagraphs": True}
+    # Small kernels that do not wait for each other are then one.
+    options: dict[str, Any] = {"triton.cudagraphs": True, "combo_kernels": True}
     if rows == 1:
         # A product with one vector is then a reduction of inductor's own, which reads weights
-        # nearly as fast as the memory gives them.
-        options["coordinate_descent_tuning"] = True
+        # nearly as fast as the memory gives them: if its other factor, such as SwiGLU of 10
+        # operations, is computed once before and not for each of its sums, and if tuning begins at
+        # the best of more sizes of blocks, or else it ends at one that is not the best.
+        options |= {"coordinate_descent_tuning": True, "realize_opcount_threshold": 9}
+        options["max_autotune_pointwise"] = True
     return CompileConfig(
         fullgraph=fullgraph,
         dynamic=False,
