@@ -71,15 +71,16 @@ class Job:
 class Answerer:
     """Answers questions with one model.
 
-    With a ``static`` cache steps are compiled on a GPU, for as many rows as the first batch has;
-    other batches, and beams, which transformers does not compile, have a ``dynamic`` one.
+    With a ``static`` cache steps are compiled on a GPU, for as many rows as the first batch has,
+    and nothing waits between them (:func:`drawing.draw_ahead`); other batches, and beams, which
+    transformers does not compile, have a ``dynamic`` one.
     """
 
     def __init__(self, loaded: Loaded, generation: Generation, cache: str = "dynamic"):
         self.model, self.processor = loaded
         self.generation = generation
         is_static = cache == "static" and generation.num_beams == 1
-        self.caches = StaticCaches(self.model, STEP) if is_static else None
+        self.caches = StaticCaches(self.model, STEP, draws_ahead=True) if is_static else None
         self.rows: int | None = None
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
@@ -100,7 +101,7 @@ class Answerer:
         Raises:
             RuntimeError: the GPU's memory does not suffice.
         """
-        new = self.generate(self.encode(prompts), self.generation, number, streamer=streamer)
+        new = self.generate(self.encode(prompts), self.generation, number, streamer)
         texts = self.processor.batch_decode(new, skip_special_tokens=True)
         return [
             Answer(text.strip(), "stop" if end else "length")
@@ -108,13 +109,18 @@ class Answerer:
         ]
 
     def generate(
-        self, batch, generation: Generation, number: int = 0, **options: Any
+        self,
+        batch,
+        generation: Generation,
+        number: int = 0,
+        streamer: "Words | None" = None,
+        **options: Any,
     ) -> torch.Tensor:
         """The new ids of each row, ``[B, R]``.
 
         Args:
             batch: Of :meth:`encode`.
-            number: As :meth:`answer` takes it.
+            number, streamer: As :meth:`answer` takes them.
             **options: Of ``generate``.
 
         Raises:
@@ -129,6 +135,8 @@ class Answerer:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
                 kept = self._cache_options(rows, length + generation.max_new_tokens)
+                if streamer is not None:
+                    kept["tokens_to" if "custom_generate" in kept else "streamer"] = streamer
                 ids = self.model.generate(**batch, **kept, **options)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(

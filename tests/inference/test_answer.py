@@ -17,7 +17,7 @@ from glm4v_patched.finetune.identity import Base, identify
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import answers_file, static_cache
 from glm4v_patched.inference.answer import Request, answer_file
-from glm4v_patched.inference.answering import Answer, Answerer
+from glm4v_patched.inference.answering import Answer, Answerer, Words
 from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.merge import merge
 from glm4v_patched.inference.questions import (
@@ -61,8 +61,13 @@ def rows_of(path: Path) -> list[dict]:
 
 @pytest.mark.parametrize("source", ["model", "adapters"])
 def test_a_static_cache_gives_the_same_answers(files, source, tmp_path, monkeypatch):
-    """It is kept for the next batch of as many rows; the last batch has fewer."""
-    made, taken = [], static_cache.StaticCaches.of
+    """It is kept for the next batch of as many rows; the last batch has fewer. Nothing waits
+    between its steps."""
+    made, taken, drawn = [], static_cache.StaticCaches.of, []
+    draw_ahead = static_cache.draw_ahead
+    monkeypatch.setattr(
+        static_cache, "draw_ahead", lambda *a, **k: drawn.append(1) or draw_ahead(*a, **k)
+    )
     monkeypatch.setattr(
         static_cache.StaticCaches,
         "of",
@@ -81,6 +86,18 @@ def test_a_static_cache_gives_the_same_answers(files, source, tmp_path, monkeypa
     assert (tmp_path / "again").read_text() == files_of["dynamic"]
     caches = [cache for rows, cache in made if rows == 2]
     assert len(caches) == 3 and len({*map(id, caches)}) == 1
+    assert len(drawn) == len(made)
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_words_come_as_they_are_answered(files, cache):
+    loaded = load(find_source(str(files.model)), "cpu")
+    answerer = Answerer(loaded, Generation(max_new_tokens=NEW), cache)
+    said: list[str] = []
+    asked = [{"role": "user", "content": "Which shapes?"}]
+    words = Words(loaded.processor.tokenizer, said.append)
+    [answer] = answerer.answer([asked], streamer=words)
+    assert "".join(said).strip() == answer.text and len(said) > 1
 
 
 def test_auto_is_static_where_a_gpu_has_enough_to_do():
