@@ -176,7 +176,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _after(scale: Tensor, weight: Tensor) -> Tensor:
     """``weight``, to a compiler made with a gradient's ``scale``.
 
-    Otherwise it would make in forward what backward needs of the weight, and keep it until then.
+    Otherwise it would make in forward what backward needs of the weight, and keep it until then,
+    wherever it does not take the weight for a parameter, which is there in any case.
     """
     if not torch.compiler.is_compiling() or not len(scale):
         return weight
