@@ -212,7 +212,7 @@ JOBS = [
             files=REWARD_FUNCTION,
             note=f"another seed; {SIGHTED}",
         )
-        for job, steps, seed in (("grpo", 100, SEED + 1), ("rloo", 130, SEED + 2))
+        for job, steps, seed in (("grpo", 100, SEED + 1), ("rloo", 180, SEED + 2))
     ),
     trainers("trainer", "transformers", "Trainer", package="transformers", reads="Trainer"),
     trainers(
