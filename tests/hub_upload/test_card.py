@@ -40,8 +40,7 @@ def test_it_has_what_the_hub_files_a_model_by(card):
 
 
 def test_its_figures_are_those_of_the_pages(card):
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "".join(page.read_text() for page in pages)
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
     ours = card[1][card[1].index("That the numbers") : card[1].index("## Use it")]
     figures = set(re.findall(r"\d+(?:[.,]\d+)+(?:e-\d+)?", ours))
     assert len(figures) >= 7
@@ -50,8 +49,7 @@ def test_its_figures_are_those_of_the_pages(card):
 
 def test_its_memory_is_that_of_the_results(card):
     """Every row of the table is one row of the results, by what is trained and kept."""
-    files = sorted((ROOT / "docs" / "benchmarks").glob("bench_*.json"))
-    results = [row for file in files for row in json.loads(file.read_text())]
+    files = (ROOT / "docs" / "benchmarks").glob("bench_*.json")
     table = card[1][card[1].index("## Memory") : card[1].index("## Pin the revision")]
     rows = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
@@ -59,17 +57,16 @@ def test_its_memory_is_that_of_the_results(card):
         if line.startswith("| `") and not line.startswith("| `trained`")
     ]
     assert len(rows) >= 7
+    results = [row for file in files for row in json.loads(file.read_text())]
     measured = [cells_of(result) for result in results if "error" not in result]
     assert [row for row in rows if row not in measured] == []
 
 
 def cells_of(result: dict) -> list[str]:
-    """What the card would say of a measured row."""
+    """What the card would say of a measured row. A frozen tower keeps nothing in any case."""
     chosen = result.get("policies") or result["settings"]
-    # A frozen tower keeps nothing in any case.
     tower = chosen["tower"] if result["workload"] in ("full", "lora_all") else "-"
-    cap = result["memory_limit_gib"]
-    trained = result["workload"]
+    trained, cap = result["workload"], result["memory_limit_gib"]
     optimizer = result["settings"].get("optimizer", "adamw")
     trained += "" if optimizer == "adamw" else f", engine.optimizer: {optimizer}"
     trained += ", engine.offload: true" if result["offload"] else ""
@@ -109,8 +106,7 @@ def succeed(command: list[str], folder: Path, **variables: str) -> None:
 
 @pytest.mark.slow
 def test_its_code_trains_on_two_processes(blocks, tmp_path):
-    # On a loaded CPU DeepSpeed's threads may abort a process that has done its work, when Python
-    # ends ("terminate called without an active exception").
+    # On a loaded CPU threads of DeepSpeed may abort a process that is done, when Python ends.
     (tmp_path / "train.py").write_text(f"{blocks[1]}\nimport os\nos._exit(0)\n")
     succeed(two_processes(tmp_path / "train.py"), tmp_path)
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -133,11 +129,10 @@ def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tm
     (tmp_path / "train.jsonl").write_text(f"{line}\n" * 16)
     use = blocks[0].replace(f'"{built}", None', f'"{NAME}", "{TAG}"')
     (command,) = re.findall(r"`glm4v-patched (train .*?)`", card[1])
-    statements = re.findall(r"`([^`]*PeftModel[^`]*)`", card[1])
-    assert len(statements) == 2
+    one, other = re.findall(r"`([^`]*PeftModel[^`]*)`", card[1])
     answer = use.index("answer = ")
     script = 'import sys\nsys.modules["glm4v_patched"] = None  # cannot be imported\n'
-    script += use[:answer] + "\n".join(statements) + "\n" + use[answer:]
+    script += "\n".join([use[:answer], one, other, use[answer:]])
     script += "learned = [n for n, p in model.named_parameters() if 'lora_B' in n and p.any()]\n"
     (tmp_path / "loads.py").write_text(f"{script}assert len(learned) == 2, learned\n")
     with LocalHub() as hub:
@@ -145,7 +140,7 @@ def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tm
         repository.refs[f"refs/tags/{TAG}"] = repository.head
         repository.add_commit("refs/heads/main", {"config.json": b"no JSON"}, "not pinned")
         online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")} | hub.environment
+        command += " trainer.max_steps=4 --device cpu"
         train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]
-        train += ["trainer.max_steps=4", "--device", "cpu"]
         for part in (train, [sys.executable, "loads.py"]):
             succeed(part, tmp_path, **online)
