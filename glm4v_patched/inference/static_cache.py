@@ -32,6 +32,10 @@ class StaticCaches:
         """
         self.model, self.step, self.compiled = model, step, compiled
         self.draws_ahead = draws_ahead
+        if model.device.type == "cuda":
+            from .few_rows import takes_layers_of
+
+            self.compiled = {"own_products": takes_layers_of(model)} | compiled
         self._caches: dict[int, tuple[int, StaticCache]] = {}
 
     def of(self, rows: int, positions: int) -> StaticCache:
@@ -56,21 +60,29 @@ class StaticCaches:
 
 
 def compiling(
-    rows: int, changes: dict[str, Any] | None = None, fullgraph: bool = False
+    rows: int,
+    changes: dict[str, Any] | None = None,
+    fullgraph: bool = False,
+    own_products: bool = True,
 ) -> CompileConfig:
     """How a step is compiled: as one graph for this number of rows, replayed as a CUDA graph.
 
     Args:
         changes: Inductor's options that are laid over these.
         fullgraph: Fail where it is not one graph, as adapters or weights of 4 bits may have it.
+        own_products: Whether :mod:`few_rows` takes the weights of the layers.
     """
-    # Small kernels that do not wait for each other are then one.
+    from .few_rows import ProductsOfFewRows
+
+    # Small kernels that do not wait for each other are then one, and each is started while the one
+    # before it ends (from Hopper on).
     options: dict[str, Any] = {"triton.cudagraphs": True, "combo_kernels": True}
-    if rows == 1:
-        # A product with one vector is then a reduction of inductor's own, which reads weights
-        # nearly as fast as the memory gives them: if its other factor, such as SwiGLU of 10
-        # operations, is computed once before and not for each of its sums, and if tuning begins at
-        # the best of more sizes of blocks, or else it ends at one that is not the best.
+    options |= {"triton.enable_pdl": True, "post_grad_custom_pre_pass": ProductsOfFewRows()}
+    if rows == 1 and not own_products:
+        # A product with one vector is then a reduction of inductor's own, which reads weights in
+        # fewer bytes, too: if its other factor, such as SwiGLU of 10 operations, is computed once
+        # before and not for each of its sums, and if tuning begins at the best of more sizes of
+        # blocks, or else it ends at one that is not the best.
         options |= {"coordinate_descent_tuning": True, "realize_opcount_threshold": 9}
         options["max_autotune_pointwise"] = True
     return CompileConfig(

@@ -1,0 +1,156 @@
+"""Products of few rows in compiled steps: which are replaced, and that they give what they gave."""
+
+import copy
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+from torch.nn.functional import linear
+
+from glm4v_patched.inference import few_rows
+from glm4v_patched.inference.few_rows import ProductsOfFewRows, parts_for, parts_of_product
+
+MULTIPROCESSORS = 132  # of an H200
+LAYERS = {
+    "queries, keys and values": (4608, 4096),
+    "attention's output": (4096, 4096),
+    "gate and up": (27392, 4096),
+    "down": (4096, 13696),
+    "vocabulary": (151552, 4096),
+}
+TINY = ProductsOfFewRows(device="cpu", smallest_weight=0)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """The products that were, as long as the test runs."""
+    seen, replace = [], few_rows._replace
+
+    def note(graph, node, *rest):
+        seen.append(node.target)
+        replace(graph, node, *rest)
+
+    monkeypatch.setattr(few_rows, "_replace", note)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield seen
+    torch._dynamo.reset()
+
+
+def compiled(module, pass_=TINY):
+    return torch.compile(module, options={"post_grad_custom_pre_pass": pass_})
+
+
+def two_layers(width=384, inner=256, columns=128):
+    torch.manual_seed(0)
+    layers = nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, columns, bias=False)
+    return nn.Sequential(*layers).bfloat16().requires_grad_(False)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("multiprocessors", [1, MULTIPROCESSORS])
+def test_a_compiled_graph_has_the_products_replaced_and_gives_what_it_gave(
+    monkeypatch, replaced, rows, multiprocessors
+):
+    monkeypatch.setattr(few_rows, "_multiprocessors", lambda device: multiprocessors)
+    module, x = two_layers(), torch.randn(rows, 384).bfloat16()
+    torch.testing.assert_close(compiled(module)(x), module(x), rtol=0.02, atol=0.01)
+    aten = torch.ops.aten
+    assert sorted(map(str, replaced)) == [str(aten.addmm.default), str(aten.mm.default)]
+
+
+def no_product(columns, width, rows=5, dtype=torch.bfloat16, **fields):
+    return pytest.param((rows, columns, width), dtype, fields)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "fields"),
+    [
+        no_product(128, 384, rows=17),
+        no_product(128, 384, dtype=torch.float32),
+        no_product(128, 320),
+        no_product(96, 384),
+        no_product(128, 384, smallest_weight=128 * 384 + 1),
+        no_product(128, 384, device="cuda"),
+    ],
+)
+def test_other_products_are_left_alone(replaced, sizes, dtype, fields):
+    rows, columns, width = sizes
+    layer = nn.Linear(width, columns).to(dtype).requires_grad_(False)
+    x = torch.randn(rows, width, dtype=dtype)
+    pass_ = ProductsOfFewRows(**({"device": "cpu", "smallest_weight": 0} | fields))
+    torch.testing.assert_close(compiled(layer, pass_)(x), layer(x), rtol=0.02, atol=0.01)
+    assert not replaced
+
+
+def test_a_weight_that_no_linear_layer_holds_so_is_left_alone(replaced):
+    x, weight = torch.randn(5, 384).bfloat16(), torch.randn(384, 128).bfloat16()
+    compiled(torch.mm)(x, weight)
+    assert not replaced
+
+
+@pytest.mark.parametrize(("columns", "width"), LAYERS.values(), ids=LAYERS)
+def test_parts_fill_the_gpu_once(columns, width):
+    parts = parts_for(columns, width, MULTIPROCESSORS)
+    blocks, room = columns // few_rows.COLUMNS, few_rows.BLOCKS_A_PROCESSOR * MULTIPROCESSORS
+    assert parts == 1 if blocks > room else parts * blocks <= room < (parts + 1) * blocks
+
+
+def test_no_part_is_empty():
+    for blocks in range(1, 40):
+        for multiprocessors in range(1, 140, 7):
+            parts = parts_for(64, blocks * few_rows.WIDTH, multiprocessors)
+            assert (parts - 1) * few_rows.blocks_a_part(blocks * 128, parts) < blocks
+
+
+def test_parts_are_sums_over_the_width():
+    x, weight = torch.randn(3, 640).bfloat16(), torch.randn(64, 640).bfloat16()
+    parts = parts_of_product(x, weight, 2)
+    assert parts.shape == (2, 3, 64) and parts.dtype == torch.float32
+    torch.testing.assert_close(parts[0], x[:, :384].float() @ weight[:, :384].float().T)
+    torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T)
+
+
+def test_generate_compiles_once_for_equal_options():
+    """It compares a call's options, which it copies, with the last ones."""
+    assert copy.deepcopy(TINY) == TINY != ProductsOfFewRows()
+    assert copy.deepcopy(TINY).uuid() == TINY.uuid() != ProductsOfFewRows().uuid()
+
+
+def test_which_weights_it_takes():
+    module = two_layers()
+    assert few_rows.takes_layers_of(module)
+    module[0].bias = nn.Parameter(module[0].bias.float(), requires_grad=False)
+    assert not few_rows.takes_layers_of(module)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "width"), [*LAYERS.values(), (64, 128), (128, 5 * 128)])
+def test_the_kernel_gives_the_product(rows, dtype, columns, width):
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, device="cuda", dtype=dtype)
+    weight = torch.randn(columns, width, device="cuda", dtype=dtype)
+    for parts in {1, parts_for(columns, width, MULTIPROCESSORS)}:
+        out = parts_of_product(x, weight, parts)
+        wanted = linear(x.float(), weight.float())
+        assert (out.sum(0) - wanted).norm() < 1e-4 * wanted.norm()
+    torch.library.opcheck(parts_of_product, (x, weight, 1), test_utils="test_faketensor")
+
+
+@pytest.mark.gpu
+def test_the_kernel_refuses_other_sizes():
+    x, weight = (torch.randn(size, 128, device="cuda").bfloat16() for size in (17, 64))
+    with pytest.raises(ValueError, match=r"\(17, 128\).*at most 16 rows"):
+        parts_of_product(x, weight, 1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_compiled_products_are_replaced(replaced):
+    module = two_layers(4096, 13696, 4096).cuda()
+    x = torch.randn(8, 4096, device="cuda").bfloat16()
+    out = compiled(module, ProductsOfFewRows())(x)
+    torch.testing.assert_close(out, module(x), rtol=0.02, atol=0.02)
+    assert len(replaced) == 2
