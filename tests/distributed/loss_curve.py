@@ -506,6 +506,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, help="another than the size's own")
+    parser.add_argument("--lora-learning-rate", type=float, help="of adapters, if it is another")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--also", nargs="+", choices=["packed", "blank", "fp8"], default=[])
     parser.add_argument(
@@ -532,6 +533,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.lora_after and options.resume:
         parser.error("--resume with --lora-after: the model that adapters were on is not kept")
+    if options.lora_learning_rate is not None and not options.lora_after:
+        parser.error("--lora-learning-rate without --lora-after: no adapters are trained")
     if options.steps < 2 * WINDOW:
         parser.error(f"--steps {options.steps}: at least {2 * WINDOW} are needed")
     if options.size == "mid" and runs_on_cpu(options.processes) and not options.draw_only:
@@ -567,6 +570,9 @@ def train_all(options: argparse.Namespace) -> dict:
         paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
     if options.lora_after:
         paths = {name: replace(path, trained="lora_lm") for name, path in paths.items()}
+    first_size = size
+    if options.lora_learning_rate is not None:
+        size = replace(size, learning_rate=options.lora_learning_rate)
     first = ["plain", "fast"] if options.reference == "plain" else ["fast"]
     wanted = [(name, seed) for name in first for seed in SEEDS]
     for name in options.also:
@@ -596,8 +602,9 @@ def train_all(options: argparse.Namespace) -> dict:
         if options.lora_after:
             # Not sharded: one process can save it.
             path = replace(paths["fast"], trained="full", zero_stage=1)
-            run = train_one(FIRST, path, size, SEEDS[0], Path(folder), options)
-            report["first"] = {"steps": options.lora_after} | run
+            run = train_one(FIRST, path, first_size, SEEDS[0], Path(folder), options)
+            asked = {"steps": options.lora_after, "learning_rate": first_size.learning_rate}
+            report["first"] = asked | run
             print(summary(run), flush=True)
         with ThreadPoolExecutor(options.at_once) as pool:
             trainings = [

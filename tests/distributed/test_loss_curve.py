@@ -223,9 +223,11 @@ def test_adapters_are_compared_on_a_model_that_was_trained_before(tmp_path, monk
     command = ["loss_curve.py", "--out", str(out), "--picture", str(tmp_path / "x.png")]
     command += ["--size", "tiny", "--no-compile", "--timeout", "600", "--reference", "fast"]
     monkeypatch.setattr(loss_curve, "run_with_limit", run_command_warm)
-    monkeypatch.setattr(sys, "argv", [*command, "--steps", "20", "--lora-after", "40"])
+    command += ["--steps", "20", "--lora-after", "40", "--lora-learning-rate", "0.004"]
+    monkeypatch.setattr(sys, "argv", command)
     assert loss_curve.main() == 0
     report = json.loads(out.read_text())
+    assert (report["first"]["learning_rate"], report["size"]["learning_rate"]) == (0.002, 0.004)
     first = report["first"]["losses"]
     assert len(first) == 40 and first[-1] < first[0] / 3
     assert report["paths"]["fast"]["trained"] == "lora_lm"
@@ -233,6 +235,14 @@ def test_adapters_are_compared_on_a_model_that_was_trained_before(tmp_path, monk
     # Both seeds go on from that model, where new wordings are all that it does not know.
     assert len(one) == len(other) == 20 and one != other
     assert max(one[-1], other[-1]) < min(one[0], other[0]) < first[0]
+
+
+def test_a_learning_rate_of_adapters_takes_adapters(tmp_path, monkeypatch, capsys):
+    command = ["loss_curve.py", "--out", str(tmp_path / "x"), "--picture", str(tmp_path / "y")]
+    monkeypatch.setattr(sys, "argv", [*command, "--lora-learning-rate", "1e-3"])
+    with pytest.raises(SystemExit):
+        loss_curve.main()
+    assert "without --lora-after: no adapters are trained" in capsys.readouterr().err
 
 
 def test_a_comparison_of_adapters_is_not_resumed(tmp_path, monkeypatch, capsys):
