@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .vllm_plugin import TOWER_ADAPTERS, check_vllm, shared_positions
+from .vllm_plugin import TOWER_ADAPTERS, check_vllm, never_drawn, shared_positions
 
 check_vllm()
 
@@ -46,7 +46,7 @@ def _refusing(mapper: WeightsMapper) -> NoTowerAdapters:
     dummy_inputs=glm4v.GLM4VDummyInputsBuilder,
 )
 class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
-    """Inner ids of an image share one position."""
+    """Inner ids of an image share one position, and no id of an image is ever drawn."""
 
     hf_to_vllm_mapper = _refusing(glm4v.GLM4VForCausalLM.hf_to_vllm_mapper)
 
@@ -78,3 +78,12 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
         return super().forward(
             input_ids, positions[0], intermediate_tensors, inputs_embeds, **kwargs
         )
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits ``(rows, vocabulary)``, -inf for the ids that this package's ``generate`` does not
+        draw either; None in a process that gathers none."""
+        logits = super().compute_logits(hidden_states)
+        if logits is not None:
+            for each in never_drawn(self.config):
+                logits[:, each] = -float("inf")
+        return logits

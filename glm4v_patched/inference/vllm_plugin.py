@@ -53,6 +53,7 @@ _NAMES = (
         "GLM4VForCausalLM.get_mrope_input_positions",
         ("self", "input_tokens", "mm_features"),
     ),
+    _Name(_GLM4V, "GLM4VForCausalLM.compute_logits", ("self", "hidden_states")),
     _Name(_GLM4V, "GLM4VForCausalLM.hf_to_vllm_mapper"),
     _Name(_GLM4V, "GLM4VProcessingInfo.get_supported_mm_limits", ("self",)),
     _Name(_GLM4V, "GLM4VMultiModalProcessor"),
@@ -198,3 +199,11 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
         # Neither begin, nor the first inner id, nor the end.
         steps[begin + 2 : begin + count - 1] = 0
     return steps.cumsum(0)
+
+
+def never_drawn(config: Any) -> list[int]:
+    """Ids that :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate either: a
+    trainer that gets one among the drawn ids takes it for an image that was lost."""
+    # Not in a published config: it has the two others.
+    fill = getattr(config, "image_token_id", None)
+    return [i for i in (config.boi_token_id, config.eoi_token_id, fill) if i is not None]

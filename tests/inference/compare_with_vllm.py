@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, tiny_config
+from glm4v_patched.inference.vllm_plugin import never_drawn
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -171,8 +172,9 @@ def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list
     }
 
 
-def compared(name: str, ours: dict, theirs, fill_id: int, image_id: int) -> dict:
-    """How far both answers agree; logits up to the first token that differs."""
+def compared(name: str, ours: dict, theirs, fill_id: int, image_id: int, never: list[int]) -> dict:
+    """How far both answers agree; logits up to the first token that differs, but for those of ids
+    that are ``never`` drawn: without the plug-in vLLM draws them."""
     ids = [image_id if token == fill_id else token for token in ours["ids"]]
     given = theirs.outputs[0]
     tokens = list(given.token_ids)
@@ -180,14 +182,17 @@ def compared(name: str, ours: dict, theirs, fill_id: int, image_id: int) -> dict
     width = ours["logits"].shape[1]
     logits = torch.tensor([[step[i].logprob for i in range(width)] for step in given.logprobs])
     after_equal_ids = min(same + 1, NEW_TOKENS)
-    difference = (logits - ours["logits"])[:after_equal_ids].abs().max().item()
+    is_drawn = torch.ones(width, dtype=torch.bool)
+    is_drawn[never] = False
+    apart = (logits - ours["logits"])[:after_equal_ids, is_drawn].abs().max().item()
     return {
         "conversation": name,
         "ids": len(ids),
         "ids_equal": ids == list(theirs.prompt_token_ids),
         "same_tokens": same,
         "largest_logit": ours["logits"].abs().max().item(),
-        "logit_difference": difference,
+        "logit_difference": apart,
+        "not_drawn": logits.isneginf().all(0).nonzero().flatten().tolist() == sorted(never),
     }
 
 
@@ -249,7 +254,8 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict:
     def compare(title: str, model: nn.Module, adapters: Path | None = None) -> None:
         for name, answer in vllm_answers(llm, as_theirs, adapters).items():
             expected = our_answer(model, processor, as_ours[name])
-            row = compared(title + name, expected, answer, processor.image_token_id, image_id)
+            ids = processor.image_token_id, image_id
+            row = compared(title + name, expected, answer, *ids, never_drawn(ours.config))
             if adapters is None and options.get("enforce_eager", True):
                 found = vllm_positions(llm, as_theirs[name])
                 row["positions_equal"] = found == expected["positions"]

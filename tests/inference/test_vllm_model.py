@@ -56,6 +56,7 @@ def test_with_the_plug_in_positions_tokens_and_logits_are_ours(plugged_in):
     assert [row for row in rows if not row.get("positions_equal", True)] == []
     assert [row for row in rows if row["same_tokens"] != 24] == []
     assert [row for row in rows if row["logit_difference"] > LOGITS] == []
+    assert [row for row in rows if not row["not_drawn"]] == []
 
 
 def test_its_ranks_of_adapters_are_those_that_serve_gives_it():

@@ -14,7 +14,7 @@ import glm4v_patched
 from glm4v_patched.inference import vllm_plugin
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
 from glm4v_patched.remote.sequence import ImageFormat, grow_rows
-from tests.helpers.tiny import BOI, EOI, FILL
+from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -28,6 +28,9 @@ class FakeModel:
         raise NotImplementedError
 
     def get_mrope_input_positions(self, input_tokens, mm_features):
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states):
         raise NotImplementedError
 
 
@@ -247,3 +250,12 @@ def test_adapters_on_the_tower_are_refused(lora):
         return
     with pytest.raises(ValueError, match="--enable-tower-connector-lora: .* merge ADAPTERS --out"):
         SharedPositions.verify_and_update_config(asked)
+
+
+@pytest.mark.parametrize("fill", [None, 7])
+def test_it_draws_no_id_that_our_model_does_not(fill):
+    model = tiny_model(image_token_id=fill)
+    assert vllm_plugin.never_drawn(model.config) == model._image_ids()
+    given = vars(model.config)
+    published = {name: value for name, value in given.items() if name != "image_token_id"}
+    assert vllm_plugin.never_drawn(SimpleNamespace(**published)) == model._image_ids()[:2]
