@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 
 import torch
 
@@ -31,7 +32,8 @@ def loading_safely() -> Iterator[None]:
 
 def _load(engine, path: str, map_location=None):
     try:
-        with torch.serialization.safe_globals([resolve(name) for name in IN_CHECKPOINTS]):
+        let_in = [resolve(name) for name in IN_CHECKPOINTS]
+        with torch.serialization.safe_globals([*let_in, (_member, "builtins.getattr")]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
@@ -39,3 +41,10 @@ def _load(engine, path: str, map_location=None):
             f"{path} asks to run more than a checkpoint of DeepSpeed needs, and was not loaded: "
             f"{wanted.splitlines()[0]}"
         ) from None
+
+
+def _member(enum: object, name: str) -> Enum:
+    """In place of ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    if isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__:
+        return enum[name]
+    raise pickle.UnpicklingError(f"getattr of {enum!r}, {name!r}")

@@ -52,6 +52,31 @@ def test_what_deepspeed_writes_is_loaded_as_it_was(engine, tmp_path, zipped):
     assert loaded["shapes"] == [torch.Size([2, 3])]
 
 
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+
+    def __init__(self, of, name):
+        self.named = of, name
+
+    def __reduce__(self):
+        return getattr, self.named
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_member_of_an_enum_may_be_asked_for_by_its_name_and_nothing_else(
+    engine, tmp_path, zipped
+):
+    engine.zipfile_serialization = zipped
+    file = str(tmp_path / "shard.pt")
+    engine.save({"stage": ByName(ZeroStageEnum, "weights")}, file)
+    with loading_safely():
+        assert engine.load(file)["stage"] is ZeroStageEnum.weights
+    for of, name in ((ZeroStageEnum, "mro"), (LossScaler, "__init__"), ({}, "clear")):
+        engine.save({"stage": ByName(of, name)}, file)
+        with loading_safely(), pytest.raises(ValueError, match=f"to run more than .*'{name}'"):
+            engine.load(file)
+
+
 @pytest.mark.parametrize("form", ["torch", "zip", *range(6)])
 def test_a_file_that_asks_to_run_is_refused_and_not_run(engine, tmp_path, form):
     file, made = tmp_path / "shard.pt", tmp_path / "made"

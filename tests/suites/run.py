@@ -62,7 +62,9 @@ class Results:
 def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
     """Make ``folder/transformers_tests`` and ``folder/utils``."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "sdist", filter="data")
+        # Python before 3.11.4 has no filters; the archive is the package index's.
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(folder / "sdist")
     (root,) = (folder / "sdist").iterdir()
     if root.name != f"transformers-{transformers.__version__}":
         raise SystemExit(f"{sdist} holds {root.name}, installed is {transformers.__version__}")
