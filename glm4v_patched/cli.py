@@ -10,9 +10,9 @@ from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
 from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
-from .finetune.arguments import DEVICES, add_recipe, add_start
+from .finetune.start_options import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
-from .versions import versions
+from .installed_versions import versions
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
@@ -139,8 +139,8 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 def _train(options: argparse.Namespace) -> int:
     from .engine.options import is_lora
+    from .finetune.config_file import RecipeError
     from .finetune.preflight import check
-    from .finetune.recipe_file import RecipeError
 
     overrides = [*options.overrides, *options.rest]
     try:
@@ -205,7 +205,7 @@ class _HelpWithFields(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
         from .finetune.config import describe_fields
-        from .finetune.shipped import shipped_names
+        from .finetune.shipped_recipes import shipped_names
 
         ship = "\n".join(f"  {name}" for name in shipped_names())
         parser.epilog = (

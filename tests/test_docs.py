@@ -6,9 +6,9 @@ import re
 import pytest
 import yaml
 
-from glm4v_patched.bench.rows import read_rows
+from glm4v_patched.bench.table import read_rows
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.shipped import FOLDER
+from glm4v_patched.finetune.shipped_recipes import FOLDER
 from tests.helpers.pages import DOCS, PAGES, README, ROOT, blocks
 
 CARD = ROOT / "hub_upload" / "MODEL_CARD.md"

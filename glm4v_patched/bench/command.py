@@ -14,12 +14,12 @@ from ..engine.environment import python_module, run_within, torch_launcher, trai
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..inference.speed import add_speed_arguments, measure_speed, refuse_generation
+from ..installed_versions import versions
 from ..option_fields import add_option, given
-from ..versions import versions
+from .charts import check_drawable, draw_pictures
 from .machine import require_machine
-from .pictures import check_drawable, draw_pictures
-from .rows import COLUMNS, add_rows, cells_of, insert, markdown_table, read_rows
 from .settings import Settings
+from .table import COLUMNS, add_rows, cells_of, insert, markdown_table, read_rows
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")

@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 
 from ..engine.memory_plan import Batch, count_projection, linear_layers
 from ..engine.prepare import local_device
-from ..patch.recognition import is_glm4v, read_object
+from ..patch.config_json import is_glm4v, read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import Settings
 

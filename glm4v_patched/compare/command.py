@@ -74,7 +74,7 @@ def compare(folder: Path, python: str, precision: str, device: str, work: Path) 
         ValueError: the model is too large for the memory that is free, or not to be loaded.
         RuntimeError: a model could not be run.
     """
-    from .rows import learned, write_rows
+    from .inputs import learned, write_rows
     from .verdicts import judge
 
     positions = write_rows(work, folder)

@@ -2,8 +2,8 @@
 
 Every row is read, rendered and counted, every picture decoded to its end (:func:`check_sets`). The
 rows go to a file, from which training processes read them, and what was found beside it
-(:class:`checked.CheckedData`). What was good once is remembered (:mod:`memory`) and not looked at
-again until it changes.
+(:class:`checked_data.CheckedData`). What was good once is remembered (:mod:`check_cache`) and not
+looked at again until it changes.
 
 No more rows are held in memory than are worked on at once; of all, their sizes and digests are.
 """
@@ -24,16 +24,16 @@ import numpy as np
 import PIL
 from tqdm import tqdm
 
-from .checked import RULES, CheckedData, FileStamp, Picture, digest_file, stamp_of
+from .check_cache import Memory, default_path
+from .checked_data import RULES, CheckedData, FileStamp, Picture, digest_file, stamp_of
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
-from .memory import Memory, default_path
 from .messages import pictures_of, replace_pictures, shorten
 from .rendering import measure_all
 from .sets import Source
 from .sources import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .stored_rows import RowsWriter, StoredRows
-from .workplace import make_workplace
+from .temporary_folder import make_workplace
 
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20

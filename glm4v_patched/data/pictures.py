@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from ..atomic import write_atomically
-from .memory import default_path
+from .check_cache import default_path
 from .messages import as_words, refuse_keys
 
 SECONDS_TO_ANSWER = 60

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..finetune.arguments import DEVICES
+from ..finetune.start_options import DEVICES
 from .findings import FAILS, Finding, as_json, table
 from .machine import check_machine
 from .packages import check_packages

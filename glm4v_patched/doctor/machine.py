@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine import gpu_facts
+from ..engine import nvidia_driver
+from ..engine.folders import fault_of_folder, nearest
 from ..engine.gpus import Gpu, find_gpus
-from ..engine.places import fault_of_folder, nearest
 from ..engine.ram import free_ram
 from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding
@@ -63,13 +63,13 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     yield _check_driver()
     old = [
         f"GPU {index} has compute capability {major}.{minor}"
-        for index, (major, minor) in enumerate(gpu_facts.compute_capabilities(len(gpus)))
+        for index, (major, minor) in enumerate(nvidia_driver.compute_capabilities(len(gpus)))
         if (major, minor) < AMPERE
     ]
     if old:
         text = f"{'; '.join(old)}: it computes bf16 many times slower, and fp16 overflows"
         yield Finding("bf16", WARNING, text, "use a GPU of the Ampere generation or newer")
-    for use in gpu_facts.memory_in_use():
+    for use in nvidia_driver.memory_in_use():
         if use.used > TAKEN:
             text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are taken"
             cure = "end what runs there (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES"
@@ -79,7 +79,7 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
 
 
 def _check_driver() -> Finding:
-    built, runs = gpu_facts.cuda_of_torch(), gpu_facts.cuda_of_driver()
+    built, runs = nvidia_driver.cuda_of_torch(), nvidia_driver.cuda_of_driver()
     if built is None or runs is None:
         return Finding("driver", WARNING, "nothing says which CUDA it runs")
     text = f"it runs CUDA {_dotted(runs)}, and torch is built with {_dotted(built)}"
@@ -94,11 +94,11 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _check_links() -> Finding:
-    links = gpu_facts.links()
+    links = nvidia_driver.links()
     if not links:
         return Finding("links", WARNING, "nvidia-smi topo -m does not tell how GPUs are joined")
     kinds = ", ".join(sorted({link for *_, link in links}))
-    slow = [(a, b, link) for a, b, link in links if not gpu_facts.is_nvlink(link)]
+    slow = [(a, b, link) for a, b, link in links if not nvidia_driver.is_nvlink(link)]
     if not slow:
         return Finding("links", OK, f"all GPUs are joined by NVLink ({kinds})")
     a, b, link = slow[0]

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..engine.deepspeed.config import SUPPORTED_DEEPSPEED
-from ..engine.deepspeed.names import missing_names, moved
+from ..engine.deepspeed.private_names import missing_names, moved
 from ..printed import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
+from ..finetune.config_file import RecipeError
+from ..finetune.config_trainer import total_steps
 from ..finetune.disk import shapes_of
-from ..finetune.identity import Base, base_of, pin
+from ..finetune.origin import Base, base_of, pin
 from ..finetune.preflight import Device, Placement, examine
-from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
-from ..finetune.trainer_fields import total_steps
 from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
-    from ..data.checked import CheckedData
+    from ..data.checked_data import CheckedData
     from ..remote.configuration_chatglm import ChatGLMConfig
 
 CONFIGS_OF_TOKENIZER = ("tokenizer_config.json", "tokenizer.model")
@@ -122,7 +122,7 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     try:
         # It prints which rows are left out, and --json is for programs.
         with redirect_stdout(sys.stderr):
-            from ..finetune.trainer import check_data
+            from ..finetune.worker import check_data
 
             checked = check_data(recipe, base)
     except (ValueError, OSError) as error:
@@ -201,7 +201,7 @@ def _check_memory(
 ) -> Iterator[Finding]:
     from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded, within_limit
     from ..engine.ram import free_ram
-    from ..finetune.trainer import batch_of, options_of
+    from ..finetune.worker import batch_of, options_of
 
     rows = checked.batch_rows()
     batch = batch_of(recipe, rows, placement.processes)

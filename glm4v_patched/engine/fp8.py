@@ -29,7 +29,7 @@ from ..remote.visual import MLP
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
 from .fp8_gelu import quantise_rows_of_gelu
-from .gpu_facts import fault_of_fp8
+from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import training_environment
-from .arguments import add_recipe, add_start
 from .config import Recipe
+from .config_file import RecipeError
 from .launch import prepared, require_installed
 from .preflight import Placement, check, place
-from .recipe_file import RecipeError
+from .start_options import add_recipe, add_start
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Data may be checked for hours; who waits is ended by its launcher if process 0 is gone.
@@ -189,7 +189,7 @@ def _require_all_see(store: Any, process: Process, settings: Path) -> None:
 
 def _train(options: argparse.Namespace, recipe: Recipe, checkpoint: Path | None) -> int:
     from .divergence import Diverged
-    from .trainer import require_gpu, train
+    from .worker import require_gpu, train
 
     if options.device != "cpu":
         require_gpu()
@@ -203,7 +203,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, checkpoint: Path | None)
 
 
 def _leave(status: int) -> int:
-    from .trainer import leave
+    from .worker import leave
 
     leave(status)
     return status

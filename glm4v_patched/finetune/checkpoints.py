@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .identity import Origin, Rows, digest
+from .origin import Origin, Rows, digest
 
 MANIFEST = "complete.json"
 PARTIAL_MANIFEST = MANIFEST + ".partial"

@@ -25,8 +25,8 @@ from ..engine.options import (
     is_lora,
     trains_vision,
 )
-from .data_fields import Data
-from .fields import (
+from .config_data import Data
+from .config_fields import (
     AtLeastOne,
     Expected,
     Folder,
@@ -37,7 +37,7 @@ from .fields import (
     conflicts,
     rule,
 )
-from .recipe_file import (
+from .config_file import (
     Document,
     Fault,
     RecipeError,
@@ -47,7 +47,7 @@ from .recipe_file import (
     shown,
     shown_name,
 )
-from .trainer_fields import HANDED_ON, TrainerFields
+from .config_trainer import HANDED_ON, TrainerFields
 from .training_arguments import refusal
 
 # isort: split

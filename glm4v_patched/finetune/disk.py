@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
+from ..engine.folders import nearest
 from ..engine.options import (
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
@@ -14,9 +15,8 @@ from ..engine.options import (
     part_of,
     parts_trained,
 )
-from ..engine.places import nearest
 from ..printed import in_bytes
-from .trainer_fields import save_strategy
+from .config_trainer import save_strategy
 
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
 INDEX = "model.safetensors.index.json"

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..data.checked import CheckedData
+from ..data.checked_data import CheckedData
 from ..data.loading import BATCHES_AHEAD, workers_with_room
 from ..data.stored_rows import Conversations
-from ..inference.answering import Answerer, batches
+from ..inference.answer_worker import Answerer, batches
+from ..inference.contact_sheet import draw_sheet
 from ..inference.loading import Loaded
 from ..inference.questions import Generation, question_of
 from ..inference.scoring import exact_match
-from ..inference.sheet import draw_sheet
 from ..remote.loss import IGNORE_INDEX
 
 

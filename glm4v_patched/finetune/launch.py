@@ -18,14 +18,14 @@ from ..engine.environment import python_module, torch_launcher, training_environ
 from ..engine.options import is_lora, require_packages
 from ..printed import own_command
 from .config import Recipe
+from .config_trainer import save_strategy, total_steps
 from .disk import fault_of_space
-from .identity import Base, base_of, is_longer, length_of, pin, require_recorded_base
+from .origin import Base, base_of, is_longer, length_of, pin, require_recorded_base
 from .preflight import Placement
 from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
-from .trainer_fields import save_strategy, total_steps
 
 if TYPE_CHECKING:
-    from ..data.checked import CheckedData
+    from ..data.checked_data import CheckedData
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -160,7 +160,7 @@ def _checked(
             recipe = recipe.override({"revision": base.revision})
         # Late, for they import torch: what comes before is answered at once.
         from .checkpoints import changes_of_data
-        from .trainer import check_data, rows_of, starting_point
+        from .worker import check_data, rows_of, starting_point
 
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
@@ -209,7 +209,7 @@ def _write_start(
     recipe: Recipe, checkpoint: Path | None, checked: "CheckedData", resume: bool
 ) -> Start:
     from .checkpoints import set_incomplete_aside, step_of
-    from .trainer import CHECKED_DATA
+    from .worker import CHECKED_DATA
 
     folder = Path(recipe.out)
     if resume:
@@ -234,7 +234,7 @@ def _train(start: Start, placement: Placement, accept_changed_data: bool) -> Non
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment |= {"CUDA_VISIBLE_DEVICES": first}
-    trainer = ["glm4v_patched.finetune.trainer", str(settings), "--end-with-stdin"]
+    trainer = ["glm4v_patched.finetune.worker", str(settings), "--end-with-stdin"]
     command = python_module(*trainer)
     if recipe.engine.zero_stage:
         command = [*torch_launcher(processes), *trainer]

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..data.sets import Source, fault_of_path, make_sources
-from ..engine.gpu_facts import compute_capabilities, fault_of_fp8
+from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
+from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
 from ..engine.options import require_packages
-from ..engine.places import fault_of_folder
-from ..patch.recognition import is_glm4v
+from ..patch.config_json import is_glm4v
 from .config import Recipe, check_values, located
+from .config_file import Document, Fault, RecipeError, read_document, shown
 from .disk import fault_of_space, read_header, shards_of
-from .identity import base_of
-from .recipe_file import Document, Fault, RecipeError, read_document, shown
+from .origin import base_of
 from .run_folder import fault_of_pictures
-from .shipped import find_recipe
+from .shipped_recipes import find_recipe
 
 Device = Literal["cuda", "cpu"]
 

@@ -26,12 +26,12 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .config import Recipe
+from .config_trainer import eval_strategy, rate_of, steps_in_epoch, total_steps
+from .config_warnings import find_doubts
 from .disk import needed_space
-from .doubts import find_doubts
-from .identity import Base
+from .origin import Base
 from .preflight import Placement
-from .trainer import batch_of, options_of
-from .trainer_fields import eval_strategy, rate_of, steps_in_epoch, total_steps
+from .worker import batch_of, options_of
 
 GIB = 2**30
 LONGEST_SAMPLE = 1500  # characters

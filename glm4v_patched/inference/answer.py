@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..data.sources import Source
 from ..data.workers import Ended, ask_all
 from ..engine.environment import python_module, training_environment
-from ..finetune.identity import Base, identify
+from ..finetune.origin import Base, identify
 from ..finetune.preflight import Placement, place
 from .answers_file import AnswersFile, Line
+from .model_source import find_source
+from .quantised_weights import check_weights
 from .questions import (
     Generation,
     Question,
@@ -20,11 +22,9 @@ from .questions import (
     digest_questions,
     read_questions,
 )
-from .source import find_source
-from .weights import check_weights
 
 if TYPE_CHECKING:
-    from .answering import Answer
+    from .answer_worker import Answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def answers(
     """
     if not questions:
         return
-    from .answering import Answer, Answerer, Job, batches  # imports torch
+    from .answer_worker import Answer, Answerer, Job, batches  # imports torch
     from .static_cache import chosen
 
     device = "cpu" if placement.on_cpu else "cuda"
@@ -149,7 +149,7 @@ def answers(
             yield from zip(part, replies, strict=True)
         return
     job = Job(base, device, request.weights, request.generation, cache)
-    command = python_module("glm4v_patched.inference.answering", job.to_json())
+    command = python_module("glm4v_patched.inference.answer_worker", job.to_json())
     asked = [
         {"prompts": [q.prompt for q in part], "number": part[0].row, "rows": [q.row for q in part]}
         for part in parts
@@ -178,7 +178,7 @@ def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
 
 def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from .answering import require_room
+    from .answer_worker import require_room
     from .loading import load_processor
 
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import find_fault
 from ..finetune.preflight import place
+from .model_source import find_source
+from .quantised_weights import check_weights
 from .questions import Generation
-from .source import find_source
-from .weights import check_weights
 
 if TYPE_CHECKING:
-    from .answering import Answerer
+    from .answer_worker import Answerer
 
 HELP = """\
 /image PATH  show a picture with the next question; may be given several times
@@ -52,7 +52,7 @@ def chat(
     base = find_source(model, revision, weights)
 
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from .answering import Answerer
+    from .answer_worker import Answerer
     from .loading import load
     from .static_cache import chosen
 
@@ -143,7 +143,7 @@ class Chat:
 
     def ask(self, text: str) -> None:
         """Answer a question, which shows the pictures that were given since the last one."""
-        from .answering import positions_of
+        from .answer_worker import positions_of
 
         asked = [*self.messages, question(text, self.images)]
         new = self.answerer.generation.max_new_tokens
@@ -165,7 +165,7 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def _streamer(self):
-        from .answering import Words
+        from .answer_worker import Words
 
         return Words(self.answerer.processor.tokenizer, self._say)
 

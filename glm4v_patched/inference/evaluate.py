@@ -13,10 +13,10 @@ from .. import __version__
 from ..atomic import write_atomically
 from .answer import Request, answer_questions, settings_of
 from .answers_file import Line
+from .contact_sheet import draw_sheet
+from .model_source import find_source
 from .questions import digest_pictures, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_pictures
-from .sheet import draw_sheet
-from .source import find_source
 
 ANSWERS, REPORT, SHEET = "answers.jsonl", "metrics.json", "answers.png"
 VERSIONS = ("torch", "transformers")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.trainable import continue_adapters, quantization_options
-from ..finetune.identity import Base
+from ..finetune.origin import Base
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.places import nearest
+from ..engine.folders import nearest
 from ..finetune.disk import INDEX, shards_of
-from ..finetune.identity import ADAPTER_CONFIG, Base
+from ..finetune.origin import ADAPTER_CONFIG, Base
 from ..finetune.preflight import fault_of_model
 from ..finetune.run_folder import give_usual_modes, require_apart
 from ..printed import in_bytes
-from .source import adapters_of_hub, find_source
+from .model_source import adapters_of_hub, find_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -312,7 +312,7 @@ def _logits(base: Base, device: str) -> list["Tensor"]:
     import torch
     from PIL import Image
 
-    from .answering import Answerer
+    from .answer_worker import Answerer
     from .loading import load
     from .questions import Generation
 

@@ -22,9 +22,9 @@ from ..option_fields import (
     option,
     refuse_changed,
 )
-from ..row_files import add_rows, markdown, read_rows
+from ..result_files import add_rows, markdown, read_rows
 from .command import CACHES, add_weights
-from .weights import WEIGHTS, check_weights, kept_cache
+from .quantised_weights import WEIGHTS, check_weights, kept_cache
 
 
 @dataclass(frozen=True, kw_only=True)

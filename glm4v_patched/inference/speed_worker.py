@@ -239,7 +239,7 @@ def versions(weights: str | None = None) -> dict[str, str]:
     names = ["torch", "transformers"]
     if weights is not None:
         from ..engine.options import PACKAGES
-        from .weights import WEIGHTS
+        from .quantised_weights import WEIGHTS
 
         names += PACKAGES[WEIGHTS[weights].package]
     return {"python": sys.version.split()[0]} | {name: version(name) for name in names}

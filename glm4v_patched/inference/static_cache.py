@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import CompileConfig, StaticCache
 
-from .drawing import draw_ahead
-from .weights import kept_cache
+from .generation_loop import draw_ahead
+from .quantised_weights import kept_cache
 
 # A step is compiled in about a minute, in which some 2,000 are made without.
 STEPS_THAT_REPAY = 4000
@@ -33,7 +33,7 @@ class StaticCaches:
         self.model, self.step, self.compiled = model, step, compiled
         self.draws_ahead = draws_ahead
         if model.device.type == "cuda":
-            from .few_rows import takes_layers_of
+            from .small_batch_matmul import takes_layers_of
 
             self.compiled = {"own_products": takes_layers_of(model)} | compiled
         self._caches: dict[int, tuple[int, StaticCache]] = {}
@@ -70,9 +70,9 @@ def compiling(
     Args:
         changes: Inductor's options that are laid over these.
         fullgraph: Fail where it is not one graph, as adapters or weights of 4 bits may have it.
-        own_products: Whether :mod:`few_rows` takes the weights of the layers.
+        own_products: Whether :mod:`small_batch_matmul` takes the weights of the layers.
     """
-    from .few_rows import ProductsOfFewRows
+    from .small_batch_matmul import ProductsOfFewRows
 
     # Small kernels that do not wait for each other are then one, and each is started while the one
     # before it ends (from Hopper on).

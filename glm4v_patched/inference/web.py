@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..finetune.preflight import place
 from ..printed import pip_install
 from .chat import check_picture, question
+from .model_source import find_source
+from .quantised_weights import check_weights
 from .questions import Generation
 from .serving.errors import ApiError
 from .serving.limits import Limits
 from .serving.pictures import require_size
 from .serving.serve import is_installed, listen
-from .source import find_source
-from .weights import check_weights
 
 if TYPE_CHECKING:
     from .serving.engine import Engine
@@ -59,7 +59,7 @@ def chat_in_browser(
     bases = [find_source(model, revision, weights) for model in models]
 
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from .answering import Answerer
+    from .answer_worker import Answerer
     from .loading import load
     from .serving.engine import Engine
 

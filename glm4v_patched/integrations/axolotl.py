@@ -8,7 +8,7 @@ import torch
 from axolotl import model_support, processing_strategies
 from transformers import AutoModelForCausalLM
 
-from .members import require_members
+from .api_check import require_members
 
 TESTED = "0.19.0"
 ASSISTANT, NEXT_TURN = "<|assistant|>", "<|user|>"

@@ -16,8 +16,8 @@ import glm4v_patched
 
 from ..remote.image_processing_chatglm import as_picture
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
-from .members import require_members
-from .places import BEGIN, END, PLACE, UNGROWN, images_first
+from .api_check import require_members
+from .image_places import BEGIN, END, PLACE, UNGROWN, images_first
 
 logger = logging.getLogger(__name__)
 

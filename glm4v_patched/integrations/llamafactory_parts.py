@@ -2,7 +2,7 @@
 
 from llamafactory.model.model_utils import visual
 
-from .members import require_members
+from .api_check import require_members
 
 TESTED = "0.9.5"
 TOWER = "transformer.vision"

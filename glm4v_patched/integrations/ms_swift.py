@@ -36,11 +36,11 @@ from transformers import AutoProcessor
 
 import glm4v_patched
 
-from ..patch.recognition import is_glm4v
+from ..patch.config_json import is_glm4v
 from ..patch.swap import PatchSet, Swap
 from ..remote.image_processing_chatglm import as_picture
-from .members import require_members
-from .places import BEGIN, END, PLACE, UNGROWN, images_first
+from .api_check import require_members
+from .image_places import BEGIN, END, PLACE, UNGROWN, images_first
 
 NAME = "chatglm4v"
 NAME_OF_SWIFTS_OWN = "chatglm4v_of_swift"

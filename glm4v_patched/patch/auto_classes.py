@@ -38,7 +38,7 @@ from ..remote.modeling_chatglm import (
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from .adapter_names import answer_names
-from .kernels import kernel_swaps
+from .liger_kernels import kernel_swaps
 from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
 from .swap import PatchSet, Swap
 

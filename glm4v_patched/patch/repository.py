@@ -11,7 +11,7 @@ from huggingface_hub.utils import build_hf_headers
 from transformers.utils import cached_file
 
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS
-from .recognition import is_glm4v
+from .config_json import is_glm4v
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from glm4v_patched.bench import pictures
+from glm4v_patched.bench import charts
+from glm4v_patched.bench.charts import PARTS, UNKNOWN, draw_pictures, memory_figure, speed_figure
 from glm4v_patched.bench.command import command_of, settings_asked
-from glm4v_patched.bench.pictures import PARTS, UNKNOWN, draw_pictures, memory_figure, speed_figure
-from glm4v_patched.bench.rows import (
+from glm4v_patched.bench.table import (
     BEGIN,
     COLUMNS,
     END,
@@ -26,7 +26,7 @@ from glm4v_patched.bench.rows import (
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.printed import pip_install
-from glm4v_patched.row_files import format_rows
+from glm4v_patched.result_files import format_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -382,8 +382,8 @@ def test_one_row_makes_both_pictures(tmp_path, row):
 
 
 def test_the_command_draws_the_rows_it_reads_in_the_tables_order(tmp_path, capsys, monkeypatch):
-    drawn, speed, file = [], pictures.speed_figure, tmp_path / "rows.json"
-    monkeypatch.setattr(pictures, "memory_figure", lambda rows: drawn.append(rows) or speed(rows))
+    drawn, speed, file = [], charts.speed_figure, tmp_path / "rows.json"
+    monkeypatch.setattr(charts, "memory_figure", lambda rows: drawn.append(rows) or speed(rows))
     file.write_text(format_rows([make_row("qlora"), make_row(added="a"), make_row("lm")]))
     command = ["bench", "--rows", str(file), "--pictures", str(tmp_path)]
     assert main(command) == 0

@@ -21,15 +21,15 @@ from PIL import Image
 
 from glm4v_patched.data import check, decoding
 from glm4v_patched.data.check import check_file
-from glm4v_patched.data.checked import CheckedData, Counts
+from glm4v_patched.data.check_cache import Memory, default_path
+from glm4v_patched.data.checked_data import CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.decoding import find_fault, read_facts, read_facts_of_all
-from glm4v_patched.data.memory import Memory, default_path
 from glm4v_patched.data.rendering import measure_all
 from glm4v_patched.demo.tiny_model import build_processor, tiny_config
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.preflight import Placement
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, train
+from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, train
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.recipes import drawn_recipe
 

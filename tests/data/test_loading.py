@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from glm4v_patched.data import loading
 from glm4v_patched.data.loading import default_workers, loader_options, worker_start
 from glm4v_patched.data.stored_rows import Conversations, RowsWriter
-from glm4v_patched.finetune import evaluation, trainer
+from glm4v_patched.finetune import evaluation, worker
 from tests.helpers.recipes import drawn_recipe, train_here
 
 START = "multiprocessing_context"
@@ -121,7 +121,7 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
     for workers, start in ((0, None), (2, None), (1, "spawn")):
-        monkeypatch.setattr(trainer, "worker_start", lambda *_, start=start: start)
+        monkeypatch.setattr(worker, "worker_start", lambda *_, start=start: start)
         folder = tmp_path / f"{workers} {start}"
         folder.mkdir()
         recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": workers})

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 TRAIN = """
 import resource, sys, time
 from pathlib import Path
-from glm4v_patched.data.checked import CheckedData
+from glm4v_patched.data.checked_data import CheckedData
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started = time.perf_counter()
 conversations = CheckedData.read(Path(sys.argv[1])).conversations()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
-from glm4v_patched.finetune.trainer import RecipeTrainer, leave, train
+from glm4v_patched.finetune.worker import RecipeTrainer, leave, train
 
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
 

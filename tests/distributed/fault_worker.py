@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from glm4v_patched.finetune import trainer
+from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
@@ -49,9 +49,9 @@ def die_half_way(name: str) -> None:
 
 if __name__ == "__main__":
     arguments = options.parse_args()
-    build_model = trainer.build_model
-    trainer.build_model = build_with_dropout
+    build_model = worker.build_model
+    worker.build_model = build_with_dropout
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
-    trainer.train(Recipe.read(arguments.settings), arguments.resume_from)
-    trainer.leave()
+    worker.train(Recipe.read(arguments.settings), arguments.resume_from)
+    worker.leave()

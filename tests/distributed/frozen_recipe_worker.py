@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from glm4v_patched.finetune import trainer
+from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.remote.visual import EVA2CLIPModel
 
-build_model = trainer.build_model
+build_model = worker.build_model
 runs = []
 
 
@@ -25,8 +25,8 @@ def build_and_count(*arguments) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    trainer.build_model = build_and_count
-    trainer.train(Recipe.read(Path(sys.argv[1])))
+    worker.build_model = build_and_count
+    worker.train(Recipe.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")
-    trainer.leave()
+    worker.leave()

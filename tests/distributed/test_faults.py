@@ -21,7 +21,7 @@ from glm4v_patched.finetune.checkpoints import (
     step_of,
 )
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, starting_point
+from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, starting_point
 from glm4v_patched.printed import own_command
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.processes import (

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.data.feature_cache import digest_weights
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data
+from glm4v_patched.finetune.worker import CHECKED_DATA, check_data
 from tests.helpers.processes import run_two_processes
 from tests.helpers.recipes import drawn_recipe
 from tests.helpers.tiny import tiny_model

@@ -15,10 +15,10 @@ import pytest
 from glm4v_patched.cli import main
 from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor.findings import Finding, finding, table
-from glm4v_patched.engine import gpu_facts
-from glm4v_patched.engine.deepspeed import names
-from glm4v_patched.engine.gpu_facts import Use, parse_topology
+from glm4v_patched.engine import nvidia_driver
+from glm4v_patched.engine.deepspeed import private_names
 from glm4v_patched.engine.gpus import Gpu, Gpus
+from glm4v_patched.engine.nvidia_driver import Use, parse_topology
 
 Usage = namedtuple("Usage", "total used free")
 TWO_OF_FOUR_JOINED = (
@@ -36,11 +36,13 @@ def sound(monkeypatch, tmp_path):
     """A machine with two GPUs on which nothing is wrong."""
     gpus = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * 2)
     monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
-    monkeypatch.setattr(gpu_facts, "cuda_of_driver", lambda: (13, 0))
-    monkeypatch.setattr(gpu_facts, "cuda_of_torch", lambda: (12, 8))
-    monkeypatch.setattr(gpu_facts, "compute_capabilities", lambda number: [(9, 0)] * number)
-    monkeypatch.setattr(gpu_facts, "memory_in_use", lambda: [Use(0, 0, 10**11), Use(1, 0, 10**11)])
-    monkeypatch.setattr(gpu_facts, "links", lambda: [(0, 1, "NV18")])
+    monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: (13, 0))
+    monkeypatch.setattr(nvidia_driver, "cuda_of_torch", lambda: (12, 8))
+    monkeypatch.setattr(nvidia_driver, "compute_capabilities", lambda number: [(9, 0)] * number)
+    monkeypatch.setattr(
+        nvidia_driver, "memory_in_use", lambda: [Use(0, 0, 10**11), Use(1, 0, 10**11)]
+    )
+    monkeypatch.setattr(nvidia_driver, "links", lambda: [(0, 1, "NV18")])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**14, 0, 10**14))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**6, 10**6))
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
@@ -71,20 +73,20 @@ def no_gpu(monkeypatch):
 
 
 def older_driver(monkeypatch):
-    monkeypatch.setattr(gpu_facts, "cuda_of_driver", lambda: (11, 8))
+    monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: (11, 8))
 
 
 def volta(monkeypatch):
-    monkeypatch.setattr(gpu_facts, "compute_capabilities", lambda number: [(7, 0)] * number)
+    monkeypatch.setattr(nvidia_driver, "compute_capabilities", lambda number: [(7, 0)] * number)
 
 
 def taken(monkeypatch):
     uses = [Use(0, 0, 150 * 2**30), Use(1, 41 * 2**30, 150 * 2**30)]
-    monkeypatch.setattr(gpu_facts, "memory_in_use", lambda: uses)
+    monkeypatch.setattr(nvidia_driver, "memory_in_use", lambda: uses)
 
 
 def no_nvlink(monkeypatch):
-    monkeypatch.setattr(gpu_facts, "links", lambda: parse_topology(TWO_OF_FOUR_JOINED))
+    monkeypatch.setattr(nvidia_driver, "links", lambda: parse_topology(TWO_OF_FOUR_JOINED))
 
 
 def no_compiler(monkeypatch):
@@ -194,10 +196,10 @@ def test_a_torchvision_of_another_torch_is_told(monkeypatch):
     assert "torchvision 0.26.0 needs torch==2.11.0, and 2.13.0" in told["versions together"].found
 
 
-@pytest.mark.parametrize("module", names.DEFINED_IN)
+@pytest.mark.parametrize("module", private_names.DEFINED_IN)
 def test_a_renamed_name_of_deepspeed_is_told_without_importing_it(monkeypatch, module):
-    changed = {module: (*names.DEFINED_IN[module], "ds_renamed")}
-    monkeypatch.setattr(names, "DEFINED_IN", names.DEFINED_IN | changed)
+    changed = {module: (*private_names.DEFINED_IN[module], "ds_renamed")}
+    monkeypatch.setattr(private_names, "DEFINED_IN", private_names.DEFINED_IN | changed)
     (found,) = packages._check_private_names()
     assert found.verdict == "fails"
     assert f"has no ds_renamed (of {module})" in found.found
@@ -205,9 +207,11 @@ def test_a_renamed_name_of_deepspeed_is_told_without_importing_it(monkeypatch, m
 
 
 def test_every_private_name_has_a_module():
-    listed = {name for names_ in names.DEFINED_IN.values() for name in names_}
+    listed = {name for names_ in private_names.DEFINED_IN.values() for name in names_}
     constants = {
-        name: value for name, value in vars(names).items() if name.isupper() and name[0] != "_"
+        name: value
+        for name, value in vars(private_names).items()
+        if name.isupper() and name[0] != "_"
     }
     for name, value in constants.items():
         if name not in ("DEFINED_IN", "OF_SOME_MODULES", "SUPPORTED_DEEPSPEED"):

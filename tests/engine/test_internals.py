@@ -15,8 +15,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 import glm4v_patched
 from glm4v_patched.engine.deepspeed import config, internals
 from glm4v_patched.engine.deepspeed.internals import Replacements
-from glm4v_patched.engine.deepspeed.names import COMPILES_COLLECTIVES
-from glm4v_patched.finetune.unpickling import loading_safely
+from glm4v_patched.engine.deepspeed.private_names import COMPILES_COLLECTIVES
+from glm4v_patched.finetune.safe_unpickling import loading_safely
 from glm4v_patched.printed import pip_install
 from tests.helpers.tiny import tiny_model
 
@@ -117,7 +117,7 @@ def test_all_are_replaced_or_none_and_put_back():
 def test_no_other_file_names_them():
     """But for remote/, which knows no package, and what gathers: both are checked from here."""
     private = re.compile(r"\b(ds_[a-z_]+|_z3_optimizer|deepspeed\.runtime[\w.]*|\w+_groups_flat)\b")
-    allowed = {"internals.py", "names.py", "gather.py"}
+    allowed = {"internals.py", "private_names.py", "gather.py"}
     files = [path for path in PACKAGE.rglob("*.py") if path.name not in allowed]
     found = {
         path.relative_to(PACKAGE).as_posix(): names

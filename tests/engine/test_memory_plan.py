@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm4v_patched.bench.rows import read_rows
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.table import read_rows
 from glm4v_patched.engine.activation_policies import POLICIES
 from glm4v_patched.engine.memory_plan import (
     CANDIDATES,

@@ -17,7 +17,7 @@ from glm4v_patched.engine.environment import training_environment
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
-from glm4v_patched.finetune.trainer import OPTIMIZERS, options_of
+from glm4v_patched.finetune.worker import OPTIMIZERS, options_of
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
@@ -57,7 +57,7 @@ def test_nothing_else_builds_a_model_for_training():
         assert "torch.compile(" not in (PACKAGE / name).read_text()
     assert not called(LOSS_CURVE) & PARTS and "start" in called(LOSS_CURVE)
     assert "start" in called(PACKAGE / "bench" / "worker.py")
-    assert "prepare_model" in called(PACKAGE / "finetune" / "trainer.py")
+    assert "prepare_model" in called(PACKAGE / "finetune" / "worker.py")
 
 
 def test_recipe_and_bench_ask_for_the_same_where_neither_says_anything():

@@ -25,8 +25,8 @@ from glm4v_patched.finetune.checkpoints import (
     write_manifest,
 )
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.identity import Origin, Rows
-from glm4v_patched.finetune.trainer import logging_steps, settings_of
+from glm4v_patched.finetune.origin import Origin, Rows
+from glm4v_patched.finetune.worker import logging_steps, settings_of
 from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.recipes import recipe
 

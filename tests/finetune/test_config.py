@@ -15,10 +15,10 @@ from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe, RecipeError
-from glm4v_patched.finetune.identity import Origin, Rows, base_of, identify
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.origin import Origin, Rows, base_of, identify
 from glm4v_patched.finetune.preflight import Placement
-from glm4v_patched.finetune.trainer import (
+from glm4v_patched.finetune.worker import (
     FREE_WHEN_RESUMING,
     RecipeTrainer,
     options_of,

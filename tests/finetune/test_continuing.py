@@ -13,11 +13,10 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.sources import read_conversations
 from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.identity import Rows
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.origin import Rows
 from glm4v_patched.finetune.preflight import Placement
-from glm4v_patched.finetune.recipe_trainer import Schedule
-from glm4v_patched.finetune.trainer import check_data, starting_point
+from glm4v_patched.finetune.worker import Schedule, check_data, starting_point
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import built, drawn_recipe, train_here
 

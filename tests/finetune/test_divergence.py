@@ -23,7 +23,7 @@ from glm4v_patched.finetune.divergence import (
     describe,
 )
 from glm4v_patched.finetune.plots import plot_loss
-from glm4v_patched.finetune.recipe_trainer import RecipeTrainer
+from glm4v_patched.finetune.worker import RecipeTrainer
 from tests.helpers.recipes import drawn_recipe, train_here
 from tests.helpers.sharded import as_sharded
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.finetune import evaluation, recipe_trainer
+from glm4v_patched.finetune import evaluation, trainer
 from glm4v_patched.finetune.config import Recipe, RecipeError
-from glm4v_patched.finetune.identity import base_of
-from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, rows_of
-from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.finetune.origin import base_of
+from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, rows_of
+from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -119,7 +119,7 @@ def test_evaluation_changes_nothing_of_the_training(drawn, report, tmp_path):
 def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path, monkeypatch):
     # Given, for whether a small model gets worse again depends on the machine's rounding.
     given = iter([3.0, 2.0, 2.5, 2.25, 1.0])
-    monkeypatch.setattr(recipe_trainer, "mean_loss", lambda *_: (next(given), 1))
+    monkeypatch.setattr(trainer, "mean_loss", lambda *_: (next(given), 1))
     asked = drawn.override(
         {
             "out": str(tmp_path / "out"),

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.identity import Base, base_of
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.origin import Base, base_of
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.run_folder import LOCK, RECORD
-from glm4v_patched.finetune.trainer import check_data
+from glm4v_patched.finetune.worker import check_data
 from tests.helpers.recipes import drawn_recipe
 
 HERE = Placement(1, on_cpu=True)
@@ -219,7 +219,7 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
         return check_data(recipe.override({"model": cached, "revision": None}))
 
     monkeypatch.setattr(launching, "pin", pin)
-    monkeypatch.setattr("glm4v_patched.finetune.trainer.check_data", check)
+    monkeypatch.setattr("glm4v_patched.finetune.worker.check_data", check)
     summary = "glm4v_patched.finetune.summary"
     for name, said in {"plan": None, "describe": "of the Hub", "fault_of_memory": ""}.items():
         monkeypatch.setattr(f"{summary}.{name}", lambda *_, said=said: said)

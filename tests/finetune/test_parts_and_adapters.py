@@ -13,8 +13,8 @@ from glm4v_patched.engine.memory_plan import Batch, estimate, states
 from glm4v_patched.engine.options import PARTS, EngineOptions, LoraOptions, part_of
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.identity import base_of
-from glm4v_patched.finetune.trainer import BEFORE, settings_of
+from glm4v_patched.finetune.origin import base_of
+from glm4v_patched.finetune.worker import BEFORE, settings_of
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model

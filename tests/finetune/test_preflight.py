@@ -27,15 +27,15 @@ from glm4v_patched.engine.options import PARTS, TRAINED, EngineOptions, part_of
 from glm4v_patched.engine.trainable import LORA_TARGETS, select_weights
 from glm4v_patched.finetune import disk, preflight
 from glm4v_patched.finetune.config import fields
+from glm4v_patched.finetune.config_file import RecipeError, place_all
 from glm4v_patched.finetune.disk import checkpoints_at_once, saved_bytes
-from glm4v_patched.finetune.identity import ADAPTER_WEIGHTS
+from glm4v_patched.finetune.origin import ADAPTER_WEIGHTS
 from glm4v_patched.finetune.preflight import (
     Placement,
     check,
     place,
 )
-from glm4v_patched.finetune.recipe_file import RecipeError, place_all
-from glm4v_patched.finetune.trainer import require_gpu
+from glm4v_patched.finetune.worker import require_gpu
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.recipes import LEAST, recipe

@@ -12,7 +12,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, progress, trainer
+from glm4v_patched.finetune import disk, progress, worker
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
@@ -196,7 +196,7 @@ def test_a_packed_row_counts_as_the_samples_in_it(
     def measure(batch: float):
         raise InterruptedError(batch)
 
-    monkeypatch.setattr(trainer, "Measurements", measure)
+    monkeypatch.setattr(worker, "Measurements", measure)
     asked = {"out": str(tmp_path / "out"), "data.pack_to": pack_to}
     with pytest.raises(InterruptedError) as measured:
         train_here(drawn.override(asked))

@@ -1,4 +1,6 @@
-"""Other people's frameworks, run as their users run them, with a row for each job (record.py).
+"""Other people's frameworks, run as their users run them: an entry of JOBS for each job.
+
+Each makes a row of the table in docs/frameworks.md (results_table.py).
 
 They take minutes and packages of their own: nox -f tests/noxfile.py -s jobs runs those of each
 system in an environment of its own, and prints the table.
@@ -13,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks import workshop
-from tests.frameworks.record import cannot, job
-from tests.frameworks.workshop import RUN, succeed
+from tests.frameworks import drawn_task
+from tests.frameworks.drawn_task import RUN, succeed
+from tests.frameworks.results_table import cannot, job
 
 HERE = Path(__file__).parent
 TWO = ("--nproc_per_node", "2")
@@ -92,8 +94,8 @@ class Job:
     Attributes:
         command: What is run in a folder with ``model``, ``data`` and ``rows.json``.
         reads: As a reader would type it.
-        model: "random", "blind" or "sighted" (:mod:`workshop`).
-        measure, logged: :func:`workshop.measure`.
+        model: "random", "blind" or "sighted" (:mod:`drawn_task`).
+        measure, logged: :func:`drawn_task.measure`.
         files: Written to the folder first.
         needs: Modules that must be there.
         then: What is run after the command, such as what merges an adapter.
@@ -148,7 +150,7 @@ def trl_command(job: str, steps: int, rate: float, *options: object, **more) -> 
 
 
 def trainers(trainer: str, system: str, name: str, start: tuple = (sys.executable,), **more) -> Job:
-    command = (*start, HERE / "trainers_script.py", trainer, 60, 2e-3)
+    command = (*start, HERE / "any_trainer_script.py", trainer, 60, 2e-3)
     return Job(system, name, more.pop("package"), command, more.pop("reads"), **more)
 
 
@@ -340,8 +342,8 @@ DOES_NOT_RUN = [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> workshop.Models:
-    return workshop.Models(tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory) -> drawn_task.Models:
+    return drawn_task.Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.skipif(
@@ -354,7 +356,7 @@ def test_a_job_learns_from_pictures(wanted, models, tmp_path):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     (tmp_path / "model").symlink_to(models(wanted.model))
-    workshop.put_data(tmp_path, models.conversations)
+    drawn_task.put_data(tmp_path, models.conversations)
     for name, text in wanted.files.items():
         (tmp_path / name).write_text(text)
     with job(wanted.system, wanted.name, wanted.reads, packages=[wanted.package]) as done:
@@ -362,7 +364,7 @@ def test_a_job_learns_from_pictures(wanted, models, tmp_path):
         succeed(tmp_path, *wanted.command, seconds=1800)
         if wanted.then:
             succeed(tmp_path, *wanted.then)
-        workshop.measure(
+        drawn_task.measure(
             wanted.measure, tmp_path, wanted.out, models.conversations, done, wanted.logged
         )
 
@@ -373,7 +375,7 @@ def test_what_does_not_run_says_why(tried, models, tmp_path):
     if importlib.util.find_spec(tried.package) is None:
         pytest.skip(f"{tried.package} is not installed")
     (tmp_path / "model").symlink_to(models("random"))
-    ended = workshop.run(tmp_path, sys.executable, *tried.command)
+    ended = drawn_task.run(tmp_path, sys.executable, *tried.command)
     assert tried.said in ended.output, ended.output[-6000:]
     packages = [tried.package]
     cannot(tried.system, tried.name, tried.reason, packages=packages, command=tried.reads)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import glm4v_patched
-from tests.frameworks.workshop import RUN, draw, history, judged, run, succeed
+from tests.frameworks.drawn_task import RUN, draw, history, judged, run, succeed
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.tiny import BOI
 

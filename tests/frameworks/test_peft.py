@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 
-from tests.frameworks.record import job
+from tests.frameworks.results_table import job
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

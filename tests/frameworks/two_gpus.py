@@ -9,7 +9,7 @@ faults show in them, and with ours:
 - Qwen's way to start LoRA on several GPUs: a warning about an old format of checkpoints, and
   ``device_map="auto"`` refused
 
-Each job is a row (record.py)::
+Each job is a row (results_table.py)::
 
     python -m tests.frameworks.two_gpus --rows rows.json                 # all
     python -m tests.frameworks.two_gpus --rows rows.json --only zero3    # some of them
@@ -37,8 +37,8 @@ from safetensors.torch import save_file
 
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.frameworks import workshop
-from tests.frameworks.record import RESULTS, VARIABLE, Row, job, merge, read
+from tests.frameworks import drawn_task
+from tests.frameworks.results_table import RESULTS, VARIABLE, Row, job, merge, read
 from tests.frameworks.two_gpus_jobs import JOBS, Job
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
@@ -84,7 +84,7 @@ class Place:
     def __init__(self, root: Path, on_cpu: bool, packages: Path | None):
         self.root, self.on_cpu, self.packages = root, on_cpu, packages
         root.mkdir(parents=True, exist_ok=True)
-        self.conversations = workshop.draw(root / "pictures")
+        self.conversations = drawn_task.draw(root / "pictures")
 
     def model(self, name: str) -> Path:
         folder = self.root / name
@@ -97,9 +97,9 @@ class Place:
         elif name == "long" and not folder.exists():
             write_long_repository(folder)
         elif name == "sighted" and not folder.exists():
-            workshop.build_sighted(folder, self.model("blind"), self.conversations)
+            drawn_task.build_sighted(folder, self.model("blind"), self.conversations)
         elif not folder.exists():
-            build = {"random": workshop.build_random, "blind": workshop.build_blind}[name]
+            build = {"random": drawn_task.build_random, "blind": drawn_task.build_blind}[name]
             build(folder, self.conversations)
         return folder
 
@@ -108,7 +108,7 @@ class Place:
         folder.mkdir()
         (folder / "model").symlink_to(self.model(wanted.model))
         (folder / "published").symlink_to(self.model(wanted.published))
-        workshop.put_data(folder, self.conversations)
+        drawn_task.put_data(folder, self.conversations)
         put_factory_data(folder, self.conversations, self.on_cpu)
         put_texts(folder)
         (folder / "deepspeed.json").write_text(json.dumps(ZERO3))
@@ -216,11 +216,11 @@ def put_texts(folder: Path) -> None:
     rows = [
         {
             "prompt": prompt,
-            "chosen": f"\n{whole}{workshop.END}",
-            "rejected": f"\n{part}{workshop.END}",
+            "chosen": f"\n{whole}{drawn_task.END}",
+            "rejected": f"\n{part}{drawn_task.END}",
         }
-        for colour in workshop.COLOURS
-        for shape in workshop.SHAPES
+        for colour in drawn_task.COLOURS
+        for shape in drawn_task.SHAPES
         for whole, part in ((f"a {colour} {shape}", colour), (f"a {colour} {shape}", shape))
     ]
     (folder / "data" / "texts").mkdir()
@@ -244,13 +244,13 @@ def history(folder: Path, name: str) -> list[float]:
 def measure(wanted: Job, folder: Path, place: Place, done: Row) -> None:
     """Fill the row with what was learned, as a process without this package finds it."""
     if wanted.measure == "preferences":
-        pairs = workshop.pairs_of(place.conversations)
-        done.right, done.swapped = workshop.preferences(folder, wanted.judged, pairs)
+        pairs = drawn_task.pairs_of(place.conversations)
+        done.right, done.swapped = drawn_task.preferences(folder, wanted.judged, pairs)
     elif wanted.measure == "texts":
         pairs = [("What do you see?", None, "a red circle", part) for part in ("red", "circle")]
-        done.right, _ = workshop.preferences(folder, wanted.judged, pairs)
+        done.right, _ = drawn_task.preferences(folder, wanted.judged, pairs)
     else:
-        done.right, done.swapped = workshop.judged(folder, wanted.judged, place.conversations)
+        done.right, done.swapped = drawn_task.judged(folder, wanted.judged, place.conversations)
     done.reloaded = True
 
 

@@ -19,7 +19,7 @@ class Job:
         command: What Python is given, in a folder with ``model``, ``published`` and the data.
         reads: As a reader would type it.
         packages: Folders of ``--packages`` that it needs, the first one first.
-        model: Of :mod:`workshop`; ``published`` is there always.
+        model: Of :mod:`drawn_task`; ``published`` is there always.
         published: "published", or "long": 1120 pixels, 1,602 ids a picture, 130 million weights.
         measure: "answers", "preferences", "texts", "reward" (answers, and the reward rises), or
             "nothing" but the loss.

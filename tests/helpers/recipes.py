@@ -52,7 +52,7 @@ def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (
 
 def train_here(recipe: Recipe, *arguments, **options) -> dict:
     """Train in this process, once the data has been checked; what ``training.json`` says."""
-    from glm4v_patched.finetune.trainer import CHECKED_DATA, check_data, train
+    from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, train
 
     out = Path(recipe.out)
     out.mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None)
         images_per_row=1,
         processes=2,
     )
-    from glm4v_patched.finetune.trainer import options_of
+    from glm4v_patched.finetune.worker import options_of
 
     steps = asked.trainer.max_steps or 1
     return decide(config or ChatGLMConfig(), options_of(asked), batch, free, steps)
@@ -119,6 +119,6 @@ def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None)
 
 def built(asked: Recipe) -> nn.Module:
     """The recipe's model, ready to be trained on a CPU."""
-    from glm4v_patched.finetune.trainer import build_model
+    from glm4v_patched.finetune.worker import build_model
 
     return build_model(asked, decided(asked))

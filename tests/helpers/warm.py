@@ -257,7 +257,7 @@ def import_all() -> None:
     import torch._inductor.compile_fx  # deepspeed.initialize does, for an optimizer
     import transformers.integrations.deepspeed  # noqa: F401
 
-    import glm4v_patched.finetune.trainer  # noqa: F401
+    import glm4v_patched.finetune.worker  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from glm4v_patched.inference import speed_worker
-from glm4v_patched.inference.drawing import draw_ahead
+from glm4v_patched.inference.generation_loop import draw_ahead
 from glm4v_patched.inference.static_cache import StaticCaches, compiling
 
 LOOPS: dict[str, dict[str, Any]] = {"theirs": {}, "ours": {"custom_generate": draw_ahead}}

@@ -7,7 +7,7 @@ import pytest
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference import evaluate as module
-from glm4v_patched.inference.answering import Answer
+from glm4v_patched.inference.answer_worker import Answer
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.inference.contact_sheet import draw_sheet
 from glm4v_patched.inference.questions import Question, digest_pictures
 from glm4v_patched.inference.scoring import (
     exact_match,
@@ -14,7 +15,6 @@ from glm4v_patched.inference.scoring import (
     swap_pictures,
     token_f1,
 )
-from glm4v_patched.inference.sheet import draw_sheet
 
 
 def question(row: int, reference: str, text: str = "q", pictures: int = 1) -> Question:

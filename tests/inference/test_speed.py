@@ -11,8 +11,8 @@ from glm4v_patched.cli import main
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune import preflight
-from glm4v_patched.inference import drawing, speed, speed_worker, static_cache
-from glm4v_patched.inference.weights import WEIGHTS
+from glm4v_patched.inference import generation_loop, speed, speed_worker, static_cache
+from glm4v_patched.inference.quantised_weights import WEIGHTS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -86,7 +86,7 @@ def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, ask
     @wraps(static_cache.draw_ahead)  # generate reads its signature
     def counted(*args, **kwargs):
         calls.append(kwargs)
-        return drawing.draw_ahead(*args, **kwargs)
+        return generation_loop.draw_ahead(*args, **kwargs)
 
     monkeypatch.setattr(static_cache, "draw_ahead", counted)
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]

@@ -10,11 +10,11 @@ from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference import loading, web
-from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.model_source import find_source
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.engine import Engine
-from glm4v_patched.inference.source import find_source
 from glm4v_patched.inference.web import Conversations
 from tests.helpers.processes import serving
 

@@ -16,14 +16,14 @@ from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
 
 from glm4v_patched.integrations.axolotl import EndedRows, register
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.frameworks import workshop
+from tests.frameworks import drawn_task
 
 
 @pytest.fixture(scope="module")
 def collate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    conversations = workshop.draw(folder / "pictures")
-    workshop.build_random(folder / "model", conversations)
+    conversations = drawn_task.draw(folder / "pictures")
+    drawn_task.build_random(folder / "model", conversations)
     processor = ChatGLMProcessor.from_pretrained(folder / "model")
     register()
     register()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import glm4v_patched
-from glm4v_patched.integrations.members import require_members
-from glm4v_patched.integrations.places import images_first
+from glm4v_patched.integrations.api_check import require_members
+from glm4v_patched.integrations.image_places import images_first
 from glm4v_patched.run import STARTUP
 
 PACKAGE = Path(glm4v_patched.__file__).parent

@@ -678,7 +678,7 @@ def test_kernels_without_a_gpu_are_refused_and_nothing_is_patched(kernel):
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
 def test_kernels_take_the_place_of_our_modules_and_leave_it(kernel, monkeypatch, published):
-    """With functions of the same form as Liger's, which need no GPU; test_kernels_gpu.py has
+    """With functions of the same form as Liger's, which need no GPU; test_liger_kernels_gpu.py has
     Liger's own."""
     runs = []
 

@@ -1,4 +1,4 @@
-"""What this package uses of DeepSpeed by private names (:mod:`names` lists them).
+"""What this package uses of DeepSpeed by private names (:mod:`private_names` lists them).
 
 Each name is checked where it is used. A missing one is an error with the version and the cure,
 because skipping it silently would make training slower, or wrong. ``remote/`` uses some of these
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .names import (
+from .private_names import (
     CHECKPOINT_ENGINE,
     COMPILES_COLLECTIVES,
     GATHERS_WHEN_LOADING,

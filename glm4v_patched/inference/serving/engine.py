@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import StoppingCriteria
 
-from ..answering import Answerer, Words, positions_of
+from ..answer_worker import Answerer, Words, positions_of
 from .errors import ApiError
 from .requests import Wanted
 

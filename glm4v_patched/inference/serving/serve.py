@@ -15,9 +15,9 @@ from typing import Any
 
 from ...finetune.preflight import place
 from ...printed import pip_install
+from ..model_source import find_source
+from ..quantised_weights import check_weights
 from ..questions import Generation
-from ..source import find_source
-from ..weights import check_weights
 from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
 
@@ -128,7 +128,7 @@ def serve_by_transformers(request: Request) -> None:
     import uvicorn
 
     from ...remote.configuration_chatglm import ChatGLMConfig
-    from ..answering import Answerer
+    from ..answer_worker import Answerer
     from ..loading import load
     from .app import make_app
     from .engine import Engine

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from ...finetune.disk import read_header
-from ...finetune.identity import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
+from ...finetune.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
 from ...printed import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard

@@ -12,7 +12,7 @@ from pydantic import Field, create_model, model_serializer
 
 from ..engine.options import PARTS, parts_with_rates
 from ..printed import pip_install
-from .fields import AtLeastOne, Expected, Positive, Section, Seed, Text, rule
+from .config_fields import AtLeastOne, Expected, Positive, Section, Seed, Text, rule
 from .training_arguments import installed_fields
 
 Strategy = Literal["no", "steps", "epoch"]

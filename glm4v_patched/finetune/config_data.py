@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..data.sets import Source, make_sources
-from .fields import AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
+from .config_fields import AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
 
 # isort: split
 # After .fields, which says what to install where it is missing.

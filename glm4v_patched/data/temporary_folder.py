@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .memory import default_path
+from .check_cache import default_path
 
 PREFIX, LOCK = "checking-", "lock"
 SECONDS_UNTIL_LEFT = 24 * 3600

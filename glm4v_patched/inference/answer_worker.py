@@ -1,7 +1,7 @@
 """Answers batches of questions with a loaded model.
 
-``python -m glm4v_patched.inference.answering JOB`` is a process of :mod:`data.workers` that does
-so, on the GPU that it sees. ``JOB`` is JSON of :class:`Job`.
+``python -m glm4v_patched.inference.answer_worker JOB`` is a process of :mod:`data.workers` that
+does so, on the GPU that it sees. ``JOB`` is JSON of :class:`Job`.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from ..data.workers import answer_until_input_ends
-from ..finetune.identity import Base
+from ..finetune.origin import Base
 from .loading import Loaded, load
 from .questions import Generation, Question
 from .static_cache import StaticCaches

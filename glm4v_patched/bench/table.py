@@ -5,14 +5,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from .. import row_files
+from .. import result_files
 from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
 from .settings import DEFAULTS
 
 _REQUIRED = "workload", "gpus", "micro_batch", "text_tokens", "settings"
-read_rows = partial(row_files.read_rows, _REQUIRED)
-add_rows = partial(row_files.add_rows, _REQUIRED)
+read_rows = partial(result_files.read_rows, _REQUIRED)
+add_rows = partial(result_files.add_rows, _REQUIRED)
 # What a long error message means, by a pattern in it.
 REASONS = {"out ?of ?memory": "out of memory", "not done": "not done in time", "sigkill": "killed"}
 # Settings that have columns of their own, or say nothing of how it was trained.
@@ -108,7 +108,7 @@ def markdown_table(rows: list[dict]) -> str:
         of = ", ".join(versions) or "failed"
         commands.append(f"{number}. `{row.get('command')}` ({of})\n")
     summary = "<summary>The command of each row</summary>"
-    table = row_files.markdown(told, lines)
+    table = result_files.markdown(told, lines)
     return f"{table}\n<details>{summary}\n\n{''.join(commands)}\n</details>\n"
 
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler  # noqa: E402
 from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
 from deepspeed.utils.tensor_fragment import fragment_address  # noqa: E402
 
-from glm4v_patched.finetune.unpickling import loading_safely  # noqa: E402
+from glm4v_patched.finetune.safe_unpickling import loading_safely  # noqa: E402
 
 
 class Payload:

@@ -18,11 +18,11 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from glm4v_patched.cli import main
 from glm4v_patched.engine import trainable
 from glm4v_patched.inference import loading, speed_worker
-from glm4v_patched.inference.answering import Answerer
+from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.model_source import find_source
+from glm4v_patched.inference.quantised_weights import WEIGHTS
 from glm4v_patched.inference.questions import Generation, read_questions
-from glm4v_patched.inference.source import find_source
-from glm4v_patched.inference.weights import WEIGHTS
 from glm4v_patched.remote.loss import OutputLayer
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -32,9 +32,9 @@ PACKAGE = dict.fromkeys(("int8", "fp8"), "torchao") | dict.fromkeys(
 
 
 def has_package(monkeypatch) -> None:
-    from glm4v_patched.inference import source
+    from glm4v_patched.inference import model_source
 
-    monkeypatch.setattr(source, "require_packages", lambda *choice: None)
+    monkeypatch.setattr(model_source, "require_packages", lambda *choice: None)
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.options import is_lora
-from ..patch.recognition import is_glm4v, read_object
+from ..patch.config_json import is_glm4v, read_object
 from .config import Lora, Recipe
 from .run_folder import read_report
 

@@ -1,4 +1,4 @@
-"""A user's script for trainers that take any model: ``trainers_script.py TRAINER STEPS RATE``.
+"""A user's script for trainers that take any model: ``any_trainer_script.py TRAINER STEPS RATE``.
 
 Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
 beside it, and ``rows.json``, conversations with one picture each; it leaves ``out``, the whole

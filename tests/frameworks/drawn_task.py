@@ -23,7 +23,7 @@ from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.frameworks.record import Missed, Row
+from tests.frameworks.results_table import Missed, Row
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
 

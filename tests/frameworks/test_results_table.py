@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.frameworks.record import (
+from tests.frameworks.drawn_task import check_shares
+from tests.frameworks.results_table import (
     BEGIN,
     END,
     PAGE,
@@ -17,7 +18,6 @@ from tests.frameworks.record import (
     on_page,
     read,
 )
-from tests.frameworks.workshop import check_shares
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def file(tmp_path, monkeypatch):
 
 def test_the_page_has_the_rows_of_the_file():
     page = PAGE.read_text()
-    assert page == on_page(page, read(RESULTS)), "python -m tests.frameworks.record --page"
+    assert page == on_page(page, read(RESULTS)), "python -m tests.frameworks.results_table --page"
 
 
 def test_a_row_replaces_that_of_the_same_job_alone(file):

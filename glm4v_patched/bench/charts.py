@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.options import require_packages
-from .rows import DESCRIPTION, cells_of, failure, sort_rows
+from .table import DESCRIPTION, cells_of, failure, sort_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

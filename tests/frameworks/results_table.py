@@ -15,8 +15,8 @@ Both write one row, if the environment has ``FRAMEWORKS_RECORD``, the file to wr
 docs/benchmarks/frameworks.json); otherwise they only run. A row replaces that of the same system,
 version and job, and leaves all others as they are, so that systems may be run one at a time::
 
-    python -m tests.frameworks.record                # print the table
-    python -m tests.frameworks.record --page         # and write it into docs/frameworks.md
+    python -m tests.frameworks.results_table                # print the table
+    python -m tests.frameworks.results_table --page         # and write it into docs/frameworks.md
 
 A row is a JSON object with the fields of :class:`Row`.
 """

@@ -1,11 +1,14 @@
-"""The kernel of :mod:`few_rows`; importing it takes Triton, which torch for GPUs brings."""
+"""The kernel of :mod:`small_batch_matmul`.
+
+Importing it takes Triton, which torch for GPUs brings.
+"""
 
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .few_rows import COLUMNS, ROWS, WIDTH, blocks_a_part
+from .small_batch_matmul import COLUMNS, ROWS, WIDTH, blocks_a_part
 
 # Blocks of weights on their way at a time, of 16 KiB with the rows' 4.
 STAGES = 4
@@ -43,8 +46,8 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
 
 
 def parts_of_product(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """As :func:`few_rows.parts_of_product`. Raises ``ValueError`` for sizes that the kernel does
-    not take."""
+    """As :func:`small_batch_matmul.parts_of_product`. Raises ``ValueError`` for sizes that the
+    kernel does not take."""
     (rows, width), columns = x.shape, len(weight)
     if rows > ROWS or columns % COLUMNS or width % WIDTH or width != weight.shape[1]:
         raise ValueError(

@@ -8,8 +8,12 @@ import torch._inductor.config
 from torch import nn
 from torch.nn.functional import linear
 
-from glm4v_patched.inference import few_rows
-from glm4v_patched.inference.few_rows import ProductsOfFewRows, parts_for, parts_of_product
+from glm4v_patched.inference import small_batch_matmul
+from glm4v_patched.inference.small_batch_matmul import (
+    ProductsOfFewRows,
+    parts_for,
+    parts_of_product,
+)
 
 MULTIPROCESSORS = 132  # of an H200
 LAYERS = {
@@ -25,13 +29,13 @@ TINY = ProductsOfFewRows(device="cpu", smallest_weight=0)
 @pytest.fixture
 def replaced(monkeypatch):
     """The products that were, as long as the test runs."""
-    seen, replace = [], few_rows._replace
+    seen, replace = [], small_batch_matmul._replace
 
     def note(graph, node, *rest):
         seen.append(node.target)
         replace(graph, node, *rest)
 
-    monkeypatch.setattr(few_rows, "_replace", note)
+    monkeypatch.setattr(small_batch_matmul, "_replace", note)
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield seen
@@ -53,7 +57,7 @@ def two_layers(width=384, inner=256, columns=128):
 def test_a_compiled_graph_has_the_products_replaced_and_gives_what_it_gave(
     monkeypatch, replaced, rows, multiprocessors
 ):
-    monkeypatch.setattr(few_rows, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(small_batch_matmul, "_multiprocessors", lambda device: multiprocessors)
     module, x = two_layers(), torch.randn(rows, 384).bfloat16()
     torch.testing.assert_close(compiled(module)(x), module(x), rtol=0.02, atol=0.01)
     aten = torch.ops.aten
@@ -93,15 +97,18 @@ def test_a_weight_that_no_linear_layer_holds_so_is_left_alone(replaced):
 @pytest.mark.parametrize(("columns", "width"), LAYERS.values(), ids=LAYERS)
 def test_parts_fill_the_gpu_once(columns, width):
     parts = parts_for(columns, width, MULTIPROCESSORS)
-    blocks, room = columns // few_rows.COLUMNS, few_rows.BLOCKS_A_PROCESSOR * MULTIPROCESSORS
+    blocks, room = (
+        columns // small_batch_matmul.COLUMNS,
+        small_batch_matmul.BLOCKS_A_PROCESSOR * MULTIPROCESSORS,
+    )
     assert parts == 1 if blocks > room else parts * blocks <= room < (parts + 1) * blocks
 
 
 def test_no_part_is_empty():
     for blocks in range(1, 40):
         for multiprocessors in range(1, 140, 7):
-            parts = parts_for(64, blocks * few_rows.WIDTH, multiprocessors)
-            assert (parts - 1) * few_rows.blocks_a_part(blocks * 128, parts) < blocks
+            parts = parts_for(64, blocks * small_batch_matmul.WIDTH, multiprocessors)
+            assert (parts - 1) * small_batch_matmul.blocks_a_part(blocks * 128, parts) < blocks
 
 
 def test_parts_are_sums_over_the_width():
@@ -120,9 +127,9 @@ def test_generate_compiles_once_for_equal_options():
 
 def test_which_weights_it_takes():
     module = two_layers()
-    assert few_rows.takes_layers_of(module)
+    assert small_batch_matmul.takes_layers_of(module)
     module[0].bias = nn.Parameter(module[0].bias.float(), requires_grad=False)
-    assert not few_rows.takes_layers_of(module)
+    assert not small_batch_matmul.takes_layers_of(module)
 
 
 @pytest.mark.gpu

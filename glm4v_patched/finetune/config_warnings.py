@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..engine.options import is_lora
 from .config import Recipe
-from .trainer_fields import highest_rate, steps_in_epoch, warmup
+from .config_trainer import highest_rate, steps_in_epoch, warmup
 
 # Far above what trains a model of any size.
 HIGHEST_RATE, MOST_DECAY, MOST_EPOCHS, MOST_SCALING = 1e-2, 1.0, 100, 64.0

@@ -1,8 +1,8 @@
 """Products of a few rows with large weights, in compiled steps of ``generate``.
 
-Their time is what reading the weights takes. The kernel here (:mod:`few_rows_triton`) reads them at
-more of the memory's bandwidth than cuBLAS's for so few rows do, and than the reductions that
-inductor makes of one row's products: docs/benchmarks has the figures.
+Their time is what reading the weights takes. The kernel here (:mod:`small_batch_matmul_triton`)
+reads them at more of the memory's bandwidth than cuBLAS's for so few rows do, and than the
+reductions that inductor makes of one row's products: docs/benchmarks has the figures.
 """
 
 from dataclasses import dataclass
@@ -63,9 +63,9 @@ def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 @parts_of_product.register_kernel("cuda")
 def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    from . import few_rows_triton
+    from . import small_batch_matmul_triton
 
-    return few_rows_triton.parts_of_product(x, weight, parts)
+    return small_batch_matmul_triton.parts_of_product(x, weight, parts)
 
 
 def blocks_a_part(width: int, parts: int) -> int:

@@ -22,7 +22,7 @@ from glm4v_patched.finetune.config import (
     fields,
     located,
 )
-from glm4v_patched.finetune.recipe_file import place_all, read_document
+from glm4v_patched.finetune.config_file import place_all, read_document
 from glm4v_patched.printed import pip_install
 from tests.helpers.recipes import LEAST, recipe
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from ..engine.activation_policies import POLICIES, check_policy
 from ..printed import pip_install
-from .recipe_file import Fault
+from .config_file import Fault
 
 try:
     from pydantic import AfterValidator, BaseModel, ConfigDict, Field

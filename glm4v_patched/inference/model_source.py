@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ..engine.options import require_packages
-from ..finetune.identity import (
+from ..finetune.origin import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Base,
@@ -15,7 +15,7 @@ from ..finetune.identity import (
 )
 from ..finetune.preflight import fault_of_model
 from ..printed import own_command
-from .weights import WEIGHTS
+from .quantised_weights import WEIGHTS
 
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
 OF_ADAPTERS += ["tokenizer.model", "chat_template.jinja"]

@@ -143,8 +143,8 @@ def _private(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
-            "which glm4v_patched.inference.drawing needs: install a version from 4.57.6 to 5.23, "
-            "or leave out custom_generate"
+            "which glm4v_patched.inference.generation_loop needs: install a version from 4.57.6 to "
+            "5.23, or leave out custom_generate"
         )
     return getattr(owner, name)
 

@@ -1,6 +1,6 @@
 """The commands of ms-swift and LLaMA-Factory, as their users type them behind the run entry.
 
-A row for each job (record.py). They take minutes and packages of their own:
+A row for each job (results_table.py). They take minutes and packages of their own:
 nox -f tests/noxfile.py -s ms_swift, and -s llamafactory.
 """
 
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks import workshop
-from tests.frameworks.record import job
-from tests.frameworks.workshop import RUN, succeed
+from tests.frameworks import drawn_task
+from tests.frameworks.drawn_task import RUN, succeed
+from tests.frameworks.results_table import job
 from tests.helpers.processes import cpu_environment
 
 STEPS = 60
@@ -46,12 +46,12 @@ class Job:
     Attributes:
         command: Of the framework, and the words of its options that are worth reading.
         data: A set of :func:`put_data`.
-        model: "published", or one of :mod:`workshop`.
-        measure: Of :func:`workshop.measure`.
+        model: "published", or one of :mod:`drawn_task`.
+        measure: Of :func:`drawn_task.measure`.
         steps, rate, batch: Of the optimizer.
         adapter: Whether it saves an adapter, which is then merged by the framework's own command.
         processes: That the command starts by torchrun.
-        fall: Of :func:`workshop.measure`.
+        fall: Of :func:`drawn_task.measure`.
     """
 
     name: str
@@ -181,7 +181,7 @@ def put_data(folder: Path, conversations: list[list[dict]]) -> None:
         )
         page = {"role": "user", "content": f"What is on page {number}?"}
         sets["mixed"] += [sets["pictures"][-1], {"messages": [page, answer], "images": []}]
-    _put_swift_and_factory(folder, sets, workshop.pairs_of(conversations))
+    _put_swift_and_factory(folder, sets, drawn_task.pairs_of(conversations))
     (folder / "reward.py").write_text(REWARD)
 
 
@@ -209,7 +209,7 @@ def _put_swift_and_factory(folder: Path, sets: dict[str, list[dict]], pairs: lis
         {"messages": [asked], "chosen": said(one), "rejected": said(other), "images": images}
         for (images, asked), (one, other) in zip(pictures, judged, strict=True)
     ]
-    others = workshop.with_other_pictures(pairs)
+    others = drawn_task.with_other_pictures(pairs)
     factory_swapped = [
         pair | {"images": [picture]}
         for pair, (_, picture, _, _) in zip(factory_pairs, others, strict=True)
@@ -230,8 +230,8 @@ def _put_swift_and_factory(folder: Path, sets: dict[str, list[dict]], pairs: lis
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> workshop.Models:
-    return workshop.Models(tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory) -> drawn_task.Models:
+    return drawn_task.Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_ms_swift_learns_from_pictures(wanted, place):
     with job("ms-swift", wanted.name, wanted.command, packages=["ms-swift"]) as done:
         done.note = wanted.note
         saved = run_swift(wanted, folder)
-        workshop.measure(wanted.measure, folder, saved, conversations, done, fall=wanted.fall)
+        drawn_task.measure(wanted.measure, folder, saved, conversations, done, fall=wanted.fall)
 
 
 @needs_record
@@ -336,7 +336,7 @@ def test_llamafactory_learns_from_pictures(wanted, place):
     with job("LLaMA-Factory", wanted.name, wanted.command, packages=["llamafactory"]) as done:
         done.note = wanted.note
         saved = run_factory(wanted, folder)
-        workshop.measure(wanted.measure, folder, saved, conversations, done)
+        drawn_task.measure(wanted.measure, folder, saved, conversations, done)
 
 
 @needs_record
@@ -344,7 +344,7 @@ def test_llamafactory_learns_from_pictures(wanted, place):
 def test_ms_swift_infers(place):
     folder, conversations = place("random")
     saved = run_swift(SWIFT[1], folder)
-    asked = {"right": conversations, "swapped": workshop.swapped(conversations)}
+    asked = {"right": conversations, "swapped": drawn_task.swapped(conversations)}
     with job("ms-swift", "infer", "swift infer --model", packages=["ms-swift"]) as done:
         for name, rows in asked.items():
             lines = [{"messages": [*_with_place(row)], "images": [row[0]["image"]]} for row in rows]
@@ -358,7 +358,7 @@ def test_ms_swift_infers(place):
             given = [json.loads(line) for line in answers]
             share = sum(one["response"] == one["labels"] for one in given) / len(conversations)
             setattr(done, name, share)
-        workshop.check_shares(done)
+        drawn_task.check_shares(done)
 
 
 @needs_record
@@ -369,12 +369,12 @@ def test_llamafactory_trains_a_reward_model(place):
     wanted = Job("reward", f"{LF_LORA} stage=rm seed=3", "pairs", steps=120, rate=4e-3)
     with job("LLaMA-Factory", "rm", wanted.command, packages=["llamafactory"]) as done:
         run_factory(wanted, folder)
-        losses = workshop.history(folder, "loss")
+        losses = drawn_task.history(folder, "loss")
         done.loss = losses[0], losses[-1]
         done.note = "with all weights LLaMA-Factory cannot save it: lm_head shares output_layer"
         done.right, done.swapped = (scored(folder, name) for name in ("pairs", "swapped"))
-        workshop.check("last loss", losses[-1], most=losses[0] / 4)
-        workshop.check_shares(done)
+        drawn_task.check("last loss", losses[-1], most=losses[0] / 4)
+        drawn_task.check_shares(done)
 
 
 def scored(folder: Path, name: str) -> float:
@@ -408,7 +408,7 @@ def test_llamafactory_chats(place):
         given = [part.split("User:")[0].strip() for part in printed.split("Assistant:")[1:]]
         right = [want["content"] == got for (_, want), got in zip(asked, given, strict=True)]
         done.right = sum(right) / len(right)
-        workshop.check_shares(done)
+        drawn_task.check_shares(done)
 
 
 @contextmanager
@@ -452,7 +452,7 @@ def test_llamafactory_answers(place):
     saved = run_factory(FACTORY[2], folder)
     command = "llamafactory-cli api --model_name_or_path out --template glm4"
     options = ("--model_name_or_path", saved, "--template", "glm4", "--do_sample", "false")
-    asked = {"right": conversations, "swapped": workshop.swapped(conversations)}
+    asked = {"right": conversations, "swapped": drawn_task.swapped(conversations)}
     with (
         job("LLaMA-Factory", "api", command, packages=["llamafactory"]) as done,
         served(folder, *options, "--max_new_tokens", "12") as address,
@@ -461,4 +461,4 @@ def test_llamafactory_answers(place):
             given = [ask(address, q["content"], q["image"]) == a["content"] for q, a in rows]
             setattr(done, name, sum(given) / len(given))
         done.note = "answers begin with a line feed, as those of all its glm4 models"
-        workshop.check_shares(done)
+        drawn_task.check_shares(done)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.data.workplace import make_workplace
+from glm4v_patched.data.temporary_folder import make_workplace
 
 HOLD = """
 import time
-from glm4v_patched.data.workplace import make_workplace
+from glm4v_patched.data.temporary_folder import make_workplace
 workplace = make_workplace()
 print(workplace.name, flush=True)
 time.sleep(100)

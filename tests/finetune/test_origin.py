@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from glm4v_patched.finetune import identity
-from glm4v_patched.finetune.identity import Base, Rows, base_of, digest, identify, pin
+from glm4v_patched.finetune import origin
+from glm4v_patched.finetune.origin import Base, Rows, base_of, digest, identify, pin
 from tests.helpers.recipes import recipe
 
 LANGUAGE = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
@@ -63,8 +63,8 @@ def test_a_model_is_known_by_its_pickled_weights(tmp_path, name):
 
 
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "WHOLE_UP_TO", 1000)
-    monkeypatch.setattr(identity, "BLOCK", 10)
+    monkeypatch.setattr(origin, "WHOLE_UP_TO", 1000)
+    monkeypatch.setattr(origin, "BLOCK", 10)
     file = tmp_path / "file"
     content = bytearray(torch.arange(256).repeat(100).to(torch.uint8).numpy().tobytes())
     file.write_bytes(content)
