@@ -1,8 +1,9 @@
-"""One thread, and fixtures: tokenizers, image processor, processor, what is logged.
+"""One thread, little garbage to look for, and fixtures: tokenizers, processors, what is logged.
 
 The tensors are tiny, and the order of sums must not depend on the machine.
 """
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -117,6 +118,16 @@ def warned(caplog):
     yield caplog
     logger.removeHandler(caplog.handler)
     logger.propagate = propagate
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_no_garbage():
+    """A collection looks at the objects of these tests, not at the million that torch, transformers
+    and pytest keep: that takes half a second each time."""
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
