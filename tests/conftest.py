@@ -19,6 +19,7 @@ from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS, ChatGLM4Tokenizer
 
 torch.set_num_threads(1)
+gc.disable()  # while test files are imported; see old_objects_are_no_garbage
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "golden"
@@ -125,6 +126,7 @@ def old_objects_are_no_garbage():
     """A collection looks at the objects of these tests, not at the million that torch, transformers
     and pytest keep: that takes half a second each time."""
     gc.freeze()
+    gc.enable()
     yield
     gc.collect()
     gc.freeze()

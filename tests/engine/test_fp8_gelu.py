@@ -11,6 +11,8 @@ from glm4v_patched.engine.fp8_gelu import quantise_rows_of_gelu
 from glm4v_patched.engine.prepare import prepare_model
 from tests.helpers.fp8 import PLAIN, build
 
+pytestmark = pytest.mark.newest  # torch's products
+
 
 def drawn(device: str = "cpu", rows: int = 6, channels: int = 96) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)

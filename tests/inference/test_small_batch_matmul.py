@@ -15,6 +15,8 @@ from glm4v_patched.inference.small_batch_matmul import (
     parts_of_product,
 )
 
+pytestmark = pytest.mark.newest  # torch's compiler
+
 MULTIPROCESSORS = 132  # of an H200
 LAYERS = {
     "queries, keys and values": (4608, 4096),
