@@ -77,9 +77,10 @@ class LoadCheck:
 
     def trains(self) -> str:
         model, inputs = self.model.train(), self.inputs(seed=0)
-        # transformers 5.23 renamed it and warns about the old name.
-        old = model.gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+        # Renamed in transformers 5.23; the old name goes at 6.0.
+        is_renamed = hasattr(model, "activation_checkpointing_enable")
+        name = "activation_checkpointing_enable" if is_renamed else "gradient_checkpointing_enable"
+        getattr(model, name)({"use_reentrant": False})
         loss = model(**inputs, labels=inputs["input_ids"]).loss
         loss.backward()
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}

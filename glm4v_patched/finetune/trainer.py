@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.feature_cache import TowerFeatures
 from ..engine.options import part_of
+from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
 from .evaluation import Sample, mean_loss
@@ -54,7 +55,7 @@ class RecipeTrainer(Trainer):
         for name in OVERRIDDEN:
             assert hasattr(Trainer, name), (
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
-                "release: 4.57.6 to 5.23"
+                f"release: {TESTED_TRANSFORMERS}"
             )
         self.rates, self.sample, self.worker_start = rates, sample, worker_start
         self.eval_collator = eval_collator or options["data_collator"]

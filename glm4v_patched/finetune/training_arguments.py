@@ -160,7 +160,7 @@ def _transformers_folder() -> Path:
 def _not_as_expected() -> RuntimeError:
     return RuntimeError(
         f"TrainingArguments of transformers {version('transformers')} cannot be read from its "
-        "source: install a tested release, 4.57.6 to 5.23"
+        "source: install a tested release, 4.57.6 to 5.24"
     )
 
 

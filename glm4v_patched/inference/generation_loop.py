@@ -38,6 +38,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..remote.cached_rows import remember_drawn
+from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
+from ..remote.keywords import CACHE, named_cache
 from ..remote.sharding import must_run_on_every_process
 
 # Tokens that may have been queued before what the device says of one must have come: so many steps
@@ -46,7 +48,7 @@ LATE = {"cuda": 2}  # by kind of device; 0 for others
 
 MODES = ("greedy_search", "sample")
 NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# Arguments of generate that do not reach a custom_generate (transformers 4.57 to 5.23).
+# Arguments of generate that do not reach a custom_generate (in every tested transformers).
 NOT_HANDED_ON = ("streamer", "assistant_model", "synced_gpus")
 
 
@@ -95,7 +97,7 @@ def draw_ahead(
         return drawing.ids
     return GenerateDecoderOnlyOutput(
         sequences=drawing.ids,  # type: ignore[arg-type]  # typed as of the CPU
-        past_key_values=drawing.cache,
+        **named_cache(drawing.cache),
     )
 
 
@@ -143,8 +145,8 @@ def _private(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
-            "which glm4v_patched.inference.generation_loop needs: install a version from 4.57.6 to "
-            "5.23, or leave out custom_generate"
+            "which glm4v_patched.inference.generation_loop needs: install transformers"
+            f"{TESTED_TRANSFORMERS}, or leave out custom_generate"
         )
     return getattr(owner, name)
 
@@ -190,7 +192,7 @@ class _Drawing:
             self.input_ids, is_first_iteration=True, **given
         )
         outputs = model(**inputs, return_dict=True)
-        self.cache = given["past_key_values"] = outputs.past_key_values
+        self.cache = given[CACHE] = getattr(outputs, CACHE)
         self._keep(outputs)
         late = LATE.get(self.device.type, 0) if self.is_known and _can_undo(self.cache) else 0
         self.reports = Reports(self.unfinished, late, self.streamer)
@@ -372,8 +374,8 @@ def _uncache(cache: Any, kept: int, extra: int) -> None:
     if (holds := int(cache.get_seq_length())) != kept:
         raise RuntimeError(
             f"a {type(cache).__name__} of transformers {transformers.__version__} holds {holds} "
-            f"positions after its last {extra} were taken out, instead of {kept}: install a "
-            "version from 4.57.6 to 5.23, or leave out custom_generate"
+            f"positions after its last {extra} were taken out, instead of {kept}: install "
+            f"transformers{TESTED_TRANSFORMERS}, or leave out custom_generate"
         )
 
 

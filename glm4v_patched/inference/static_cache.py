@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import CompileConfig, StaticCache
 
+from ..remote.keywords import named_cache
 from .generation_loop import draw_ahead
 from .quantised_weights import kept_cache
 
@@ -51,7 +52,7 @@ class StaticCaches:
 
     def options(self, rows: int, positions: int) -> dict[str, Any]:
         """What ``generate`` is given beside the rows; on a CPU nothing is compiled."""
-        given: dict[str, Any] = {"past_key_values": self.of(rows, positions)}
+        given = named_cache(self.of(rows, positions))
         if self.model.device.type == "cuda":
             given["compile_config"] = compiling(rows, **self.compiled)
         if self.draws_ahead:

@@ -49,6 +49,10 @@ MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
 ]
 
+# Where torchvision is absent, transformers 5.8 to 5.17 have a placeholder at the usual place, which
+# refuses everything. Ours needs no torchvision.
+IMAGE_PROCESSORS = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
+
 # Where the Auto classes get the code of repositories from, each under a name of its own.
 CODE_LOADERS = [
     f"transformers.models.auto.{module}"
@@ -215,10 +219,16 @@ def _swaps(options: Options) -> list[Swap]:
         "AutoProcessor": _load_processor,
         "AutoImageProcessor": _load_image_processor,
     }
+    owners = {name: f"transformers:{name}" for name in loaders}
+    owners["AutoImageProcessor"] = IMAGE_PROCESSORS
     swaps = [
-        Swap(f"transformers:{name}", "from_pretrained", functools.partial(_dispatch, load))
+        Swap(owners[name], "from_pretrained", functools.partial(_dispatch, load))
         for name, load in loaders.items()
     ]
+    # In this order: on the way to the class, transformers 5.8 puts a new module in its own place.
+    there, package = map(pkgutil.resolve_name, (IMAGE_PROCESSORS, "transformers"))
+    if package.AutoImageProcessor is not there:  # which keeps the placeholder, to be put back
+        swaps.append(Swap("transformers", "AutoImageProcessor", lambda placeholder: there))
     swaps += [
         Swap(
             f"transformers:{name}",

@@ -67,9 +67,10 @@ def patch_model(model: nn.Module) -> nn.Module:
     conversion.match_attributes(model)
     conversion.perform()
     if checkpointed:
-        # Renamed in transformers 5.23, which warns of the old name.
-        old_name = core.gradient_checkpointing_enable
-        getattr(core, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
+        # Renamed in transformers 5.23; the old name goes at 6.0.
+        is_renamed = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+        name = "activation_checkpointing_enable" if is_renamed else "gradient_checkpointing_enable"
+        getattr(core, name)({"use_reentrant": False})
     return model
 
 

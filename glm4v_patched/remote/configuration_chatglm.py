@@ -6,41 +6,73 @@ because a silently ignored field would mean silently different numbers.
 """
 
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
 OLDEST_TRANSFORMERS = "4.57.6"
-FIRST_UNTESTED_TRANSFORMERS = "5.24"
+FIRST_UNTESTED_TRANSFORMERS = "5.25"
 
 
 TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}"
 
 
-def check_transformers(version: str) -> None:
-    """Warn of a ``version`` newer than those this code is tested on.
+def check_transformers(found: str) -> None:
+    """Warn of a version newer than those this code is tested on.
 
     Raises:
         ImportError: it is older than them.
     """
-    found = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {version}"
-    if Version(version) < Version(OLDEST_TRANSFORMERS):
+    what = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {found}"
+    if Version(found) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
-            f"{found}, which lacks what it needs; install a tested one: "
+            f"{what}, which lacks what it needs; install a tested one: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
-    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+    if Version(found) >= Version(FIRST_UNTESTED_TRANSFORMERS):
         # Of transformers' own logger: each Auto class may load a copy of this file, and one warning
         # is enough.
         logging.get_logger().warning_once(
-            f"{found}; if it fails, or its numbers do, install a tested one: "
+            f"{what}; if it fails, or its numbers do, install a tested one: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
 
 
 check_transformers(transformers.__version__)
+
+
+def check_peft(name_or_path, options: dict) -> None:
+    """Before weights are read, for adapters that this transformers would refuse after that.
+
+    Args:
+        options: Of ``from_pretrained``.
+
+    Raises:
+        ImportError: ``name_or_path`` holds adapters, and peft is older than transformers wants it.
+    """
+    if not is_peft_available():
+        return
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    found = version("peft")
+    if Version(found) >= Version(MIN_PEFT_VERSION):
+        return
+    adapters = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if adapters is None:
+        names = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+        where = {name: options[name] for name in names if options.get(name) is not None}
+        adapters = find_adapter_config_file(name_or_path, **where) and name_or_path
+    if adapters is not None:
+        raise ImportError(
+            f"{adapters} holds adapters, which transformers {transformers.__version__} loads by "
+            f"itself with peft {MIN_PEFT_VERSION} or newer, and found {found}: load the model that "
+            f"they are for, then peft.PeftModel.from_pretrained(model, {str(adapters)!r}); or "
+            "install an older transformers"
+        )
+
 
 # <|begin_of_video|> of glm-4v-9b: processing_chatglm.py says why.
 IMAGE_TOKEN_ID = 151341
@@ -148,7 +180,7 @@ class ChatGLMConfig(PretrainedConfig):
 
     model_type = "chatglm"
     # A Trainer would gather these over all of an evaluation, as predictions.
-    keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "image_hidden_states"]
     attribute_map = {
         "num_hidden_layers": "num_layers",
         "max_position_embeddings": "seq_length",

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
@@ -52,7 +51,24 @@ from .cached_rows import (
     room_of,
 )
 from .checkpointing import CheckpointedLayer
-from .configuration_chatglm import ChatGLMConfig
+from .configuration_chatglm import ChatGLMConfig, check_peft
+from .keywords import (
+    CACHE,
+    MASK_PARAMETERS,
+    MODEL_FILLS_PAGED_CACHE,
+    OLD_CACHE,
+    VERSION,
+    WANTS_CACHE_POSITION,
+    attention_keywords,
+    check_generate,
+    is_paged,
+    named_cache,
+    one_cache,
+    overrides_generation,
+    refuse,
+    refuse_other_samples,
+    without_account,
+)
 from .loss import (
     KeptColumns,
     OutputLayer,
@@ -74,21 +90,6 @@ logger = logging.get_logger(__name__)
 
 # The sizes of static caches that generate makes are multiples of this.
 CACHE_STEP = 64
-
-# What frameworks pass on to attention: for packed rows, and for continuous batching by its name in
-# transformers 4.57 and in 5. Anything else beside the named arguments is a slip of the pen.
-ATTENTION_KEYWORDS = frozenset(
-    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal")
-    + ("cumulative_seqlens_q", "cumulative_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    + ("cache", "read_index", "write_index", "block_table", "logits_indices")
-    + ("logits_processor_args",)
-)
-# Said in other ways already: by the cache, and by positions that restart.
-REDUNDANT_KEYWORDS = frozenset(("cache_position", "seq_idx"))
-
-MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
-# transformers 4.57 has to be told where the queries stand, also by whoever fills a static cache.
-WANTS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
 
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
@@ -199,6 +200,10 @@ class SelfAttention(nn.Module):
             for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        if MODEL_FILLS_PAGED_CACHE and "cache" in attention_kwargs:
+            attention_kwargs = dict(attention_kwargs)  # which the cache changes, for this layer
+            paged = attention_kwargs.pop("cache")
+            key, value = paged.update(key, value, self.layer_idx, kwargs=attention_kwargs)
         if past_key_values is not None:
             new = key, value
             key, value = past_key_values.update(key, value, self.layer_idx, *fills.where)
@@ -267,7 +272,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     input_modalities = ("image", "text")  # type: ignore[assignment]  # as in transformers' own
     supports_gradient_checkpointing = True
     _no_split_modules = ["GLMBlock", "TransformerLayer", "PatchEmbedding", "GLU"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -277,7 +282,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """As usual, also with a ``config`` of somebody else's class for the same fields."""
+        """As usual, also with a ``config`` of somebody else's class for the same fields.
+
+        Raises:
+            ImportError: adapters, and a peft that is too old for them.
+        """
+        check_peft(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             config = ChatGLMConfig.of(config)
         return super().from_pretrained(
@@ -422,6 +432,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         image_features: Tensor | BaseModelOutputWithPooling | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over rows of text and images.
@@ -461,11 +472,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 The tower does not run. Processes that gather it together must all be given
                 features or none; without images, ``N`` is 0, which also leaves out the blank
                 image.
-            attention_kwargs: For the attention implementation: :data:`ATTENTION_KEYWORDS`.
+            cache: Another name for ``past_key_values``, which transformers 5.24 uses; there also
+                that of continuous batching, for which there are keywords of attention.
+            attention_kwargs: For the attention implementation: those of :mod:`keywords`.
 
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
+        past_key_values = one_cache(past_key_values, cache)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_drawn = prompt_length is not None and prompt_length <= 0
         if is_drawn and position_ids is not None and all(other is None for other in others):
@@ -481,7 +495,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = _known_keywords(self._without_types(attention_kwargs, input_ids))
+        attention_kwargs = self._attention_keywords(
+            attention_kwargs, past_key_values, input_ids, position_ids
+        )
         if isinstance(image_features, BaseModelOutputWithPooling):
             image_features = image_features.pooler_output
         if image_features is not None:
@@ -548,7 +564,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
-            past_key_values=past_key_values,
+            **named_cache(past_key_values),
             hidden_states=states,
             attentions=None if weights is None else tuple(weights),
             labels=rows.labels,
@@ -596,7 +612,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         cache it makes the mask, too, so that this is one graph for all steps.
         """
         columns = attention_kwargs.get("cache_position")
-        attention_kwargs = _known_keywords(attention_kwargs)
+        attention_kwargs = attention_keywords(attention_kwargs, FORWARD_NAMES)
         if columns is not None:
             attention_kwargs["cache_position"] = columns
         embeds_BND = self.embedding(input_ids)
@@ -613,7 +629,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BND,
-            past_key_values=cache,
+            **named_cache(cache),
             hidden_states=states,
             attentions=None if weights is None else tuple(weights),
         )
@@ -667,7 +683,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             weights=self._weights_to_keep(layers, output_attentions),
         )
         features_NKD = self._encode(pixel_values, record)
-        if return_dict is None and Version(transformers.__version__).major < 5:
+        if return_dict is None and Version(VERSION).major < 5:
             return features_NKD
         output = BaseModelOutputWithPooling(
             last_hidden_state=record.last_state,
@@ -733,13 +749,23 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
+    def _attention_keywords(self, given: dict, cache, input_ids, position_ids) -> dict:
+        """What attention takes of the keywords that have no names here."""
+        given = self._without_types(given, input_ids)
+        refuse_other_samples(given.pop("seq_idx", None), position_ids)
+        if is_paged(cache):
+            given["cache"] = cache
+        return attention_keywords(given, FORWARD_NAMES)
+
     def _without_types(self, keywords: dict, input_ids: Tensor | None) -> dict:
         """Without ``token_type_ids`` that are 1 where ids fill an image and else 0.
 
         OpenRLHF makes them; those of other models mean something else.
         """
         types = keywords.get("token_type_ids")
-        if types is None or input_ids is None or types.shape != input_ids.shape:
+        if not (isinstance(types, Tensor) and isinstance(input_ids, Tensor)):
+            return keywords
+        if types.shape != input_ids.shape:
             return keywords
         if not bool((types == (input_ids == self.config.image_token_id)).all()):
             return keywords
@@ -789,6 +815,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return images
 
     def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
+        if is_paged(past_key_values):
+            return None  # attention has it
         if past_key_values is not None and not isinstance(past_key_values, Cache):
             raise ValueError(
                 f"past_key_values is a {type(past_key_values).__name__}; give a Cache, e.g. "
@@ -892,6 +920,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
         return_last_logit: bool = False,
+        cache: Cache | None = None,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
         """Predict the next token at every position. Inputs as in :meth:`ChatGLMModel.forward`.
@@ -937,6 +966,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             pixel_values=pixel_values,
             images=images,
@@ -974,14 +1004,14 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         result = GLM4VCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
+            **named_cache(getattr(output, CACHE)),
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             image_hidden_states=output.image_hidden_states,
         )
         return result if _wants_dict(return_dict, self.config) else result.to_tuple()
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # its versions differ
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         past_key_values: Cache | None = None,
@@ -992,6 +1022,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         images: Tensor | None = None,
         prompt_length: int | None = None,
         grown_prompt: GrownPrompt | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> dict:
         """What ``forward`` needs for the part of the rows that is not in the cache yet.
@@ -1004,9 +1035,16 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 a drawn token needs no more of the rows: nothing is grown, nothing waits for the
                 device, and with a static cache every step has the same shapes.
         """
-        # The bookkeeping of generate's own default for this method, in its various versions.
-        dropped = ("cache_position", "next_sequence_length", "is_first_iteration", "labels")
-        more = {name: value for name, value in kwargs.items() if name not in dropped}
+        check_generate()
+        past_key_values = one_cache(past_key_values, cache)
+        more = without_account(kwargs)
+        num_drawn = 0 if prompt_length is None else input_ids.shape[1] - prompt_length
+        if num_drawn > 0 and past_key_values is None and more.get("use_cache"):
+            refuse(
+                f"generate has drawn {num_drawn} tokens with use_cache=True and handed over no "
+                "cache, without which every token takes a pass over the whole rows: give "
+                f"use_cache=False if that is wanted, or the cache as {CACHE}"
+            )
         if grown_prompt is not None and inputs_embeds is None:
             num_new = grown_prompt.num_new(input_ids, past_key_values)
             if num_new and past_key_values is not None:
@@ -1014,7 +1052,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                     grown_prompt, input_ids, past_key_values, num_new
                 )
         past_length = cached_length(past_key_values)
-        inputs: dict[str, Any] = {"past_key_values": past_key_values}
+        inputs = named_cache(past_key_values)
         if inputs_embeds is not None:
             # Until a token is drawn there are no ids, unless they are given beside embeddings.
             is_first = past_length == 0 or input_ids.shape[1] == 0
@@ -1081,7 +1119,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             "input_ids": new_ids_BN,
             "position_ids": prompt.positions(num_drawn, num_new),
             "attention_mask": prompt.padding_mask(length),
-            "past_key_values": cache,
+            CACHE: cache,
             "prompt_length": 0,  # drawn, all of them
         }
         if is_static(cache):
@@ -1118,7 +1156,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             Whether that was possible; if not, nothing has changed, and
             :meth:`prepare_inputs_for_generation` makes them.
         """
-        cache, mask = inputs["past_key_values"], inputs["attention_mask"]
+        cache, mask = inputs[CACHE], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
             return False
         length = self._length_with_drawn(prompt, cache, num_drawn)
@@ -1136,6 +1174,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         ids = (config.boi_token_id, config.eoi_token_id, config.image_token_id)
         return [i for i in ids if i is not None]
 
+    @overrides_generation(since="4.57")
     def _get_logits_processor(self, generation_config, *arguments, **options):
         if not arguments:
             # Continuous batching names none; its graphs cannot copy the ids from the host.
@@ -1160,6 +1199,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 processor.supports_continuous_batching = True
         return processors
 
+    @overrides_generation(since="5.2")
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         # From transformers 5 on, generate counts positions by its mask, before any method of ours.
         mask = model_kwargs.get("attention_mask")
@@ -1168,6 +1208,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             model_kwargs = model_kwargs | {"attention_mask": mask}
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
+    @overrides_generation(since="4.57")
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
@@ -1176,6 +1217,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         Also notes where the prompt ends, unless ``prompt_length`` is given, as it is to a model
         that assists another one. Raises ``ValueError`` for ``image_features``.
         """
+        if model_kwargs.get(OLD_CACHE) is not None:
+            refuse(
+                f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
+            )
         if model_kwargs.get("image_features") is not None:
             raise ValueError(
                 f"{len(model_kwargs['image_features'])} image_features were given to generate, "
@@ -1215,7 +1260,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
     def _grown_prompt(
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> GrownPrompt:
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         names = ("attention_mask", "position_ids", "prompt_length")
         rows = self._grow_whole_rows(
             *(input_ids, images, cache, cached_length(cache)), *map(model_kwargs.get, names)
@@ -1246,6 +1291,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                 )
         return super().generate_batch(inputs, *args, **kwargs)
 
+    @overrides_generation(since="4.57")
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
@@ -1309,6 +1355,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         image_features: Tensor | None = None,
+        cache: Cache | None = None,
         **attention_kwargs,
     ) -> SequenceClassifierOutputWithPast | tuple:
         """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
@@ -1329,6 +1376,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
         """
         if self.training:
             refuse_split_model(self)
+        past_key_values = one_cache(past_key_values, cache)
         attention_mask, past_key_values, images = self.transformer._by_name(
             attention_mask, past_key_values, images
         )
@@ -1366,7 +1414,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
         result = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
+            **named_cache(getattr(output, CACHE)),
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )
@@ -1399,6 +1447,10 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
             )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)
+
+
+FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
+FORWARD_NAMES.append("shift_labels")
 
 
 def _check_list(images: list) -> None:
@@ -1434,7 +1486,7 @@ def _causal_mask(
     arguments = {
         "config": config,
         "attention_mask": attention_mask,
-        "past_key_values": cache,
+        CACHE: cache,
         # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
         "position_ids": packed_position_ids,
     }
@@ -1500,19 +1552,6 @@ def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
             "cache included"
         )
     return new
-
-
-def _known_keywords(given: dict) -> dict:
-    """Those that attention takes. Raises ``ValueError`` for what nobody takes."""
-    unknown = [n for n in given if n not in ATTENTION_KEYWORDS and n not in REDUNDANT_KEYWORDS]
-    if unknown:
-        named = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
-        named.append("shift_labels")
-        raise ValueError(
-            f"forward was given {', '.join(unknown)}, which it does not know: it takes "
-            f"{', '.join(named)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
-        )
-    return {name: value for name, value in given.items() if name in ATTENTION_KEYWORDS}
 
 
 def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:

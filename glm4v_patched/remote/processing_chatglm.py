@@ -15,7 +15,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 # What these import themselves has to be imported here, too: transformers 4.57 looks no further.
 from .configuration_chatglm import ChatGLMConfig  # noqa: F401
 from .image_processing_chatglm import ChatGLMImageProcessor
-from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer, find_images
+from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer, as_batch, find_images
 
 DOWNLOAD_OPTIONS = (
     "cache_dir",
@@ -237,8 +237,7 @@ class ChatGLMProcessor(ProcessorMixin):
             return self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, return_dict=False, **chat
             )
-        is_batched = isinstance(conversation[0], (list, tuple)) if conversation else False
-        conversations: list = conversation if is_batched else [conversation]
+        conversations, _ = as_batch(conversation)
         rows = self.tokenizer.encode_chats(
             conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **chat
         )

@@ -16,6 +16,7 @@ import functools
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -297,7 +298,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     ) -> str | list[str] | list[list[int]] | BatchEncoding:
         """Format one conversation or a list of them, as upstream's method does.
 
-        A message is ``{"role", "content"}`` with optional ``"metadata"``, ``"tools"`` and
+        A message is a dict, a dataclass or one of pydantic's models, as OpenAI's client gives
+        them: ``{"role", "content"}`` with optional ``"metadata"``, ``"tools"`` and
         ``"image"`` (upstream's form: one image; None, and as upstream False, 0, and what is empty,
         is none), or has a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}``
         as content. The images of a message come first, where the model was trained to find them,
@@ -334,7 +336,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 ``tokenizer_kwargs``, pictures without an ``image_size``, or another number of
                 pictures than of images in the ids.
         """
-        conversations, is_batched = _as_batch(conversation)
+        conversations, is_batched = as_batch(conversation)
         padding_options = tokenizer_kwargs or {}
         if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
@@ -421,7 +423,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ValueError: as `apply_chat_template`.
         """
         self._check_conversations(conversations, chat_template, tools, kwargs)
-        kwargs.pop("sanitize_control_tokens", None)  # transformers 5.23: always the case here
+        kwargs.pop("sanitize_control_tokens", None)  # of transformers 5.23: always the case here
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
             raise ValueError(
                 "continue_final_message excludes add_generation_prompt and "
@@ -430,7 +432,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         escape = _Escaper(self._special_ids())
         if tools is not None:
             # Schemas are made here, so that docstrings are escaped like any other string.
-            tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+            tools = [
+                tool if isinstance(tool, Mapping) else get_json_schema(tool)
+                for tool in _as_dicts(tools)
+            ]
         made: Any = render_jinja_template(
             conversations=[[escape.message(m) for m in messages] for messages in conversations],
             tools=escape(tools),
@@ -737,14 +742,29 @@ def _byte_characters() -> list[str]:
     return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
 
 
-def _as_batch(conversation: list) -> tuple[list[list], bool]:
-    """Return a list of conversations, and whether that is what was given."""
+def as_batch(conversation: Any) -> tuple[list[list], bool]:
+    """Return a list of conversations of dicts, and whether a list of them is what was given."""
     conversation = getattr(conversation, "messages", conversation)
     if len(conversation) == 0:
         raise ValueError("the conversation has 0 messages: give at least 1")
     is_batched = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     conversations = conversation if is_batched else [conversation]
-    return [getattr(messages, "messages", messages) for messages in conversations], is_batched
+    plain = [_as_dicts(getattr(messages, "messages", messages)) for messages in conversations]
+    return plain, is_batched
+
+
+def _as_dicts(value: Any) -> Any:
+    """``value`` with dicts in the place of dataclasses and of pydantic's models, such as OpenAI's
+    client gives. Pictures in them are not copied."""
+    if isinstance(value, Mapping):
+        return {key: _as_dicts(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_dicts, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _as_dicts(getattr(value, field.name)) for field in fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)) and not isinstance(value, type):
+        return _as_dicts(dump())
+    return value
 
 
 def _is_no_image(value: Any) -> bool:
@@ -811,7 +831,10 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
     texts, has_image = [], False
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"a message must be a dict, got {type(message).__name__}")
+            raise ValueError(
+                "a message must be a dict, a dataclass or a model of pydantic, got "
+                f"{type(message).__name__}"
+            )
         place = f"message {number}"
         content = message.get("content")
         if not isinstance(content, (str, list, tuple)) and content is not None:
@@ -868,9 +891,10 @@ def _check_part(place: str, part: Any) -> None:
 
 
 def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
-    # None is what a table has where a row has no such key.
+    # None is what a table has where a row has no such key. OpenAI's client has empty lists, too.
     for key, value in given.items():
-        if key not in known and value is not None:
+        is_there = value is not None and not (isinstance(value, (list, tuple)) and not value)
+        if key not in known and is_there:
             raise ValueError(
                 f"{place} has the key {key!r}, which nothing reads: it may have "
                 f"{', '.join(known)}; one picture goes under 'image' of a message, several as "

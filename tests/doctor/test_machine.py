@@ -19,6 +19,10 @@ from glm4v_patched.engine import nvidia_driver
 from glm4v_patched.engine.deepspeed import private_names
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.nvidia_driver import Use, parse_topology
+from glm4v_patched.remote.configuration_chatglm import (
+    FIRST_UNTESTED_TRANSFORMERS,
+    TESTED_TRANSFORMERS,
+)
 
 Usage = namedtuple("Usage", "total used free")
 TWO_OF_FOUR_JOINED = (
@@ -160,7 +164,7 @@ def of_packages(monkeypatch, versions: dict[str, str | None]) -> dict[str, Findi
         return versions.get(name) or real(name)
 
     monkeypatch.setattr(packages, "version", version)
-    wanted = ["torch>=2.11", "transformers>=4.57.6,<5.24", "deepspeed>=0.16.9,<0.20"]
+    wanted = ["torch>=2.11", f"transformers{TESTED_TRANSFORMERS}", "deepspeed>=0.16.9,<0.20"]
     of_torchvision = ["torch==2.11.0"] if "torchvision" in versions else None
     monkeypatch.setattr(
         packages,
@@ -175,7 +179,7 @@ def of_packages(monkeypatch, versions: dict[str, str | None]) -> dict[str, Findi
     ("name", "found", "verdict"),
     [
         ("transformers", "4.44.2", "fails"),
-        ("transformers", "5.24.0", "warning"),
+        ("transformers", FIRST_UNTESTED_TRANSFORMERS, "warning"),
         ("deepspeed", "0.16.8", "fails"),
         ("deepspeed", "0.20.1", "fails"),
         ("torch", None, "fails"),

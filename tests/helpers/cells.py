@@ -9,7 +9,7 @@ from itertools import product
 
 from packaging.version import Version
 
-TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.23.0")
+TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.24.0")
 # 0.19.2 is the last one without DeepSpeed's own fix for frozen weights in a checkpoint.
 DEEPSPEED = ("0.16.9", "0.18.9", "0.19.2", "0.19.8")
 

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import glm4v_patched
+from glm4v_patched.remote.configuration_chatglm import FIRST_UNTESTED_TRANSFORMERS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.fresh_process import run_without_package
@@ -160,16 +161,16 @@ def test_apply_takes_tested_versions_only(tmp_path):
     code = """
 import sys, transformers
 sys.path.insert(0, sys.argv[1])
-transformers.__version__ = "5.24.0"
+transformers.__version__ = sys.argv[2] + ".0"
 import glm4v_patched
 before = vars(transformers.AutoModel)["from_pretrained"]
 try:
     glm4v_patched.apply()
 except ImportError as error:
-    assert "apply() replaces methods of transformers >=4.57.6,<5.24 and found 5.24.0" in str(error)
+    assert f"apply() replaces methods of transformers >=4.57.6,<{sys.argv[2]} and" in str(error)
 else:
     raise AssertionError("applied")
 assert vars(transformers.AutoModel)["from_pretrained"] is before
 """
     package = Path(sys.modules["glm4v_patched"].__file__).parents[1]
-    run_without_package(code, tmp_path, str(package))
+    run_without_package(code, tmp_path, str(package), FIRST_UNTESTED_TRANSFORMERS)

@@ -23,6 +23,7 @@ CODE = [
     "cached_rows.py",
     "checkpointing.py",
     "configuration_chatglm.py",
+    "keywords.py",
     "loss.py",
     "modeling_chatglm.py",
     "sequence.py",

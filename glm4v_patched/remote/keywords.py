@@ -1,0 +1,243 @@
+"""What transformers hands to a model beside its named arguments, under which names.
+
+Releases rename what they hand over: 5.24 calls the cache ``cache``, which before was the name of
+another one. No keyword is therefore known by its name alone, but with the kind of its value, and
+whatever else arrives is an error. What is dropped in silence makes generation slow or wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from inspect import signature
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .configuration_chatglm import TESTED_TRANSFORMERS
+
+VERSION = transformers.__version__
+MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
+# transformers 4.57 has to be told where the queries stand, also by whoever fills a static cache.
+WANTS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
+
+
+def refuse(fault: str) -> NoReturn:
+    """Raise ``ValueError`` of what this transformers hands over."""
+    raise ValueError(
+        f"{fault} (transformers {VERSION}; this code is tested on {TESTED_TRANSFORMERS}: if it was "
+        f"transformers that gave it, pip install 'transformers{TESTED_TRANSFORMERS}')"
+    )
+
+
+def _name_of_cache() -> str:
+    named = {field.name for field in fields(BaseModelOutputWithPast)} & MASK_PARAMETERS
+    names = [name for name in ("cache", "past_key_values") if name in named]
+    if len(names) != 1:
+        raise ImportError(
+            f"transformers {VERSION} names the cache neither cache nor past_key_values; install a "
+            f"tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )
+    return names[0]
+
+
+# What this transformers calls it: in outputs, in what generate hands over, and for masks.
+CACHE = _name_of_cache()
+OLD_CACHE = "cache" if CACHE == "past_key_values" else "past_key_values"
+# From 5.24 on a model fills the cache of continuous batching; before, its attention function did.
+MODEL_FILLS_PAGED_CACHE = CACHE == "cache"
+
+
+def named_cache(cache: Any) -> dict[str, Any]:
+    """The cache as a keyword of this transformers."""
+    return {CACHE: cache}
+
+
+def is_paged(cache: Any) -> bool:
+    """Whether it is that of continuous batching, which is no ``Cache``."""
+    if cache is None or isinstance(cache, (Cache, Tensor)):
+        return False
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    return isinstance(cache, PagedAttentionCache)
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """What was given under either name of the cache.
+
+    Raises:
+        ValueError: there are two, or it is none.
+    """
+    if past_key_values is not None and cache is not None and past_key_values is not cache:
+        refuse(
+            f"two caches were given, a {type(past_key_values).__name__} as past_key_values and a "
+            f"{type(cache).__name__} as cache, which are two names of one thing: give {CACHE}"
+        )
+    if cache is not None and not isinstance(cache, Cache) and not is_paged(cache):
+        refuse(f"cache is a {type(cache).__name__}; give a Cache, e.g. transformers.DynamicCache()")
+    return past_key_values if cache is None else cache
+
+
+def _is_ids(value: Any, *ndims: int) -> bool:
+    whole = (torch.int32, torch.int64)
+    return isinstance(value, Tensor) and value.dtype in whole and value.ndim in ndims
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) or (_is_ids(value, 0, 1) and value.numel() == 1)
+
+
+def _is_lengths(value: Any) -> bool:
+    return _is_ids(value, 1)
+
+
+def _by_layer_type(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def holds(value: Any) -> bool:
+        return kind(value) or (isinstance(value, dict) and all(map(kind, value.values())))
+
+    return holds
+
+
+def _by_group(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(_is_ids(one, 1) for one in value)
+
+
+_OF_PACKED_ROWS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("cu_seq_lens_q", "cumulative_seqlens_q"), _is_lengths),
+    **dict.fromkeys(("cu_seq_lens_k", "cumulative_seqlens_k"), _by_layer_type(_is_lengths)),
+    **dict.fromkeys(("max_length_q", "max_seqlen_q"), _is_number),
+    **dict.fromkeys(("max_length_k", "max_seqlen_k"), _by_layer_type(_is_number)),
+    "is_causal": lambda value: isinstance(value, bool),
+}
+# The longest sample, beside where samples end.
+_BESIDE = {
+    f"{name}_{side}": (f"cu_seq_lens_{side}", f"cumulative_seqlens_{side}")
+    for name in ("max_length", "max_seqlen")
+    for side in ("q", "k")
+}
+# Without its cache these are no keywords.
+_OF_CONTINUOUS_BATCHING: dict[str, Callable[[Any], bool]] = {
+    "cache": is_paged,
+    "read_index": _by_group,
+    "write_index": _by_group,
+    "block_table": lambda value: isinstance(value, Tensor),
+    "logits_indices": _is_lengths,
+    "logits_processor_args": lambda value: isinstance(value, Tensor),
+}
+# What attention takes of its caller: of packed rows by two sets of names, and of transformers'
+# continuous batching.
+ATTENTION_KEYWORDS = frozenset(_OF_PACKED_ROWS | _OF_CONTINUOUS_BATCHING)
+_SAID_BY_CACHE: dict[str, Callable[[Any], bool]] = {"cache_position": _is_lengths}
+
+# What generate keeps account of, in its various versions, and a model need not know.
+_OF_GENERATE: dict[str, Callable[[Any], bool]] = {
+    **_SAID_BY_CACHE,
+    "is_first_iteration": lambda value: isinstance(value, bool),
+    "labels": lambda value: _is_ids(value, 2),
+}
+if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+    _OF_GENERATE["next_sequence_length"] = _is_number
+
+
+def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Those of ``given`` that attention takes.
+
+    Args:
+        known: Names that ``forward`` takes, for messages.
+
+    Raises:
+        ValueError: a name that nobody takes, or a value that is not of its name's kind.
+    """
+    is_batching = given.get("cache") is not None
+    attention = {}
+    for name, value in given.items():
+        kind = _OF_PACKED_ROWS.get(name) or _SAID_BY_CACHE.get(name)
+        of_batching = _OF_CONTINUOUS_BATCHING.get(name)
+        if kind is None and of_batching is None:
+            refuse(
+                f"forward was given {name}, which it does not know{_what(value)}: it takes "
+                f"{', '.join(known)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
+            )
+        if value is None:
+            continue
+        kind = kind or (of_batching if is_batching else None)
+        is_alone = name in _BESIDE and not any(given.get(n) is not None for n in _BESIDE[name])
+        if kind is None or not kind(value) or is_alone:
+            refuse(f"forward was given {name}{_what(value)}, which is not what goes by that name")
+        if name not in _SAID_BY_CACHE:
+            attention[name] = value
+    return attention
+
+
+def refuse_other_samples(seq_idx: Any, position_ids: Tensor | None) -> None:
+    """Raise ``ValueError`` unless ``seq_idx`` says of packed rows what their positions say.
+
+    Args:
+        seq_idx: ``(B, L)``, the number of the sample that each id belongs to.
+        position_ids: ``(B, L)``, which begin at 0 with each sample; ``None`` if each row is one.
+    """
+    if seq_idx is None:
+        return
+    if not _is_ids(seq_idx, 2):
+        refuse(f"forward was given seq_idx{_what(seq_idx)}, which numbers the samples of each row")
+    # Without positions a row is one sample.
+    restarts = seq_idx[:, 1:] < 0 if position_ids is None else position_ids[:, 1:] == 0
+    changes = seq_idx.diff(dim=1)
+    if restarts.shape != changes.shape or not bool((changes == restarts.long()).all()):
+        refuse(
+            f"seq_idx{_what(seq_idx)} numbers other samples than position_ids tell apart: give "
+            "position_ids of the same shape, that restart at 0 with each sample"
+        )
+
+
+def without_account(given: dict[str, Any]) -> dict[str, Any]:
+    """What of generate's keywords goes on to ``forward``: not what generate keeps account of.
+
+    Raises:
+        ValueError: a value that is not of its name's kind.
+    """
+    for name, kind in _OF_GENERATE.items():
+        value = given.get(name)
+        if value is not None and not kind(value):
+            refuse(
+                f"prepare_inputs_for_generation was given {name}{_what(value)}, which is not what "
+                "goes by that name"
+            )
+    return {name: value for name, value in given.items() if name not in _OF_GENERATE}
+
+
+def _what(value: Any) -> str:
+    """Its type, and what may help to tell what it is."""
+    if isinstance(value, Tensor):
+        return f" (a tensor {tuple(value.shape)} of {value.dtype})"
+    if isinstance(value, Cache) or is_paged(value):
+        return f" (a {type(value).__name__}; here {CACHE} is the name of a cache)"
+    return f" (of type {type(value).__name__})"
+
+
+def overrides_generation(since: str) -> Callable:
+    """Mark a method that takes the place of one that ``generate`` has since that version."""
+
+    def mark(method: Callable) -> Callable:
+        if Version(VERSION) >= Version(since):
+            _OVERRIDDEN.append(method.__name__)
+        return method
+
+    return mark
+
+
+_OVERRIDDEN: list[str] = []
+
+
+def check_generate() -> None:
+    """Raise ``RuntimeError`` where ``generate`` no longer has what this code overrides."""
+    if gone := [name for name in _OVERRIDDEN if not hasattr(GenerationMixin, name)]:
+        raise RuntimeError(
+            f"generate of transformers {VERSION} has no {', '.join(gone)}, which this code takes "
+            f"the place of; install a tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+        )

@@ -1,0 +1,174 @@
+"""Whatever transformers hands over under another name is an error, or makes no difference."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, GenerationMixin, StaticCache
+
+from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OLD_CACHE
+from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, three_id_image, tiny_model
+
+NEW = 16
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
+# What a release might call something: a name of its own, and each that is known for something else.
+OTHER_NAMES = ["of_a_future_release", *sorted(ATTENTION_KEYWORDS), "cache_position", "seq_idx"]
+OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OLD_CACHE]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def rows(image: list[int]) -> dict[str, torch.Tensor]:
+    """One row is padded, so that a lost mask changes tokens."""
+    inputs = padded([[*text(6, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], "left")
+    return inputs | {"pixel_values": pictures(1)}
+
+
+def answer(model, inputs, method: str, old: str = "", new: str = ""):
+    """Tokens, runs of the tower, and names of what ``generate`` handed to ``method``; what it hands
+    over as ``old`` arrives as ``new``."""
+    runs, names = [], set()
+    handle = model.transformer.vision.register_forward_hook(lambda *_: runs.append(1))
+    original = getattr(model, method)
+
+    @functools.wraps(original)
+    def handed(*args, **given):
+        names.update(name for name, value in given.items() if value is not None)
+        if old in given:
+            given[new] = given.pop(old)
+        return original(*args, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, method, handed)
+        try:
+            tokens = model.generate(**inputs, **GREEDY)
+        finally:
+            handle.remove()
+    return tokens, len(runs), names
+
+
+@pytest.fixture(scope="module", params=["three ids", "grown"])
+def rows_and_tokens(request, model):
+    inputs = rows(three_id_image() if request.param == "three ids" else grown_image())
+    tokens, runs, _ = answer(model, inputs, "forward")
+    assert runs == 1
+    return inputs, tokens
+
+
+@pytest.mark.parametrize("method", ["prepare_inputs_for_generation", "forward"])
+def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(
+    model, rows_and_tokens, method
+):
+    inputs, want = rows_and_tokens
+    _, _, names = answer(model, inputs, method)
+    assert {CACHE, "attention_mask"} <= names
+    refused, same = set(), set()
+    for old in sorted(names):
+        for new in OTHER_NAMES:
+            if new == old or new in names:
+                continue
+            try:
+                tokens, runs, _ = answer(model, inputs, method, old, new)
+            except (ValueError, TypeError) as error:
+                assert new in str(error) or old in str(error), (old, new, error)
+                refused.add((old, new))
+            else:
+                assert torch.equal(tokens, want) and runs == 1, f"{old} under {new}"
+                same.add((old, new))
+    assert (CACHE, "of_a_future_release") in refused
+    assert ("attention_mask", "of_a_future_release") in refused
+    # Either name of the cache will do, and what generate keeps account of is not needed.
+    not_needed = {"use_cache", "next_sequence_length", "is_first_iteration", "prompt_length"}
+    not_needed |= {"cache_position"}
+    assert {old for old, _ in same} <= {CACHE, "return_dict"} | not_needed
+    assert (CACHE, OLD_CACHE) in same
+
+
+@pytest.mark.parametrize("name", sorted({*OTHER_NAMES, "labels"} - {OLD_CACHE, "cache"}))
+def test_a_cache_under_a_name_of_something_else_is_refused_with_name_version_and_cure(model, name):
+    said = f"{name}.*{transformers.__version__}.*pip install"
+    given = {name: DynamicCache(config=model.config)}
+    with pytest.raises(ValueError, match=said):
+        model.prepare_inputs_for_generation(torch.tensor([text(4)]), **given, use_cache=True) and (
+            model(input_ids=torch.tensor([text(4)]), **given)
+        )
+
+
+@pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, 64)])
+def test_the_cache_has_two_names_in_every_forward(model, make):
+    ids = torch.tensor([text(6)])
+    called = [model, model.transformer]
+    with torch.no_grad():
+        for each in called:
+            states = []
+            for name in (CACHE, OLD_CACHE):
+                cache = make(config=model.config)
+                each(input_ids=ids[:, :4], **{name: cache})
+                output = each(input_ids=ids[:, 4:], **{name: cache})
+                assert getattr(output, CACHE) is cache
+                states.append(output[0])
+            assert torch.equal(*states)
+
+
+def test_two_caches_are_refused(model):
+    caches = {name: DynamicCache(config=model.config) for name in (CACHE, OLD_CACHE)}
+    with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE}"):
+        model(input_ids=torch.tensor([text(4)]), **caches)
+
+
+def test_generate_takes_the_cache_by_its_own_name_alone(model):
+    if CACHE == "cache":
+        pytest.skip("generate of this transformers takes both")
+    with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is {CACHE}"):
+        given = {OLD_CACHE: DynamicCache(config=model.config)}
+        model.generate(torch.tensor([text(4)]), **given, **GREEDY)
+
+
+def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch):
+    prepare = model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def without_cache(*args, **given):
+        return prepare(*args, **{n: v for n, v in given.items() if n != CACHE})
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", without_cache)
+    with pytest.raises(ValueError, match="has drawn 1 tokens with use_cache=True and handed over"):
+        model.generate(**rows(grown_image()), **GREEDY)
+    model.generate(**rows(grown_image()), **GREEDY, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["_expand_inputs_for_generation", "_get_logits_processor"])
+def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch, name):
+    kept = getattr(GenerationMixin, name)
+    monkeypatch.delattr(GenerationMixin, name)
+    monkeypatch.setattr(GenerationMixin, "renamed", kept, raising=False)
+    with pytest.raises((RuntimeError, AttributeError), match=name):
+        model.generate(torch.tensor([text(4)]), **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("seq_idx", "position_ids", "is_right"),
+    [
+        ([0, 0, 0, 0], None, True),
+        ([0, 0, 1, 1], [0, 1, 0, 1], True),
+        ([0, 0, 1, 1], None, False),
+        ([0, 0, 0, 1], [0, 1, 0, 1], False),
+        ([7, BOI, 3, 2], [0, 1, 2, 3], False),
+    ],
+)
+def test_numbers_of_samples_must_be_those_that_positions_tell_apart(
+    model, seq_idx, position_ids, is_right
+):
+    given = {"seq_idx": torch.tensor([seq_idx], dtype=torch.int32)}
+    if position_ids is not None:
+        given["position_ids"] = torch.tensor([position_ids])
+    ids = torch.tensor([text(4)])
+    if is_right:
+        model(input_ids=ids, **given)
+        return
+    with pytest.raises(ValueError, match="seq_idx .* numbers other samples than position_ids"):
+        model(input_ids=ids, **given)
