@@ -273,6 +273,17 @@ def _count_positions(input_ids, position_ids, current_mask, past_length, next_po
     return counted + (past_length if next_position is None else next_position)
 
 
+def _count_anew(position_ids, attention_mask, current_mask, spans: _ImageSpans) -> Tensor:
+    """As given, but in rows whose positions were counted by a mask that takes images for padding,
+    as generate makes it where the placeholder is the padding id."""
+    counted = attention_mask.long().cumsum(dim=1) - 1
+    is_padding = attention_mask == 0
+    is_counted = ((position_ids == counted) | is_padding).all(dim=1, keepdim=True)
+    is_counted &= (is_padding & spans.is_inside).any(dim=1, keepdim=True)
+    anew = (current_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return torch.where(is_counted, anew, position_ids)
+
+
 def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
     """Give all inner positions of a grown image one position, unless they have it already."""
     is_extra = spans.is_inside & _shift_right(spans.is_inside)
@@ -347,6 +358,7 @@ class _Facts(NamedTuple):
     masked: int
     restarts: int
     steps_back: int
+    starts_inside: int
     images_end: int
     length: int
     shortest: int
@@ -416,6 +428,8 @@ def _read_rows(
     if attention_mask is not None and attention_mask.ndim == 2:
         current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
         padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
+        if position_ids is not None and not past_length:
+            position_ids = _count_anew(position_ids, attention_mask, current_mask, spans)
     counted = _count_positions(input_ids, position_ids, current_mask, past_length, next_position)
     positions = _share_image_positions(counted, spans)
     width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
@@ -455,6 +469,9 @@ def _read_rows(
         facts["labels_inside"] = ((labels != -100) & spans.is_inside).sum()
     if position_ids is None and next_position is not None:
         facts["unknown_positions"] = (next_position < 0).sum()
+    if position_ids is not None:
+        within = spans.is_inside | spans.is_end
+        facts["starts_inside"] = ((counted == 0) & within).sum()
     if padding_mask is not None and current_mask is not None:
         facts["wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
         facts["masked"] = (padding_mask == 0).sum()
@@ -494,7 +511,8 @@ def _facts_in_graph(
         is_sound &= facts["found"] == num_images
     if "smallest_label" in facts:
         is_sound &= (facts["smallest_label"] >= 0) & (facts["largest_label"] <= last)
-    for name in ("unknown_positions", "wrong_mask_values", "restarts", "steps_back"):
+    faults = ("unknown_positions", "wrong_mask_values", "restarts", "steps_back", "starts_inside")
+    for name in faults:
         if name in facts:
             is_sound &= facts[name] == 0
     torch._assert_async(
@@ -565,6 +583,12 @@ def _check_rows(rows: _ReadRows, image_format, labels, past_length, num_items_in
             f"attention_mask holds {wrong[0].item()} and {facts.wrong_mask_values - 1} more values "
             "other than 0 (padding) and 1: give 0 and 1; packed rows have no mask but position_ids "
             "that restart at 0 with each sample"
+        )
+    if facts.starts_inside:
+        raise ValueError(
+            f"position_ids are 0 at {facts.starts_inside} places between the begin and the end of "
+            "an image, whose positions go on from its begin: leave position_ids out, or count "
+            "them by a mask that is 1 inside images"
         )
     if facts.steps_back or (facts.restarts and (facts.masked or past_length)):
         raise ValueError(

@@ -117,6 +117,31 @@ def test_given_positions_generate_as_derived_ones(model, image):
     assert torch.equal(new_tokens(model, batch | {"position_ids": positions}), want)
 
 
+@FORMS
+def test_positions_counted_by_a_mask_that_takes_the_placeholder_for_padding(model, image):
+    """As transformers' suite of generation counts them; not for two samples in one row."""
+    rows = rows_with(image)
+    batch = padded(rows, "left") | {"pixel_values": pictures(4)}
+    batch["attention_mask"] = (batch["input_ids"] != PAD).long()
+    positions = batch["attention_mask"].cumsum(1) - 1
+    positions = positions.masked_fill(batch["attention_mask"] == 0, 0)
+    want = new_tokens(model, batch)
+    assert torch.equal(new_tokens(model, batch | {"position_ids": positions}), want)
+
+
+@torch.no_grad()
+def test_positions_that_restart_inside_an_image_are_refused(model):
+    ids = torch.tensor([[*text(3, seed=1), *grown_image(), *text(3, seed=2)]])
+    positions = torch.arange(ids.shape[1])[None]
+    inside = {"input_ids": ids, "pixel_values": pictures(1)}
+    for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
+        for place in (4, 7, 8):  # the first id inside, the last, the end
+            given = positions.clone()
+            given[0, place] = 0
+            with pytest.raises(ValueError, match="position_ids are 0 at 1 places between the begi"):
+                model(**inside, **mask, position_ids=given)
+
+
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_masks_that_take_the_placeholder_for_padding_lose_no_image(model, side, given):
