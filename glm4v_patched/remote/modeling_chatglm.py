@@ -88,9 +88,6 @@ from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
 
 logger = logging.get_logger(__name__)
 
-# The sizes of static caches that generate makes are multiples of this.
-CACHE_STEP = 64
-
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
 
@@ -566,7 +563,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             last_hidden_state=hidden_BRD,
             **named_cache(past_key_values),
             hidden_states=states,
-            attentions=None if weights is None else tuple(weights),
+            attentions=None if weights is None else _over_room(weights, past_key_values),
             labels=rows.labels,
             image_hidden_states=features_NKD,
             attention_mask=rows.attention_mask,
@@ -866,6 +863,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
     """
 
     _auto_class = "AutoModelForCausalLM"
+    # A step of generation with a static cache, and a pass over rows of the grown form.
+    _can_compile_fullgraph = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -1299,8 +1298,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         prompt = model_kwargs.get("grown_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
-        # A step is compiled for every size.
-        max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -1468,6 +1465,13 @@ def _check_list(images: list) -> None:
 
 def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
     return bool(config.return_dict) if return_dict is None else return_dict
+
+
+def _over_room(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
+    """With 0 for the positions of a static cache that are empty, which were not looked at."""
+    room = room_of(cache) or 0
+    # Padding by nothing would still be another tensor, whose gradients nobody sees.
+    return tuple(F.pad(w, (0, room - w.shape[-1])) if room > w.shape[-1] else w for w in weights)
 
 
 def _causal_mask(

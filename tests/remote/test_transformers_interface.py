@@ -139,6 +139,19 @@ def test_generate_gives_attentions_of_every_step(eager_model):
 
 
 @torch.no_grad()
+def test_attentions_cover_the_room_of_a_static_cache(eager_model):
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    options |= {"output_attentions": True, "return_dict_in_generate": True}
+    want = eager_model.generate(**rows(), **options).attentions
+    got = eager_model.generate(**rows(), **options, cache_implementation="static").attentions
+    for static, dynamic in zip(got, want, strict=True):
+        held = dynamic[0].shape[-1]
+        assert static[0].shape[-1] == 15  # 13 of the prompt, and two tokens: the last is not cached
+        assert (static[0][..., :held] - dynamic[0]).abs().max() <= ATOL
+        assert not static[0][..., held:].any()
+
+
+@torch.no_grad()
 def test_assisted_decoding_gives_attentions(eager_model):
     ids = torch.tensor([text(6)])
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}

@@ -3,8 +3,8 @@
 The sdist of the installed transformers holds ``tests/*.py``; they are unpacked to a temporary
 folder and nothing of them stays. What they import from elsewhere in transformers' repository is
 not in the sdist: stand-ins are written beside them (:data:`STAND_INS`), or, with ``--checkout``,
-the ``tests`` and ``utils`` of a checkout of that version are used, with the suites of generation
-and export that only those have. It is that folder, or one in it that is named by the version.
+it is taken from a checkout of transformers' repository or of a fork, with the suites of generation
+and export. What the sdist has stays that of the sdist, so the checkout need only be near.
 """
 
 import argparse
@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # the same everywhere: what would be fetched
 
 import pytest  # noqa: E402
 import transformers  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 HERE = Path(__file__).parent
 SUITES = ("model", "image_processor", "processor", "tokenizer")
@@ -68,43 +69,60 @@ def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
     (root,) = (folder / "sdist").iterdir()
     if root.name != f"transformers-{transformers.__version__}":
         raise SystemExit(f"{sdist} holds {root.name}, installed is {transformers.__version__}")
-    if checkout is None:
-        shutil.move(root / "tests", folder / PACKAGE)
-        for name, text in STAND_INS.items():
+    if checkout is not None:
+        no_models = shutil.ignore_patterns("models", "__pycache__")
+        shutil.copytree(checkout / "tests", folder / PACKAGE, ignore=no_models)
+        shutil.copytree(checkout / "utils", folder / "utils")
+    shutil.copytree(root / "tests", folder / PACKAGE, dirs_exist_ok=True)
+    for name, text in STAND_INS.items():
+        if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-    else:
-        checkout = checkout_of_this_version(checkout)
-        shutil.copytree(checkout / "tests", folder / PACKAGE)
-        shutil.copytree(checkout / "utils", folder / "utils")
-
-
-def checkout_of_this_version(folder: Path) -> Path:
-    """``folder``, or its folder of this name. Raises ``SystemExit`` for another version."""
-    if (folder / transformers.__version__).is_dir():
-        folder = folder / transformers.__version__
-    file = folder / "src" / "transformers" / "__init__.py"
-    found = re.search(r'^__version__ = "(.+)"', file.read_text() if file.is_file() else "", re.M)
-    version = found[1] if found else "no transformers"
-    if version != transformers.__version__:
-        raise SystemExit(
-            f"{folder} holds {version}, installed is {transformers.__version__}: give a checkout "
-            f"of v{transformers.__version__}"
+    for file in (folder / PACKAGE).rglob("*.py"):  # they call their package "tests"
+        text = file.read_text(encoding="utf-8")
+        renamed = re.sub(
+            r"^(\s*(?:from|import) )tests\b", rf"\1{PACKAGE}", text, flags=re.MULTILINE
         )
-    return folder
+        file.write_text(renamed, encoding="utf-8")
+
+
+def nearest_checkout(folder: Path) -> tuple[Path, str]:
+    """Of ``folder`` and what is in it the checkout whose version is nearest to the installed one,
+    and that version. Raises ``SystemExit`` if none is of the same major version."""
+    installed, found = Version(transformers.__version__), {}
+    for each in (folder, *folder.iterdir()):
+        file = each / "src" / "transformers" / "__init__.py"
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        said = re.search(r'^__version__ = "(.+)"', text, re.MULTILINE)
+        if said and (each / "tests" / "generation").is_dir():
+            found[Version(said[1])] = each
+
+    def distance(version: Version) -> tuple[int, int]:
+        return abs(version.minor - installed.minor), abs(version.micro - installed.micro)
+
+    if not (near := [version for version in found if version.major == installed.major]):
+        raise SystemExit(
+            f"{folder} holds checkouts of {', '.join(map(str, found)) or 'nothing'}, installed is "
+            f"{installed}: give one of transformers {installed.major}, or a folder of some"
+        )
+    version = min(near, key=distance)
+    return found[version], str(version)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("sdist", type=Path)
     parser.add_argument("--out", type=Path, help="where results go, as JSON")
-    parser.add_argument("--checkout", type=Path, help="one of this transformers, or their folder")
+    parser.add_argument("--checkout", type=Path, help="one of transformers, or a folder of some")
     parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
     options, for_pytest = parser.parse_known_args()
     results = Results()
+    checkout, of_checkout = None, None
+    if options.checkout is not None:
+        checkout, of_checkout = nearest_checkout(options.checkout.resolve())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        unpack(options.sdist.resolve(), folder, options.checkout and options.checkout.resolve())
+        unpack(options.sdist.resolve(), folder, checkout)
         sys.path[:0] = [str(HERE.parents[1]), str(folder), str(folder / "utils")]
         os.chdir(folder)
         files = [str(HERE / f"suite_{name}.py") for name in options.suite]
@@ -114,7 +132,8 @@ def main() -> None:
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"pytest ended with {code!r}")
     if options.out is not None:
-        document = {"transformers": transformers.__version__, "results": results.of_test}
+        document = {"transformers": transformers.__version__, "generation": of_checkout}
+        document["results"] = results.of_test
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(Counter(result["outcome"] for result in results.of_test.values()))
 

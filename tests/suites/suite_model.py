@@ -96,6 +96,14 @@ class Suite(EntersContexts, test_modeling_common.ModelTesterMixin, GenerationTes
         super().setUp()
         self.model_tester = Tester(self, self.image, self.images_per_row)
 
+    def prepare_config_and_inputs_for_generate(self, batch_size: int = 2):
+        """As testers of models with pictures cut them: those of the rows that are left."""
+        config, inputs = super().prepare_config_and_inputs_for_generate(batch_size)
+        if self.images_per_row:
+            _, whole = self.model_tester.prepare_config_and_inputs_for_common()
+            inputs["pixel_values"] = whole["pixel_values"][: batch_size * self.images_per_row]
+        return config, inputs
+
     def _image_features_prepare_config_and_inputs(self):
         return self.model_tester.get_config(), {"pixel_values": pictures(Tester.batch_size)}
 
