@@ -8,7 +8,10 @@ code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB 
 docs/benchmarks/frameworks.json and the table of docs/frameworks.md, and prints it:
 ``jobs``, of which ``-s "jobs(system='TRL')"`` does one, and the three that were named last. What
 follows ``--`` chooses among their jobs, as pytest's ``-k`` does: ``-- "SFT and not LoRA"``.
-``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
+``versions`` runs the tests of the model, of ``apply()`` and of parity, and a recipe, on every minor
+release of transformers that is supported, with and without torchvision (some hours on two cores),
+and fills docs/benchmarks/transformers.json and the table of docs/numerics.md; what follows ``--``
+are releases. ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
 docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``oldest`` runs all default tests
 on the oldest versions that pyproject.toml allows; .ci/run leaves out what does not depend on them.
 """
@@ -22,7 +25,12 @@ from pathlib import Path
 import nox
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.helpers.cells import DEEPSPEED, TRANSFORMERS, WITHOUT_DEEPSPEED  # noqa: E402
+from tests.helpers.cells import (  # noqa: E402
+    DEEPSPEED,
+    EVERY_TRANSFORMERS,
+    TRANSFORMERS,
+    WITHOUT_DEEPSPEED,
+)
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
@@ -54,6 +62,19 @@ def matrix(session: nox.Session) -> None:
         session.run(*command, success_codes=[0, 1])  # 1: a cell failed, as the table says
         if deepspeed == DEEPSPEED[-1]:
             session.run(*command, "--strategy", *WITHOUT_DEEPSPEED, success_codes=[0, 1])
+
+
+@nox.session
+@nox.parametrize("torchvision", [False, True], ids=["without torchvision", "with torchvision"])
+def versions(session: nox.Session, torchvision: bool) -> None:
+    # Those of PyPI belong to builds of torch for GPUs alone.
+    pair = ["torch===2.14.1", "torchvision==0.29.1"] if torchvision else ["torch==2.13.0"]
+    for transformers in session.posargs or EVERY_TRANSFORMERS:
+        session.install(*pair)
+        session.install("-e", f"{ROOT}[dev]", f"transformers=={transformers}")
+        # 1: a test failed, as the row says.
+        session.run("python", "-m", "tests.every_version", success_codes=[0, 1])
+    session.run("python", "-m", "tests.every_version", "--page")
 
 
 @nox.session
@@ -161,10 +182,10 @@ def suites(session: nox.Session) -> None:
     folder = ROOT / "tests" / "suites"
     with tempfile.TemporaryDirectory() as temporary:
         results = []
-        for version in (TRANSFORMERS[0], TRANSFORMERS[-1]):
+        for version in (TRANSFORMERS[0], *EVERY_TRANSFORMERS[-2:]):
             session.install("torch==2.13.0")
-            # The suites import the rest.
-            needed = ["pytest", "parameterized", "requests", "protobuf", "sentencepiece"]
+            # The suites import the rest; httpx is for what a checkout has.
+            needed = ["pytest", "parameterized", "requests", "protobuf", "sentencepiece", "httpx"]
             session.install("-e", str(ROOT), f"transformers=={version}", "accelerate", *needed)
             sdist = ["--no-deps", "--no-binary", "transformers", "--dest", temporary]
             session.run("pip", "download", "-q", *sdist, f"transformers=={version}")

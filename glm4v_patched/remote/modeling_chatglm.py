@@ -1277,7 +1277,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         """transformers' continuous batching, of rows of ids without pictures.
 
         Raises:
-            ValueError: a row has a picture. transformers (5.23) hands on ids alone, counts
+            ValueError: a row has a picture. transformers (5.24) hands on ids alone, counts
                 positions by place, and takes rows with equal ids for equal.
         """
         begin = self.transformer.image_format.begin_id
@@ -1288,7 +1288,11 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                     "batching of transformers cannot hand on: answer such rows with generate(), "
                     "padded on the left"
                 )
-        return super().generate_batch(inputs, *args, **kwargs)
+        implementation = self.config._attn_implementation
+        try:
+            return super().generate_batch(inputs, *args, **kwargs)
+        finally:  # transformers 5.8 leaves that of its paged cache
+            self.config._attn_implementation = implementation
 
     @overrides_generation(since="4.57")
     def _prepare_cache_for_generation(

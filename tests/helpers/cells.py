@@ -10,6 +10,12 @@ from itertools import product
 from packaging.version import Version
 
 TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.24.0")
+# The newest of each minor release that is supported.
+EVERY_TRANSFORMERS = (
+    *("4.57.6", "5.0.0", "5.1.0", "5.2.0", "5.3.0", "5.4.0", "5.5.4", "5.6.2", "5.7.0", "5.8.1"),
+    *("5.9.0", "5.10.4", "5.11.0", "5.12.1", "5.13.1", "5.14.1", "5.15.1", "5.16.1", "5.17.0"),
+    *("5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0", "5.24.0"),
+)
 # 0.19.2 is the last one without DeepSpeed's own fix for frozen weights in a checkpoint.
 DEEPSPEED = ("0.16.9", "0.18.9", "0.19.2", "0.19.8")
 
