@@ -11,7 +11,7 @@ follows ``--`` chooses among their jobs, as pytest's ``-k`` does: ``-- "SFT and 
 ``versions`` runs the tests of the model, of ``apply()`` and of parity, and a recipe, on every minor
 release of transformers that is supported, with and without torchvision (some hours on two cores),
 and fills docs/benchmarks/transformers.json and the table of docs/numerics.md; what follows ``--``
-are releases. ``suites`` runs transformers' own shared suites on our classes (ten minutes) and writes
+are releases. ``suites`` runs transformers' own shared suites on our classes and writes
 docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``oldest`` runs all default tests
 on the oldest versions that pyproject.toml allows; .ci/run leaves out what does not depend on them.
 """

@@ -211,10 +211,12 @@ class GrownPrompt:
     Attributes:
         input_ids: ``(B, L)`` as given, by which the prompt is known again.
         rows: The same, grown.
+        passes: How often inputs were made for a pass of ``forward`` over it or what follows it.
     """
 
     input_ids: Tensor
     rows: GrownRows
+    passes: int = 0
 
     @property
     def length(self) -> int:

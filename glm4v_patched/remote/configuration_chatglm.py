@@ -44,33 +44,41 @@ def check_transformers(found: str) -> None:
 check_transformers(transformers.__version__)
 
 
-def check_peft(name_or_path, options: dict) -> None:
-    """Before weights are read, for adapters that this transformers would refuse after that.
+def fault_of_adapters() -> str | None:
+    """Why this transformers cannot load adapters of this model by itself; ``None`` if it can."""
+    if not is_peft_available():
+        return None
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    if (found := version("peft")) and Version(found) < Version(MIN_PEFT_VERSION):
+        return f"wants peft {MIN_PEFT_VERSION} or newer for them and found {found}"
+    if Version("5.0") <= Version(transformers.__version__) < Version("5.6"):
+        return "before 5.6 does not find them by their names, and leaves them random"
+    return None
+
+
+def check_adapters(name_or_path, options: dict, are_adapters: bool = False) -> None:
+    """Before weights are read, for adapters that this transformers cannot load by itself.
 
     Args:
         options: Of ``from_pretrained``.
+        are_adapters: Whether that is known already.
 
     Raises:
-        ImportError: ``name_or_path`` holds adapters, and peft is older than transformers wants it.
+        ImportError: ``name_or_path`` holds such adapters.
     """
-    if not is_peft_available():
-        return
-    from transformers.integrations.peft import MIN_PEFT_VERSION
-
-    found = version("peft")
-    if Version(found) >= Version(MIN_PEFT_VERSION):
+    if (fault := fault_of_adapters()) is None:
         return
     adapters = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
-    if adapters is None:
+    if adapters is None and not are_adapters:
         names = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
         where = {name: options[name] for name in names if options.get(name) is not None}
-        adapters = find_adapter_config_file(name_or_path, **where) and name_or_path
-    if adapters is not None:
+        are_adapters = find_adapter_config_file(name_or_path, **where) is not None
+    if adapters is not None or are_adapters:
         raise ImportError(
-            f"{adapters} holds adapters, which transformers {transformers.__version__} loads by "
-            f"itself with peft {MIN_PEFT_VERSION} or newer, and found {found}: load the model that "
-            f"they are for, then peft.PeftModel.from_pretrained(model, {str(adapters)!r}); or "
-            "install an older transformers"
+            f"{adapters or name_or_path} holds adapters, and transformers "
+            f"{transformers.__version__} {fault}: load the model that they are for, then "
+            f"peft.PeftModel.from_pretrained(model, {str(adapters or name_or_path)!r})"
         )
 
 

@@ -51,7 +51,7 @@ from .cached_rows import (
     room_of,
 )
 from .checkpointing import CheckpointedLayer
-from .configuration_chatglm import ChatGLMConfig, check_peft
+from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .keywords import (
     CACHE,
     MASK_PARAMETERS,
@@ -282,14 +282,19 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """As usual, also with a ``config`` of somebody else's class for the same fields.
 
         Raises:
-            ImportError: adapters, and a peft that is too old for them.
+            ImportError: adapters that this transformers cannot load.
         """
-        check_peft(pretrained_model_name_or_path, kwargs)
+        check_adapters(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             config = ChatGLMConfig.of(config)
         return super().from_pretrained(
             pretrained_model_name_or_path, *model_args, config=config, **kwargs
         )
+
+    def load_adapter(self, peft_model_id=None, *args, **kwargs):
+        """As usual. Raises ``ImportError`` where this transformers cannot load them."""
+        check_adapters(peft_model_id, {}, are_adapters=True)
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @classmethod
     def _from_config(cls, config, **kwargs):
@@ -1037,13 +1042,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         check_generate()
         past_key_values = one_cache(past_key_values, cache)
         more = without_account(kwargs)
-        num_drawn = 0 if prompt_length is None else input_ids.shape[1] - prompt_length
-        if num_drawn > 0 and past_key_values is None and more.get("use_cache"):
-            refuse(
-                f"generate has drawn {num_drawn} tokens with use_cache=True and handed over no "
-                "cache, without which every token takes a pass over the whole rows: give "
-                f"use_cache=False if that is wanted, or the cache as {CACHE}"
-            )
+        if grown_prompt is not None:
+            grown_prompt.passes += 1
+            if grown_prompt.passes > 1 and past_key_values is None and more.get("use_cache"):
+                refuse(
+                    f"generate has drawn {grown_prompt.num_drawn(input_ids)} tokens with "
+                    "use_cache=True and handed over no cache, without which every token takes a "
+                    "pass over the whole rows: give use_cache=False if that is wanted, or the "
+                    f"cache as {CACHE}"
+                )
         if grown_prompt is not None and inputs_embeds is None:
             num_new = grown_prompt.num_new(input_ids, past_key_values)
             if num_new and past_key_values is not None:

@@ -6,6 +6,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import glm4v_patched
+from glm4v_patched.remote.configuration_chatglm import fault_of_adapters
 from tests.helpers.legacy_repository import (
     count_labels_of_small_images,
     image_row,
@@ -55,6 +56,10 @@ def test_its_logits_on_our_model_are_those_of_the_published_code(trained):
     torch.testing.assert_close(logits_of(model.merge_and_unload()), want, rtol=0, atol=ATOL)
 
 
+@pytest.mark.skipif(
+    fault_of_adapters() is not None,
+    reason=f"this transformers {fault_of_adapters()}: by PeftModel, above",
+)
 def test_the_folder_of_the_adapter_alone_loads_both(trained):
     folder, want = trained
     with glm4v_patched.applied():
