@@ -211,11 +211,14 @@ class GrownPrompt:
     Attributes:
         input_ids: ``(B, L)`` as given, by which the prompt is known again.
         rows: The same, grown.
+        position_ids: ``(B, L)`` or ``None``, as given with the prompt. In some releases generate
+            hands over those of new ids alone from then on.
         passes: How often inputs were made for a pass of ``forward`` over it or what follows it.
     """
 
     input_ids: Tensor
     rows: GrownRows
+    position_ids: Tensor | None = None
     passes: int = 0
 
     @property

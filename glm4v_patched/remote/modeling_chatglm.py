@@ -1077,6 +1077,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             if grown_prompt is not None and grown_prompt.input_ids is input_ids:
                 rows = grown_prompt.rows
             else:
+                if grown_prompt is not None:
+                    position_ids = grown_prompt.position_ids
                 rows = self._grow_whole_rows(
                     *(input_ids, images, past_key_values, past_length),
                     *(attention_mask, position_ids, prompt_length),
@@ -1278,7 +1280,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
                     f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
                     'pad prompts on the left (padding_side="left")'
                 )
-        return GrownPrompt(input_ids, rows)
+        return GrownPrompt(input_ids, rows, model_kwargs.get("position_ids"))
 
     def generate_batch(self, inputs, *args, **kwargs):
         """transformers' continuous batching, of rows of ids without pictures.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ import sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
 folder, out = sys.argv[1:]
 import torch, transformers
+from packaging.version import Version
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
@@ -141,6 +143,10 @@ def test_a_transformers_newer_than_tested_is_warned_of_once(saved, tmp_path):
     assert errors.count(found) == 1
 
 
+@pytest.mark.skipif(
+    Version("5.0") <= Version(transformers.__version__) < Version("5.3"),
+    reason="AutoTokenizer of transformers 5.0 to 5.2 hides the first error; those before 4.57 do not",
+)
 def test_a_transformers_older_than_tested_is_one_clear_error(saved, tmp_path):
     for cls in ORDER:  # what was loaded in part is not loaded again
         with_range(saved, tmp_path / cls, "98", "99")

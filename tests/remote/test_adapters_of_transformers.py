@@ -21,7 +21,7 @@ def test_one_error_before_weights_are_read_and_what_works_meanwhile(folders, mon
     base, adapters = folders
     monkeypatch.setattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "99.0")
     monkeypatch.setattr(GLM4VForCausalLM, "__init__", None)  # called before weights are read
-    with pytest.raises(ImportError, match=r"with peft 99.0 or newer.*PeftModel.from_pretrained"):
+    with pytest.raises(ImportError, match=r"wants peft 99.0 or newer.*PeftModel.from_pretrained"):
         GLM4VForCausalLM.from_pretrained(adapters)
     monkeypatch.undo()
     monkeypatch.setattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "99.0")

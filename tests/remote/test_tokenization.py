@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
@@ -548,9 +550,14 @@ def test_collators_pad_positions(side, as_tensors, tokenizer):
         assert positions.sum() == sum(range(len(row)))
 
 
+WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.3")
+
+
 @pytest.mark.parametrize("advice", [{}, {"fix_mistral_regex": True}])
 @pytest.mark.parametrize("version", ["4.57.6", "4.44.2", None])
 def test_nobody_takes_it_for_mistrals(version, advice, real_tokenizer, expected, tmp_path, warned):
+    if advice and WITHOUT_ADVICE:
+        pytest.skip("fix_mistral_regex fails in these transformers, whatever the tokenizer")
     real_tokenizer.save_pretrained(tmp_path)
     config = {"model_type": "chatglm", "vision_config": {}}
     if version is not None:

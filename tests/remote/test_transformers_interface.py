@@ -220,6 +220,10 @@ def test_forward_takes_image_features_as_they_are_given(model):
 # Early exit
 
 
+@pytest.mark.skipif(
+    Version("5.0") <= Version(transformers.__version__) < Version("5.3"),
+    reason="early exit of transformers 5.0 to 5.2 calls its own get_candidates wrongly",
+)
 @torch.no_grad()
 @pytest.mark.parametrize("with_image", [False, True], ids=["text", "image"])
 def test_early_exit_assists(with_image):
