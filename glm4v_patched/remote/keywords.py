@@ -51,6 +51,8 @@ CACHE = _name_of_cache()
 OLD_CACHE = "cache" if CACHE == "past_key_values" else "past_key_values"
 # From 5.24 on a model fills the cache of continuous batching; before, its attention function did.
 MODEL_FILLS_PAGED_CACHE = CACHE == "cache"
+# Embeddings of whole rows are handed over without what is in the cache, by 5.3 alone.
+EMBEDS_ARE_CUT = Version("5.3") <= Version(VERSION) < Version("5.4")
 
 
 def named_cache(cache: Any) -> dict[str, Any]:

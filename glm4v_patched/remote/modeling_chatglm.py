@@ -54,6 +54,7 @@ from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .keywords import (
     CACHE,
+    EMBEDS_ARE_CUT,
     MASK_PARAMETERS,
     MODEL_FILLS_PAGED_CACHE,
     OLD_CACHE,
@@ -1561,7 +1562,7 @@ def _is_ready(cache, attention_mask: Tensor | None, implementation: str) -> bool
 
 def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
     """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
-    new = inputs_embeds.shape[1] - past_length
+    new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
     if new < 1:
         raise ValueError(
             f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "

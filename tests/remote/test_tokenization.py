@@ -550,7 +550,7 @@ def test_collators_pad_positions(side, as_tensors, tokenizer):
         assert positions.sum() == sum(range(len(row)))
 
 
-WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.3")
+WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
 
 
 @pytest.mark.parametrize("advice", [{}, {"fix_mistral_regex": True}])

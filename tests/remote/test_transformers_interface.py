@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
+from glm4v_patched.remote.keywords import EMBEDS_ARE_CUT
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
 
@@ -281,6 +282,7 @@ def test_generate_continues_a_cache_with_embeddings(model, image):
     assert logits[0, -1].argmax().item() == want[0]
 
 
+@pytest.mark.skipif(EMBEDS_ARE_CUT, reason="this generate hands over those that are not cached")
 def test_embeddings_that_are_in_the_cache_already_are_refused(model):
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([text(6)]), past_key_values=cache)
