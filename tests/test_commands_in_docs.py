@@ -442,7 +442,7 @@ assert (got - want).abs().max() < 0.1 * (want - before).abs().max(), (got, want,
 
 @pytest.mark.slow
 @runs(
-    "from transformers.dynamic_module_utils",
+    "from peft import PeftConfig, PeftModel",
     "glm4v-patched merge ",
     ".venv/bin/glm4v-patched merge ",
 )

@@ -39,11 +39,16 @@ inputs = load_file(out + "/inputs.safetensors")
 on_base = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True, dtype=torch.float32)
 on_base = PeftModel.from_pretrained(on_base, adapter)
 GLM4V = get_class_from_dynamic_module("modeling_chatglm.GLM4VForCausalLM", adapter)
-by_itself = GLM4V.from_pretrained(adapter, dtype=torch.float32)
-assert type(by_itself).__module__.startswith("transformers_modules."), type(by_itself)
 AutoProcessor.from_pretrained(adapter, trust_remote_code=True)
 with torch.no_grad():
-    found = {"on base": on_base.eval()(**inputs), "by itself": by_itself.eval()(**inputs)}
+    found = {"on base": on_base.eval()(**inputs)}
+    try:
+        by_itself = GLM4V.from_pretrained(adapter, dtype=torch.float32)
+    except ImportError as error:  # of a transformers that cannot
+        assert "holds adapters, and transformers" in str(error), error
+    else:
+        assert type(by_itself).__module__.startswith("transformers_modules."), type(by_itself)
+        found["by itself"] = by_itself.eval()(**inputs)
 save_file({name: output.logits.contiguous() for name, output in found.items()}, out + "/logits")
 """
 

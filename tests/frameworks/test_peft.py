@@ -6,12 +6,16 @@ import os
 import peft
 import pytest
 import torch
+from packaging.version import Version
 
+from glm4v_patched.remote.keywords import CACHE
 from tests.frameworks.results_table import job
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
+# With transformers 5.24, this peft looks for the cache by its old name, of any model.
+KNOWS_THE_CACHE = CACHE != "cache" or Version(peft.__version__) >= Version("0.22")
 LINEAR = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 TOKENS = text(3, seed=1)
 # What a method is told beyond the modules, which its defaults do not fit in this tiny model.
@@ -98,10 +102,12 @@ def assert_it_learns_and_generates(config) -> None:
     assert losses[-1] < losses[0] - 1e-3, losses
     model.eval()
     asked = {n: inputs[n][:1] for n in ("input_ids", "attention_mask", "pixel_values")}
-    rows = model.generate(
-        **asked, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=PAD
-    )
-    assert rows.shape[1] >= 3
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    if config.is_prompt_learning and not KNOWS_THE_CACHE:
+        with pytest.raises(ValueError, match="give one entry for every cached position"):
+            model.generate(**asked, **options)
+        return
+    assert model.generate(**asked, **options).shape[1] >= 3
 
 
 @pytest.mark.parametrize("method", METHODS)
