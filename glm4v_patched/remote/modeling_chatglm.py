@@ -89,6 +89,10 @@ from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
 
 logger = logging.get_logger(__name__)
 
+# The sizes of static caches that generate makes are multiples of this where it compiles steps.
+CACHE_STEP = 64
+COMPILES_NO_STEPS = ("cpu",)  # by itself
+
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
 
@@ -1312,6 +1316,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         prompt = model_kwargs.get("grown_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
+        if self.device.type not in COMPILES_NO_STEPS:
+            # A step is compiled for every size.
+            max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
