@@ -50,7 +50,8 @@ def fault_of_adapters() -> str | None:
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION
 
-    if (found := version("peft")) and Version(found) < Version(MIN_PEFT_VERSION):
+    found = version("peft")
+    if Version(found) < Version(MIN_PEFT_VERSION):
         return f"wants peft {MIN_PEFT_VERSION} or newer for them and found {found}"
     if Version("5.0") <= Version(transformers.__version__) < Version("5.6"):
         return "before 5.6 does not find them by their names, and leaves them random"
