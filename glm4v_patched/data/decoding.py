@@ -10,6 +10,7 @@ import os
 import stat
 import warnings
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -101,12 +102,14 @@ def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, 
     if not processes:
         yield from map(read_facts, paths)
         return
-    for answer in ask_all(python_module(NAME), paths, processes):
-        if isinstance(answer, Ended):
-            fault = f"ended the process that decoded it, with exit status {answer.status}"
-            yield NOT_READ._replace(fault=fault)
-        else:
-            yield Facts(*answer)
+    # Said, since Python 3.12 keeps what a closed generator holds until nobody holds the generator.
+    with closing(ask_all(python_module(NAME), paths, processes)) as answers:
+        for answer in answers:
+            if isinstance(answer, Ended):
+                fault = f"ended the process that decoded it, with exit status {answer.status}"
+                yield NOT_READ._replace(fault=fault)
+            else:
+                yield Facts(*answer)
 
 
 if __name__ == "__main__":

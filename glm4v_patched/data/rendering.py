@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from itertools import islice
 from tempfile import TemporaryDirectory
 
@@ -34,11 +35,13 @@ def measure_all(
     with TemporaryDirectory() as folder:
         collator.processor.save_pretrained(folder)
         command = python_module("glm4v_patched.data.rendering", folder)
-        for answer in ask_all(command, parts, processes, at_once=PARTS_AT_ONCE):
-            if isinstance(answer, Ended):
-                raise RuntimeError(f"a process that renders rows ended with status {answer.status}")
-            for size in answer:
-                yield size if isinstance(size, str) else Size(*size)
+        with closing(ask_all(command, parts, processes, at_once=PARTS_AT_ONCE)) as answers:
+            for answer in answers:
+                if isinstance(answer, Ended):
+                    status = answer.status
+                    raise RuntimeError(f"a process that renders rows ended with status {status}")
+                for size in answer:
+                    yield size if isinstance(size, str) else Size(*size)
 
 
 def _measure(

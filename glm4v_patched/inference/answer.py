@@ -155,15 +155,17 @@ def answers(
         for part in parts
     ]
     every = environments(number, placement.on_cpu)
-    for part, reply in zip(parts, ask_all(command, asked, number, every), strict=True):
-        if isinstance(reply, Ended):
-            raise RuntimeError(
-                f"the process that answered the rows {[q.row for q in part]} ended with status "
-                f"{reply.status}: was it killed for its memory? Lower --batch-size or --processes"
-            )
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        yield from zip(part, (Answer(*answer) for answer in reply["answers"]), strict=True)
+    with closing(ask_all(command, asked, number, every)) as replies:
+        for part, reply in zip(parts, replies, strict=True):
+            if isinstance(reply, Ended):
+                rows = [question.row for question in part]
+                raise RuntimeError(
+                    f"the process that answered the rows {rows} ended with status {reply.status}: "
+                    "was it killed for its memory? Lower --batch-size or --processes"
+                )
+            if "error" in reply:
+                raise RuntimeError(reply["error"])
+            yield from zip(part, (Answer(*answer) for answer in reply["answers"]), strict=True)
 
 
 def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from glm4v_patched.doctor.recipe import NOT_TRAINED
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.memory_plan import Batch, estimate, states
 from glm4v_patched.engine.options import PARTS, EngineOptions, LoraOptions, part_of
@@ -57,8 +58,11 @@ def test_only_the_parts_asked_for_are_trained_and_saved(drawn, tmp_path, trained
     asked = drawn.override({"trained": trained, "out": str(tmp_path / "out")})
     train_here(asked)
     before, after = weights_of(drawn.model), weights_of(asked.out)
-    changed = {part_of(n) for n, w in after.items() if not torch.equal(w, before[n].to(w.dtype))}
-    assert changed == {*trained.split("+")}
+    changed = {name for name, w in after.items() if not torch.equal(w, before[name].to(w.dtype))}
+    # transformers 5.0 writes what is computed, where others write what was read.
+    assert {part_of(name) for name in changed - {f"transformer.{NOT_TRAINED}"}} == {
+        *trained.split("+")
+    }
 
 
 def test_each_part_learns_at_its_own_rate(drawn, tmp_path):

@@ -22,16 +22,20 @@ with_activation_checkpointing = pytest.mark.skipif(
     not HAS_ACTIVATION_CHECKPOINTING,
     reason="transformers has activation_checkpointing_enable, every_n_layers from 5.23 on",
 )
-# Versions before 5.23 may have them, under the old name of the method.
-TAKES_LAYER_OPTIONS = (
-    HAS_ACTIVATION_CHECKPOINTING
-    or "offload"
-    in inspect.signature(transformers.PreTrainedModel.gradient_checkpointing_enable).parameters
+# Versions before 5.23 have some of them or none, under the old name of the method.
+ENABLE = getattr(
+    transformers.PreTrainedModel,
+    f"{'activation' if HAS_ACTIVATION_CHECKPOINTING else 'gradient'}_checkpointing_enable",
 )
-with_layer_options = pytest.mark.skipif(
-    not TAKES_LAYER_OPTIONS,
-    reason="transformers is too old for every_n_layers and offload: pip install -U transformers",
-)
+LAYER_OPTIONS = {"every_n_layers": 2, "offload": True}
+TAKEN = LAYER_OPTIONS.keys() & inspect.signature(ENABLE).parameters.keys()
+
+
+def with_option(name: str) -> pytest.MarkDecorator:
+    reason = f"transformers is too old for {name}: pip install -U transformers"
+    return pytest.mark.skipif(name not in TAKEN, reason=reason)
+
+
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False])
 
 
@@ -291,7 +295,7 @@ def enable(model, options=None, **layer_options) -> None:
     getattr(model, f"{name}_checkpointing_enable")(options, **layer_options)
 
 
-@with_layer_options
+@with_option("every_n_layers")
 def test_every_n_layers_is_honoured(count_runs):
     model = tiny_model().train()
     want = gradients(model)
@@ -301,7 +305,7 @@ def test_every_n_layers_is_honoured(count_runs):
     assert sorted(runs.values()) == [1, 1, 2, 2], runs
 
 
-@with_layer_options
+@with_option("offload")
 @REENTRANT
 def test_offload_moves_what_goes_into_every_layer_of_both_towers(use_reentrant, monkeypatch):
     offloaded = set()
@@ -332,11 +336,10 @@ def test_offload_moves_what_goes_into_every_layer_of_both_towers(use_reentrant, 
         assert hidden.data_ptr() in offloaded, name
 
 
-@pytest.mark.skipif(TAKES_LAYER_OPTIONS, reason="this version of transformers takes the options")
-@pytest.mark.parametrize("option", [{"every_n_layers": 2}, {"offload": True}])
+@pytest.mark.parametrize("option", sorted(LAYER_OPTIONS.keys() - TAKEN))
 def test_layer_options_are_refused_where_transformers_lacks_them(option):
-    with pytest.raises(TypeError, match=next(iter(option))):
-        tiny_model().train().gradient_checkpointing_enable(**option)
+    with pytest.raises(TypeError, match=option):
+        tiny_model().train().gradient_checkpointing_enable(**{option: LAYER_OPTIONS[option]})
 
 
 @REENTRANT
