@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -24,6 +25,12 @@ def in_bytes(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} bytes"
+
+
+def listed(names: Sequence[object], most: int = 3) -> str:
+    """The first so many of them, and how many more there are."""
+    shown = ", ".join(map(str, names[:most]))
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def _program(name: str, module: str) -> list[str]:

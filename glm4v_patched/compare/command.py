@@ -120,7 +120,7 @@ def _compute(
 
 def _require_original(folder: Path) -> None:
     """Raise ``ValueError`` if a folder does not hold a glm-4v with code that is not ours."""
-    from ..finetune.preflight import fault_of_model_folder
+    from ..models.weights import fault_of_model_folder, require_whole
 
     if not folder.is_dir():
         raise ValueError(
@@ -129,6 +129,7 @@ def _require_original(folder: Path) -> None:
         )
     if fault := fault_of_model_folder(folder):
         raise ValueError(f"{folder}: {fault}")
+    require_whole(str(folder))
     if lacking := [name for name in PUBLISHED_CODE if not (folder / name).is_file()]:
         raise ValueError(f"{folder} has no {', '.join(lacking)}; expected the published code")
     if (folder / "sequence.py").is_file():

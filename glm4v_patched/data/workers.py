@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -32,7 +32,7 @@ def ask_all(
     processes: int,
     environments: Sequence[Mapping[str, str]] = (),
     at_once: int = QUESTIONS_AT_ONCE,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """The answer to each question, in order; an :class:`Ended` process is replaced.
 
     Args:

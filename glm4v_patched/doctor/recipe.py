@@ -13,10 +13,10 @@ from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
 from ..finetune.config_file import RecipeError
 from ..finetune.config_trainer import total_steps
-from ..finetune.disk import shapes_of
 from ..finetune.origin import Base, base_of, pin
 from ..finetune.preflight import Device, Placement, examine
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
+from ..models.weights import require_whole
 from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 CONFIGS_OF_TOKENIZER = ("tokenizer_config.json", "tokenizer.model")
 # Faults that say nothing of model and data.
 OF_THE_MACHINE = {"--device", "--processes"}
-NOT_TRAINED = "rotary_pos_emb.inv_freq"  # in published weights; it is computed
 
 
 def check_recipe(
@@ -112,7 +111,7 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     except (ValueError, OSError) as error:
         yield finding("model", FAILS, str(error))
         return
-    yield from _check_model(Path(base.model), config)
+    yield from _check_model(recipe, base)
     of_processor = _check_processor(recipe, base, config)
     yield of_processor
     if of_processor.verdict == FAILS:
@@ -133,34 +132,15 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
         yield from _check_memory(recipe, config, checked, placement)
 
 
-def _check_model(folder: Path, config: "ChatGLMConfig") -> Iterator[Finding]:
+def _check_model(recipe: Recipe, base: Base) -> Iterator[Finding]:
     """Names and shapes of the weights, and whose code lies beside them."""
-    shapes = shapes_of(folder) if folder.is_dir() else {}
-    if not shapes:
-        yield Finding("weights", OK, "of the Hub, or pickled: compared when they are loaded")
+    try:
+        number = require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+    except ValueError as error:
+        yield finding("weights", FAILS, str(error))
         return
-    import torch
-
-    from ..remote.modeling_chatglm import GLM4VForCausalLM
-
-    with torch.device("meta"):
-        model = GLM4VForCausalLM(config)
-    wanted = {name: list(weight.shape) for name, weight in model.named_parameters()}
-    missing = [name for name in wanted if name not in shapes]
-    others = [name for name in shapes if name not in wanted and not name.endswith(NOT_TRAINED)]
-    unlike = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
-    if missing or unlike:
-        text = f"{len(missing)} of {len(wanted)} weights are missing, which would begin at random"
-        text += f", and {len(unlike)} have other shapes than config.json says"
-        named = (missing or unlike)[0]
-        text += f" ({named}{f'; there is {others[0]}' if others else ''})"
-        cure = "expected the names of the published weights; merge adapters as the README does"
-        yield Finding("weights", FAILS, text, cure)
-    elif others:
-        text = f"{len(others)} weights are not of this model and are left out: {others[0]}"
-        yield Finding("weights", WARNING, text)
-    else:
-        yield Finding("weights", OK, f"{len(wanted)}, with the names and shapes of a glm-4v")
+    yield Finding("weights", OK, f"{number}, with the names and shapes of a glm-4v")
+    folder = Path(base.model)
     if (folder / "modeling_chatglm.py").is_file() and not (folder / "sequence.py").is_file():
         text = "the published code is beside the weights; a recipe does not use it, and scripts of "
         text += "others that load it fail on this transformers (docs/patching.md)"

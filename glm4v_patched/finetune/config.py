@@ -164,6 +164,9 @@ class Recipe(Section):
     engine: Engine = Engine()
     revision: Annotated[Text, Expected("a branch, tag or commit")] | None = None
     """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
+    from_scratch: list[Text] = []
+    """Beginnings of the names of weights that the model's folder lacks on purpose, and that are
+    trained from random ones. Every other weight must be there."""
     max_nonfinite_steps: AtLeastOne = 3
     """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
     may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become

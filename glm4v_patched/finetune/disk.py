@@ -1,10 +1,9 @@
 """How much disk a run needs: what it saves at the end, and its checkpoints. Needs no torch."""
 
-import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..engine.folders import nearest
@@ -15,11 +14,10 @@ from ..engine.options import (
     part_of,
     parts_trained,
 )
+from ..models.weights import shapes_of
 from ..printed import in_bytes
 from .config_trainer import save_strategy
 
-LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
-INDEX = "model.safetensors.index.json"
 SAVING = ("save_strategy", "save_steps")
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 # Whose sizes are known before it is downloaded.
@@ -64,7 +62,7 @@ def needed_space(known: Mapping[str, Any], steps: int | None = None) -> Space | 
     names |= {"trainer.load_best_model_at_end"}
     if not known.keys() >= names:
         return None
-    shapes = PUBLISHED_SHAPES
+    shapes: Mapping[str, Sequence[int]] = PUBLISHED_SHAPES
     if known["model"] not in PUBLISHED:
         shapes = shapes_of(Path(known["model"]))
     if not shapes:
@@ -158,56 +156,3 @@ def adapter_weights(known: Mapping[str, Any], shapes: Mapping[str, Sequence[int]
         for start, layers in targets.items()
         if name.startswith(start) and name.endswith(".weight") and name.split(".")[-2] in layers
     )
-
-
-def shapes_of(folder: Path) -> dict[str, list[int]]:
-    """Of the weights in safetensors, by name; what cannot be read is reported when it is loaded."""
-    shapes: dict[str, list[int]] = {}
-    try:
-        names = shards_of(folder)
-    except ValueError:
-        return {}
-    for name in names:
-        try:
-            header, _ = read_header(folder / name)
-            shapes |= {name: [int(side) for side in of["shape"]] for name, of in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return {}
-    return shapes
-
-
-def read_header(weights: Path) -> tuple[dict[str, Any], int]:
-    """What a file of safetensors says of each tensor, and where the first one begins."""
-    with weights.open("rb") as file:
-        length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
-        header = dict(json.loads(file.read(length)))
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-def shards_of(folder: Path) -> list[str]:
-    """Names of the model's files of weights.
-
-    Raises:
-        ValueError: its index names what is no file of the folder itself: whoever reads or writes
-            under these names must not leave the folder.
-    """
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        names = {*index["weight_map"].values()}
-    except FileNotFoundError:
-        return ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # what is wrong with it is reported when it is loaded
-    if odd := [name for name in names if not _is_bare(name)]:
-        raise ValueError(
-            f"its {INDEX} names {min(map(repr, odd))}; expected names of files in that folder "
-            "alone, without another folder's"
-        )
-    return sorted(names)
-
-
-def _is_bare(name: Any) -> bool:
-    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
-        return False
-    return PurePosixPath(name).name == PureWindowsPath(name).name == name

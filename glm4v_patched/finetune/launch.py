@@ -16,6 +16,7 @@ from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
+from ..models.weights import require_whole
 from ..printed import own_command
 from .config import Recipe
 from .config_trainer import save_strategy, total_steps
@@ -156,6 +157,7 @@ def _checked(
             require_first_rows(recipe.data.all_sources())
         base = pin(base)
         require_recorded_base(base)
+        require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         # Late, for they import torch: what comes before is answered at once.

@@ -3,7 +3,6 @@
 The command line checks once, not each training process.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +15,10 @@ from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
 from ..engine.options import require_packages
-from ..patch.config_json import is_glm4v
+from ..models.weights import fault_of_model_folder
 from .config import Recipe, check_values, located
 from .config_file import Document, Fault, RecipeError, read_document, shown
-from .disk import fault_of_space, read_header, shards_of
+from .disk import fault_of_space
 from .origin import base_of
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
@@ -212,54 +211,6 @@ def fault_of_model(model: str) -> str | None:
     return None if is_id else f"there is no such folder; {expected}"
 
 
-def fault_of_model_folder(folder: Path) -> str | None:
-    if (folder / "adapter_config.json").is_file():
-        return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "a folder without config.json; expected one of a glm-4v"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"its config.json cannot be read: {shown(str(error))}"
-    if not isinstance(config, dict) or not is_glm4v(config):
-        kind = config.get("model_type") if isinstance(config, dict) else config
-        return (
-            f"its config.json has model_type {shown(kind)} and is not a glm-4v's; expected "
-            "chatglm, with a vision_config"
-        )
-    try:
-        shards = shards_of(folder)
-    except ValueError as error:
-        return str(error)
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
-        return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
-    pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
-    if pointers:
-        return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
-    if cut := [fault for name in shards if (fault := _fault_of_length(folder / name))]:
-        return cut[0]
-    if not shards and not [*folder.glob("*.bin")]:
-        return "a folder without weights; expected model.safetensors, or an index of its parts"
-    return None
-
-
-def _fault_of_length(weights: Path) -> str | None:
-    """What a file of safetensors says that it holds, against its length."""
-    try:
-        header, begin = read_header(weights)
-        end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
-        length = weights.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None  # reported when it is loaded
-    if length >= end:
-        return None
-    return (
-        f"{weights.name} has {length:,} of its {end:,} bytes: a download that was cut short; "
-        "expected the whole file, download it again"
-    )
-
-
 def _fault_of_adapters(recipe: Recipe) -> str | None:
     if not os.path.isdir(recipe.model):
         return None
@@ -269,14 +220,6 @@ def _fault_of_adapters(recipe: Recipe) -> str | None:
         return str(error)
     fault = None if base.adapters is None else fault_of_model(base.model)
     return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
-
-
-def _begins(file: Path, start: bytes) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(start)) == start
-    except OSError:
-        return False  # reported when it is loaded
 
 
 def _sets_of(value: Any) -> Sequence[Source]:

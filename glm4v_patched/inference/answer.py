@@ -155,8 +155,8 @@ def answers(
         for part in parts
     ]
     every = environments(number, placement.on_cpu)
-    with closing(ask_all(command, asked, number, every)) as replies:
-        for part, reply in zip(parts, replies, strict=True):
+    with closing(ask_all(command, asked, number, every)) as told:
+        for part, reply in zip(parts, told, strict=True):
             if isinstance(reply, Ended):
                 rows = [question.row for question in part]
                 raise RuntimeError(

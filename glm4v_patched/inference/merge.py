@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.folders import nearest
-from ..finetune.disk import INDEX, shards_of
 from ..finetune.origin import ADAPTER_CONFIG, Base
 from ..finetune.preflight import fault_of_model
 from ..finetune.run_folder import give_usual_modes, require_apart
+from ..models.weights import INDEX, shards_of
 from ..printed import in_bytes
 from .model_source import adapters_of_hub, find_source
 

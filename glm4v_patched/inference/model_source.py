@@ -14,6 +14,7 @@ from ..finetune.origin import (
     require_recorded_base,
 )
 from ..finetune.preflight import fault_of_model
+from ..models.weights import require_whole
 from ..printed import own_command
 from .quantised_weights import WEIGHTS
 
@@ -48,6 +49,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
             )
     base = pin(base)
     require_recorded_base(base)
+    require_whole(base.model, base.revision)
     return base
 
 

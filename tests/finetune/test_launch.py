@@ -219,6 +219,7 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
         return check_data(recipe.override({"model": cached, "revision": None}))
 
     monkeypatch.setattr(launching, "pin", pin)
+    monkeypatch.setattr(launching, "require_whole", lambda *given: asked.append(given[:2]))
     monkeypatch.setattr("glm4v_patched.finetune.worker.check_data", check)
     summary = "glm4v_patched.finetune.summary"
     for name, said in {"plan": None, "describe": "of the Hub", "fault_of_memory": ""}.items():
@@ -227,7 +228,7 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
     # What processes read, and a run that continues.
     written = Recipe.read(Path(recipe.out, "recipe.json"))
     assert base_of(written) == Base("our-org/base", "c0ffee", folder)
-    assert asked == ["main"]
+    assert asked == ["main", ("our-org/base", "c0ffee")]
 
 
 PARENT = """

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from glm4v_patched.doctor.recipe import NOT_TRAINED
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.memory_plan import Batch, estimate, states
 from glm4v_patched.engine.options import PARTS, EngineOptions, LoraOptions, part_of
@@ -16,6 +15,7 @@ from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.worker import BEFORE, settings_of
+from glm4v_patched.models.weights import COMPUTED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
@@ -60,7 +60,7 @@ def test_only_the_parts_asked_for_are_trained_and_saved(drawn, tmp_path, trained
     before, after = weights_of(drawn.model), weights_of(asked.out)
     changed = {name for name, w in after.items() if not torch.equal(w, before[name].to(w.dtype))}
     # transformers 5.0 writes what is computed, where others write what was read.
-    assert {part_of(name) for name in changed - {f"transformer.{NOT_TRAINED}"}} == {
+    assert {part_of(name) for name in changed - {f"transformer.{COMPUTED}"}} == {
         *trained.split("+")
     }
 

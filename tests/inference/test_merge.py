@@ -233,7 +233,9 @@ def test_mistakes_are_told_and_nothing_is_replaced(files, sharded, tmp_path, mon
 
 def test_a_base_without_safetensors_is_told_how_to_get_them(files, tmp_path):
     shutil.copytree(files.model, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    whole = tmp_path / "model" / "model.safetensors"
+    torch.save(load_file(whole), tmp_path / "model" / "pytorch_model.bin")
+    whole.unlink()
     shutil.copytree(files.adapters, tmp_path / "adapters")
     config = tmp_path / "adapters" / "adapter_config.json"
     moved = json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "model")}

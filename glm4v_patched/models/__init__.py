@@ -1,0 +1,1 @@
+"""Which model or adapters, and whether they are whole."""

@@ -1,0 +1,362 @@
+"""The weights of a model's folder, or of a repository of the Hub: their files, names and shapes.
+
+What only reads files needs no torch; :func:`require_whole` does, for the model says itself which
+weights it has.
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+
+from ..engine.options import part_of, parts_trained
+from ..patch.config_json import is_glm4v
+from ..printed import listed
+
+LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPUTED = "rotary_pos_emb.inv_freq"  # in published weights; no weight, and not read
+PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+FLOATS = {"F64", "F32", "F16", "BF16"}
+PREFIX = "transformer."
+TOWER = "transformer.vision."
+LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")
+
+
+class Shape(NamedTuple):
+    """Of a tensor in a file: its sides, and its dtype as safetensors names it (``BF16``)."""
+
+    sides: tuple[int, ...]
+    dtype: str
+
+
+def fault_of_model_folder(folder: Path) -> str | None:
+    if (folder / "adapter_config.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "a folder without config.json; expected one of a glm-4v"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"its config.json cannot be read: {str(error)!r}"
+    if not isinstance(config, dict) or not is_glm4v(config):
+        kind = config.get("model_type") if isinstance(config, dict) else config
+        kind = json.dumps(kind)[:60]
+        return (
+            f"its config.json has model_type {kind} and is not a glm-4v's; expected chatglm, with "
+            "a vision_config"
+        )
+    try:
+        shards = shards_of(folder)
+    except ValueError as error:
+        return str(error)
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
+    pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
+    if pointers:
+        return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
+    if cut := [fault for name in shards if (fault := _fault_of_length(folder / name))]:
+        return cut[0]
+    if not shards and not [*folder.glob("*.bin")]:
+        return "a folder without weights; expected model.safetensors, or an index of its parts"
+    return None
+
+
+def _fault_of_length(weights: Path) -> str | None:
+    """What a file of safetensors says that it holds, against its length."""
+    try:
+        header, begin = read_header(weights)
+        end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
+        length = weights.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None  # reported when it is loaded
+    if length >= end:
+        return None
+    return (
+        f"{weights.name} has {length:,} of its {end:,} bytes: a download that was cut short; "
+        "expected the whole file, download it again"
+    )
+
+
+def _begins(file: Path, start: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(start)) == start
+    except OSError:
+        return False  # reported when it is loaded
+
+
+def tensors_of(folder: Path) -> dict[str, Shape]:
+    """What files of safetensors hold, by name; none if one of them cannot be read."""
+    tensors: dict[str, Shape] = {}
+    try:
+        for shard in shards_of(folder):
+            header, _ = read_header(folder / shard)
+            for name, of in header.items():
+                tensors[name] = Shape(tuple(int(side) for side in of["shape"]), str(of["dtype"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return tensors
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.sides for name, tensor in tensors_of(folder).items()}
+
+
+def read_header(weights: Path) -> tuple[dict[str, Any], int]:
+    """What a file of safetensors says of each tensor, and where the first one begins."""
+    with weights.open("rb") as file:
+        length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
+        header = dict(json.loads(file.read(length)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def shards_of(folder: Path) -> list[str]:
+    """Names of the model's files of weights.
+
+    Raises:
+        ValueError: its index names what is no file of the folder itself: whoever reads or writes
+            under these names must not leave the folder. Or it names others than a whole file
+            beside it.
+    """
+    has_whole = (folder / WHOLE).is_file()
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        names = {*index["weight_map"].values()}
+    except FileNotFoundError:
+        return [WHOLE] if has_whole else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # what is wrong with it is reported when it is loaded
+    if odd := [name for name in names if not _is_bare(name)]:
+        raise ValueError(
+            f"its {INDEX} names {min(map(repr, odd))}; expected names of files in that folder "
+            "alone, without another folder's"
+        )
+    if has_whole and WHOLE not in names:
+        raise ValueError(
+            f"it holds {WHOLE}, which is what transformers reads, and an {INDEX} of other files; "
+            "expected one of the two"
+        )
+    return sorted(names)
+
+
+def _is_bare(name: Any) -> bool:
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+        return False
+    return PurePosixPath(name).name == PureWindowsPath(name).name == name
+
+
+def require_whole(
+    model: str, revision: str | None = None, from_scratch: Sequence[str] = (), trained: str = "full"
+) -> int:
+    """See by names and shapes alone that a model has every weight of its config, and no other.
+
+    ``from_pretrained`` only warns of a missing weight, and lets it begin at random.
+
+    Args:
+        model: A folder, or an id of the Hub, of which the beginnings of the files are read.
+        revision: Of an id of the Hub: its commit.
+        from_scratch: Beginnings of names of weights that are missing on purpose.
+        trained: As a recipe says it: those have to be trained.
+
+    Returns:
+        How many weights it has.
+
+    Raises:
+        ValueError: weights are missing, or left over, or of another size than config.json says; or
+            ``from_scratch`` names none that is missing, or one that is not trained.
+    """
+    # Late: mistakes that need no torch are answered without it.
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
+
+    config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
+    with torch.device("meta"):
+        built = GLM4VForCausalLM(config)
+    wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
+    quantised = getattr(config, "quantization_config", None) is not None
+    compared = _compare(wanted, _tensors(model, revision), quantised)
+    unused = [start for start in from_scratch if not any(_starts(compared.missing, start))]
+    if unused:
+        raise ValueError(
+            f"from_scratch has {unused[0]!r}, and {model} lacks no weight whose name begins so; "
+            f"expected beginnings of names that it lacks ({listed(compared.missing) or 'none'})"
+        )
+    allowed = {name for start in from_scratch for name in _starts(compared.missing, start)}
+    if idle := [name for name in allowed if part_of(name) not in parts_trained(trained)]:
+        raise ValueError(
+            f"from_scratch has {idle[0]}, which {model} lacks and trained: {trained} does not "
+            f"train; expected trained to be full, or to have {part_of(idle[0])} among its parts"
+        )
+    missing = [name for name in compared.missing if name not in allowed]
+    if missing or compared.left_over or compared.unlike:
+        found = compared._replace(missing=missing)
+        raise ValueError(f"{model}: {_describe(found, wanted)}; {_guess(found, wanted, model)}")
+    return len(wanted) - len(allowed)
+
+
+class Compared(NamedTuple):
+    """Names of weights: the model's that are not there, those there that are not the model's, and
+    for those of another size the sides there and the model's."""
+
+    missing: list[str]
+    left_over: list[str]
+    unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _compare(
+    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape], quantised: bool
+) -> Compared:
+    # transformers adds what the decoder's own class leaves out, if no name has it.
+    if not wanted.keys() & there and any(PREFIX + name in wanted for name in there):
+        there = {PREFIX + name: shape for name, shape in there.items()}
+    there = {name: shape for name, shape in there.items() if not name.endswith(COMPUTED)}
+    # A quantised layer's weight is kept in pieces, as .weight.absmax, .weight_packed or .qweight.
+    pieces = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in there}
+    layers = {name.rpartition(".")[0] for name in wanted if name.endswith(".weight")}
+
+    def is_piece(name: str) -> bool:
+        return quantised and any(name.startswith(f"{layer}.") for layer in _owners(name, layers))
+
+    missing = [
+        name
+        for name in wanted
+        if name not in there
+        and not (quantised and name.endswith(".weight") and name.removesuffix(".weight") in pieces)
+    ]
+    left_over = [name for name in there if name not in wanted and not is_piece(name)]
+    unlike = {
+        name: (there[name].sides, sides)
+        for name, sides in wanted.items()
+        if name in there and there[name].sides != sides
+        if not (quantised and there[name].dtype not in FLOATS)
+    }
+    return Compared(missing, left_over, unlike)
+
+
+def _owners(name: str, layers: set[str]) -> list[str]:
+    parts = name.split(".")
+    starts = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return [start for start in starts if start in layers]
+
+
+def _starts(names: Sequence[str], start: str) -> list[str]:
+    return [name for name in names if name.startswith(start)]
+
+
+def _describe(found: Compared, wanted: Mapping[str, Any]) -> str:
+    told = []
+    if found.missing:
+        told.append(
+            f"{len(found.missing)} of {len(wanted)} weights are missing, which would begin at "
+            f"random ({listed(found.missing)})"
+        )
+    if found.left_over:
+        told.append(
+            f"{len(found.left_over)} weights have no place in the model of its config.json "
+            f"({listed(found.left_over)})"
+        )
+    if found.unlike:
+        shown = [f"{n}: {[*there]}, not {[*own]}" for n, (there, own) in found.unlike.items()]
+        told.append(
+            f"{len(shown)} weights have other shapes than its config.json says ({listed(shown)})"
+        )
+    return "; ".join(told)
+
+
+def _guess(found: Compared, wanted: Mapping[str, Any], model: str) -> str:
+    """The likeliest cause, and its cure."""
+    missing, left_over = found.missing, found.left_over
+    if any(".base_layer." in name or ".lora_" in name for name in left_over):
+        return (
+            "adapters were saved around the model and not merged into it; save it again after "
+            "merge_and_unload(), or merge the adapters' folder with glm4v-patched merge"
+        )
+    if added := _common_prefix(left_over, wanted):
+        return f"another tool put {added!r} before the names; expected them without it"
+    if lacking := _common_prefix(missing, left_over):
+        return f"another tool took {lacking!r} from the names; expected them with it"
+    if left_over and not missing and not found.unlike and (layers := _layers_of(left_over)):
+        return f"config.json says fewer layers than there are of {layers}; expected its num_layers"
+    if missing and not left_over and (layers := _layers_of(missing)):
+        return f"config.json says more layers than there are of {layers}, or a shard is missing"
+    if missing and all(name.startswith(TOWER) for name in missing):
+        return (
+            "the vision tower was left out, as by tools that save a language model; put the "
+            "published model's weights of these names beside the others"
+        )
+    if found.unlike:
+        return "the config.json is another model's; expected the one that was saved with them"
+    if missing and not left_over:
+        return "a shard was left out, or the index is another save's; expected all of the folder"
+    return "expected the names of the published weights"
+
+
+def _common_prefix(longer: Sequence[str], names: Mapping[str, Any] | Sequence[str]) -> str | None:
+    """What stands before every one of ``longer`` that is one of ``names`` without it."""
+    known = {*names}
+    for start in range(1, len(longer[0])) if longer else ():
+        before = longer[0][:start]
+        if longer[0][start:] in known and all(
+            name.startswith(before) and name[start:] in known for name in longer
+        ):
+            return before
+    return None
+
+
+def _layers_of(names: Sequence[str]) -> str | None:
+    """The stack that all these are of the layers of."""
+    stacks = {found[1] if (found := LAYER.match(name)) else None for name in names}
+    return stacks.pop() if len(stacks) == 1 else None
+
+
+def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
+    """Of a folder or a repository. Of pickled files, sizes are read and no weights."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return _tensors_of_hub(model, revision)
+    return tensors_of(folder) if shards_of(folder) else _tensors_of_pickles(folder)
+
+
+def _tensors_of_hub(model: str, revision: str | None) -> dict[str, Shape]:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+
+    try:
+        # Where all of them are in the cache, the Hub need not answer.
+        cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        if (shards := shards_of(cached)) and all((cached / name).is_file() for name in shards):
+            return tensors_of(cached)
+    except (OSError, ValueError):
+        pass  # none of it is there
+    try:
+        metadata = HfApi().get_safetensors_metadata(model, revision=revision)
+    except NotASafetensorsRepoError:
+        return _tensors_of_pickles(
+            Path(snapshot_download(model, revision=revision, allow_patterns=PICKLES))
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ValueError(f"the weights of {model} cannot be had from the Hub: {error}") from None
+    return {
+        name: Shape(tuple(tensor.shape), tensor.dtype)
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+def _tensors_of_pickles(folder: Path) -> dict[str, Shape]:
+    from ..remote.modeling_chatglm import torch
+
+    tensors: dict[str, Shape] = {}
+    for file in sorted(folder.glob(PICKLES[0])):
+        try:
+            held = torch.load(file, map_location="meta", weights_only=True)
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
+        for name, tensor in held.items():
+            tensors[name] = Shape(tuple(tensor.shape), "F32" if tensor.is_floating_point() else "")
+    return tensors

@@ -1,0 +1,202 @@
+"""A model's weights are compared with its config by names and shapes, before anything is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from glm4v_patched.cli import main
+from glm4v_patched.finetune.preflight import fault_of_model
+from glm4v_patched.models.weights import INDEX, WHOLE, require_whole
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.local_hub import LocalHub
+from tests.helpers.recipes import drawn_recipe
+
+TOWER = "transformer.vision."
+LAYER = "transformer.encoder.layers.1."
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A recipe of a tiny model that is whole."""
+    return drawn_recipe(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture
+def model(drawn, tmp_path) -> Path:
+    return Path(shutil.copytree(drawn.model, tmp_path / "model"))
+
+
+def change(model: Path, new) -> None:
+    """Replace the weights by what ``new`` makes of them."""
+    save_file(new(load_file(model / WHOLE)), model / WHOLE, metadata={"format": "pt"})
+
+
+def renamed(old: str, new: str):
+    return lambda weights: {name.replace(old, new): weight for name, weight in weights.items()}
+
+
+def without(start: str):
+    return lambda weights: {n: weight for n, weight in weights.items() if not n.startswith(start)}
+
+
+def with_more(name: str, *sides: int):
+    return lambda weights: weights | {name: torch.zeros(sides)}
+
+
+def configured(model: Path, **fields) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+FAULTS = {
+    "another tool's prefix": (
+        lambda weights: {f"base_model.{name}": weight for name, weight in weights.items()},
+        "'base_model.'",
+    ),
+    "a prefix of some names": (renamed(LAYER, "module." + LAYER), "'module.'"),
+    "names without a part of them": (renamed("encoder.layers", "layers"), "published weights"),
+    "adapters that were not merged": (renamed("dense.", "dense.base_layer."), "merge"),
+    "no tower": (without(TOWER), "the vision tower was left out"),
+    "one weight less": (without(LAYER + "mlp.dense_4h_to_h"), "shard"),
+    "a layer less": (without(LAYER), "more layers"),
+    "one weight more": (with_more("score.weight", 2, 64), "score.weight"),
+    "a layer more": (
+        with_more("transformer.encoder.layers.7.mlp.dense_4h_to_h.weight", 2),
+        "fewer",
+    ),
+    "another size": (with_more("transformer.output_layer.weight", 7, 64), "[7, 64], not ["),
+    "nothing": (lambda weights: {}, "are missing"),
+}
+
+
+@pytest.mark.parametrize(("new", "cause"), FAULTS.values(), ids=FAULTS)
+def test_what_is_not_whole_is_refused_with_its_cause(model, new, cause):
+    change(model, new)
+    with pytest.raises(ValueError, match="weights") as raised:
+        require_whole(str(model))
+    assert cause in str(raised.value)
+
+
+@pytest.mark.parametrize("fields", [{"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 8}])
+def test_a_config_of_another_size_is_refused(model, fields):
+    configured(model, **fields)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        require_whole(str(model))
+
+
+def test_three_names_and_the_number_are_told(model):
+    change(model, without(TOWER))
+    with pytest.raises(ValueError, match="weights") as raised:
+        require_whole(str(model))
+    lacking = sum(
+        n.startswith(TOWER)
+        for n in dict(GLM4VForCausalLM.from_pretrained(model).named_parameters())
+    )
+    told = str(raised.value)
+    assert f"{lacking} of " in told and f"and {lacking - 3} more" in told
+
+
+def test_what_transformers_reads_alike_is_whole(model, tmp_path):
+    """The decoder's own names, the published buffer, pickles, a file beside an old index."""
+    want = dict(GLM4VForCausalLM.from_pretrained(model).named_parameters())
+    number = require_whole(str(model))
+    change(model, lambda weights: {n.removeprefix("transformer."): w for n, w in weights.items()})
+    change(model, with_more("rotary_pos_emb.inv_freq", 8))
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": WHOLE}}))
+    assert require_whole(str(model)) == number and fault_of_model(str(model)) is None
+    read = GLM4VForCausalLM.from_pretrained(model).state_dict()
+    assert all(torch.equal(weight, read[name]) for name, weight in want.items())
+    (model / INDEX).unlink()
+    torch.save(load_file(model / WHOLE), model / "pytorch_model.bin")
+    (model / WHOLE).unlink()
+    assert require_whole(str(model)) == number
+    torch.save({}, model / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="are missing"):
+        require_whole(str(model))
+
+
+def test_a_file_beside_an_index_of_others_is_refused(model):
+    """transformers would read the one, and the index tell of the others."""
+    shutil.copy(model / WHOLE, model / "model-1.safetensors")
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert "expected one of the two" in fault_of_model(str(model))
+    with pytest.raises(ValueError, match="expected one of the two"):
+        require_whole(str(model))
+
+
+def test_weights_in_pieces_of_a_quantiser_are_whole(model):
+    """As compressed-tensors, GPTQ and bitsandbytes name them."""
+    configured(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+    def in_pieces(weights):
+        for number, name in enumerate([n for n in weights if n.endswith("dense.weight")]):
+            packed = torch.zeros(4, 1, dtype=torch.uint8)
+            stem = name.removesuffix(".weight")
+            if number % 2:
+                weights[name] = packed
+                weights[f"{name}.absmax"] = packed.clone()
+                continue
+            del weights[name]
+            weights |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": packed.clone()}
+        return weights
+
+    change(model, in_pieces)
+    require_whole(str(model))
+    change(model, without(LAYER + "self_attention.dense"))
+    with pytest.raises(ValueError, match="are missing"):
+        require_whole(str(model))
+
+
+def test_weights_that_begin_at_random_on_purpose_are_said(model):
+    change(model, without("transformer.vision.linear_proj"))
+    require_whole(str(model), None, ["transformer.vision.linear_proj"])
+    for from_scratch, trained in (
+        ([], "full"),
+        (["transformer.vision.linear_proj.gate"], "full"),  # not all of it
+        (["transformer.vision.linear_proj", "score"], "full"),  # nothing of that name
+        (["transformer.vision.linear_proj"], "lora_lm"),  # not trained
+        (["transformer.vision.linear_proj"], "tower"),
+    ):
+        with pytest.raises(ValueError, match=r"missing|from_scratch"):
+            require_whole(str(model), None, from_scratch, trained)
+
+
+def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkeypatch):
+    held = {path.name: path.read_bytes() for path in model.iterdir()}
+    change(model, without(TOWER))
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        hub.add_repository("our-org/whole", held)
+        hub.add_repository("our-org/text", held | {WHOLE: (model / WHOLE).read_bytes()})
+        require_whole("our-org/whole")
+        with pytest.raises(ValueError, match="tower was left out"):
+            require_whole("our-org/text")
+
+
+COMMANDS = {
+    "train": ["train", "{recipe}", "--device", "cpu", "--processes", "1"],
+    "dry-run": ["train", "{recipe}", "--device", "cpu", "--processes", "1", "--dry-run"],
+    "doctor": ["doctor", "{recipe}", "--device", "cpu", "--processes", "1"],
+    "answer": ["answer", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
+    "evaluate": ["evaluate", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
+    "chat": ["chat", "{model}", "--device", "cpu"],
+    "serve": ["serve", "{model}", "--device", "cpu"],
+    "compare": ["compare", "{model}"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_a_model_that_is_not_whole(drawn, model, tmp_path, capfd, command):
+    change(model, without(TOWER))
+    recipe, out = tmp_path / "recipe.json", tmp_path / "out"
+    drawn.override({"model": str(model), "out": str(out)}).write(recipe)
+    places = {"recipe": recipe, "model": model, "rows": drawn.data.train, "out": out}
+    assert main([part.format(**places) for part in COMMANDS[command]]) == 1
+    printed = "".join(capfd.readouterr())
+    assert "tower was left out" in printed, printed
+    assert not out.exists()
