@@ -97,11 +97,22 @@ def write(new: dict) -> None:
 
 def table(rows: list[dict]) -> str:
     """Markdown: a line for each row."""
-    heads = ["transformers", "torch", "torchvision", *(f"tests/{name}" for name in FOLDERS)]
+    heads = [
+        "transformers",
+        "Python",
+        "torch",
+        "torchvision",
+        *(f"tests/{name}" for name in FOLDERS),
+    ]
     heads += ["a recipe trains and answers", "date"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for one in rows:
-        cells = [one["transformers"], one["torch"].partition("+")[0], one["torchvision"] or "-"]
+        cells = [
+            one["transformers"],
+            one["python"],
+            one["torch"].partition("+")[0],
+            one["torchvision"] or "-",
+        ]
         for name in FOLDERS:
             counted = one["outcomes"].get(name, {})
             cells.append(f"{counted.get('passed', 0)} passed, {counted.get('failed', 0)} failed")

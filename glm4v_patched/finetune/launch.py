@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
 from ..models.weights import require_whole
-from ..printed import own_command
+from ..printed import own_command, pip_install
 from .config import Recipe
 from .config_trainer import save_strategy, total_steps
 from .disk import fault_of_space
@@ -198,6 +199,11 @@ def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Pla
 def require_installed(recipe: Recipe, on_cpu: bool) -> None:
     """Raise ``RuntimeError`` if what the recipe needs is missing on this machine."""
     if recipe.engine.zero_stage:
+        if version("transformers") == "5.1.0":
+            raise RuntimeError(
+                "transformers 5.1.0 does not hand a model to DeepSpeed; expected another: "
+                + pip_install("-U", "transformers")
+            )
         require_deepspeed()
     require_packages(recipe.trained)
     require_packages(recipe.engine.optimizer)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
 import transformers
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
@@ -25,7 +25,6 @@ from transformers.utils import is_peft_available
 from ..printed import pip_install
 from ..remote.configuration_chatglm import (
     AUTO_MAP,
-    FIRST_UNTESTED_TRANSFORMERS,
     TESTED_TRANSFORMERS,
     ChatGLMConfig,
 )
@@ -140,11 +139,11 @@ _activation = _Activation()
 
 
 def require_tested_transformers(version: str) -> None:
-    """Raise ``ImportError`` for a newer one than those that are tested.
+    """Raise ``ImportError`` for one that is not among those that are tested.
 
     The model's code only warns of one: it replaces nothing of transformers'.
     """
-    if Version(version) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+    if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
             f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
             f"install a tested one: {pip_install(f'transformers{TESTED_TRANSFORMERS}')}"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 
 import transformers
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import PretrainedConfig
 from transformers.utils import find_adapter_config_file, is_peft_available, logging
@@ -17,14 +18,15 @@ OLDEST_TRANSFORMERS = "4.57.6"
 FIRST_UNTESTED_TRANSFORMERS = "5.25"
 
 
-TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},<{FIRST_UNTESTED_TRANSFORMERS}"
+# 5.1.0's Trainer does not hand a model to DeepSpeed.
+TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},!=5.1.0,<{FIRST_UNTESTED_TRANSFORMERS}"
 
 
 def check_transformers(found: str) -> None:
-    """Warn of a version newer than those this code is tested on.
+    """Warn of a version that is not among those this code is tested on.
 
     Raises:
-        ImportError: it is older than them.
+        ImportError: it is older than all of them.
     """
     what = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {found}"
     if Version(found) < Version(OLDEST_TRANSFORMERS):
@@ -32,7 +34,7 @@ def check_transformers(found: str) -> None:
             f"{what}, which lacks what it needs; install a tested one: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
-    if Version(found) >= Version(FIRST_UNTESTED_TRANSFORMERS):
+    if not SpecifierSet(TESTED_TRANSFORMERS).contains(found, prereleases=True):
         # Of transformers' own logger: each Auto class may load a copy of this file, and one warning
         # is enough.
         logging.get_logger().warning_once(

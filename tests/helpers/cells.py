@@ -10,11 +10,10 @@ from itertools import product
 from packaging.version import Version
 
 TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.23.0")
-# The newest of each minor release that is supported.
+# The newest of each minor release that is supported; 5.1.0 is not.
 EVERY_TRANSFORMERS = (
     "4.57.6",
     "5.0.0",
-    "5.1.0",
     "5.2.0",
     "5.3.0",
     "5.4.0",

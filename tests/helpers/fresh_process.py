@@ -21,5 +21,5 @@ def run_without_package(code: str, folder: Path, *arguments: str, **variables: s
     }
     status, printed = warm.run_code(code, [*arguments], folder, environment | variables, 300)
     assert status == 0, printed[-4000:]
-    # Triton 3.9 lists at the end of a Python 3.13 process what it has not freed.
+    # Triton 3.9 lists at the end of a process what it has not freed.
     return printed.partition("nanobind: leaked")[0]
