@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from .formats import FORMATS
@@ -24,11 +25,12 @@ class Source:
     """A set of rows, and how it is read.
 
     Attributes:
-        path: A file, a folder that ``datasets`` saved or with Parquet files in it, or an id of the
-            Hub.
+        path: A file, a folder that ``datasets`` saved or with Parquet files below it, or an id of
+            the Hub.
         format: A name of :data:`formats.FORMATS`, or "auto".
         weight: How often each of its rows comes in an epoch.
-        split, subset, revision: Of what ``datasets`` reads.
+        split, subset, revision: Of what has them, by :func:`fault_of_set`; of one that has splits,
+            "train" by default.
         image_folder: What paths of pictures are relative to; default the folder of the file.
         ignore: Keys of a row that are left out.
         allow_urls: Whether pictures may be fetched by http(s).
@@ -37,7 +39,7 @@ class Source:
     path: str
     format: str = "auto"
     weight: float = 1.0
-    split: str = "train"
+    split: str | None = None
     subset: str | None = None
     revision: str | None = None
     image_folder: str | None = None
@@ -56,12 +58,11 @@ def fault_of_path(path: str) -> str | None:
     if not os.path.lexists(path):
         return "there is no such file" if Source(path).is_local else None
     if os.path.isdir(path):
-        names = os.listdir(path)
-        if any(name in SAVED or name.endswith(".parquet") for name in names):
+        if is_saved(path) or next(Path(path).rglob("*.parquet"), None):
             return None
         return (
             "a folder without a data set; expected a file, or a folder that datasets has saved "
-            "(save_to_disk) or with *.parquet files in it"
+            "(save_to_disk) or with *.parquet files below it"
         )
     if not os.path.isfile(path):
         return "no file, but a link to nothing" if os.path.islink(path) else "no file"
@@ -70,6 +71,34 @@ def fault_of_path(path: str) -> str | None:
     if path.lower().endswith(OF_TEXT):
         return csv_cure(path)
     return None if os.path.getsize(path) else "it is empty"
+
+
+def is_saved(path: str) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in SAVED)
+
+
+def fault_of_set(source: Source) -> str | None:
+    """What :func:`fault_of_path` and :func:`fault_of_fields` say."""
+    return fault_of_path(source.path) or fault_of_fields(source)
+
+
+def fault_of_fields(source: Source) -> str | None:
+    """Which field would have no effect on such a set."""
+    if not os.path.lexists(source.path):
+        return None
+    has: tuple[str, ...] = ()
+    what = "a file, whose rows are all read"
+    if os.path.isfile(os.path.join(source.path, SAVED[0])):
+        what = "a single set that datasets has saved"
+    elif is_saved(source.path):
+        has, what = ("split",), "a folder that datasets has saved"
+    elif os.path.isdir(source.path):
+        has, what = ("split", "subset"), "a folder"
+    for name in ("split", "subset", "revision"):
+        if name not in has and (value := getattr(source, name)) is not None:
+            return f"{name} is {value!r}, and has no effect on {what}; expected no {name}"
+    return None
 
 
 def csv_cure(path: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 from .formats import FORMATS, ReadRow, find_format
 from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures, shorten
 from .pictures import PictureFiles
-from .sets import OF_TEXT, Source, csv_cure
+from .sets import OF_TEXT, Source, csv_cure, fault_of_fields
 
 MOST_FAULTS_LISTED = 20
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
@@ -198,6 +198,8 @@ def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
     """The number of each row and its value as it stands, or a fault."""
     path = Path(source.path)
     kind = _kind_of(source)
+    if fault := fault_of_fields(source):
+        raise ValueError(f"{path}: {fault}")
     if kind == "table":
         from .tables import read_table  # the library is imported only where it is needed
 

@@ -5,12 +5,18 @@ Tables are read a part at a time; pictures in them are not decoded.
 
 import glob
 import logging
+import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..printed import pip_install
-from .sets import SAVED, Source, fault_of_path
+from .sets import Source, fault_of_set, is_saved
+
+PLAIN = re.compile(r"[\w./ -]+")
 
 
 def read_table(source: Source) -> Iterator[tuple[int, Any]]:
@@ -28,53 +34,61 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
         ) from error
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what is wrong is raised, too
     try:
-        table = _without_decoding(_open(datasets, source), datasets)
-        for number, row in enumerate(table, start=1):
-            yield number, _without_nulls(row)
+        with _open(datasets, source) as table:
+            for number, row in enumerate(_without_decoding(table, datasets), start=1):
+                yield number, _without_nulls(row)
     except Exception as error:  # of pyarrow, fsspec and the Hub's client, each its own
         if str(error).startswith(source.path):
             raise
         raise ValueError(f"{source.path} cannot be read by datasets: {error}") from error
 
 
-def _open(datasets: Any, source: Source) -> Any:
+@contextmanager
+def _open(datasets: Any, source: Source) -> Iterator[Any]:
     path = Path(source.path)
-    if fault := fault_of_path(source.path):
+    if fault := fault_of_set(source):
         raise ValueError(f"{path}: {fault}")
     if not path.exists():
-        return datasets.load_dataset(
-            source.path,
-            source.subset,
-            split=source.split,
-            revision=source.revision,
-            streaming=True,
-        )
-    if path.is_dir() and any((path / name).is_file() for name in SAVED):
+        options = {"revision": source.revision, "streaming": True}
+        split = source.split or "train"
+        yield datasets.load_dataset(source.path, source.subset, split=split, **options)
+    elif is_saved(source.path):
         saved = datasets.load_from_disk(str(path))
-        if not isinstance(saved, datasets.DatasetDict):
-            return _lazily(saved)
-        if source.split not in saved:
-            raise ValueError(
-                f"{path} has the splits {', '.join(saved)} and not {source.split}: name one of "
-                "them (split)"
-            )
-        return _lazily(saved[source.split])
-    files = [str(path)]
-    if path.is_dir():
-        files = sorted(str(file) for file in path.glob("*.parquet"))
-    kind = "arrow" if path.suffix == ".arrow" or _begins(path, b"ARROW1") else "parquet"
-    names = [glob.escape(file) for file in files]  # datasets takes them for patterns
-    return datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
+        yield _split(saved, source).to_iterable_dataset()  # else a cast writes a copy beside it
+    elif path.is_dir():
+        with TemporaryDirectory() as folder:
+            if not PLAIN.fullmatch(str(path)):  # datasets takes it for a pattern
+                path = _linked(path, Path(folder, "rows"))
+            yield _split(datasets.load_dataset(str(path), source.subset, streaming=True), source)
+    else:
+        kind = "arrow" if path.suffix == ".arrow" or _begins(path, b"ARROW1") else "parquet"
+        name = glob.escape(str(path))
+        yield datasets.load_dataset(kind, data_files=[name], split="train", streaming=True)
 
 
-def _lazily(table: Any) -> Any:
-    """The table, cast a row at a time as it is read; else a cast writes a copy beside it."""
-    return table.to_iterable_dataset()
+def _linked(folder: Path, new: Path) -> Path:
+    """A folder with links to the Parquet files of another one, and to its card."""
+    for file in [*folder.rglob("*.parquet"), folder / "README.md"]:
+        link = new / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.abspath(file))
+    return new
+
+
+def _split(table: Any, source: Source) -> Any:
+    """That of the set's name, of a table that has splits."""
+    if not isinstance(table, dict):
+        return table
+    split = source.split or "train"
+    if split not in table:
+        raise ValueError(
+            f"{source.path} has the splits {', '.join(table)} and not {split}: name one of them "
+            "(split)"
+        )
+    return table[split]
 
 
 def _begins(path: Path, start: bytes) -> bool:
-    if path.is_dir():
-        return False
     with path.open("rb") as file:
         return file.read(len(start)) == start
 

@@ -81,7 +81,17 @@ def _sets_to_train_on(train) -> str | None:
 
 @rule("data.eval")
 def _sets_to_evaluate_on(sets) -> str | None:
-    return None if sets is None or isinstance(sets, float) else _fault_of_sets("data.eval", sets)
+    if sets is None or isinstance(sets, float):
+        return None
+    if fault := _fault_of_sets("data.eval", sets):
+        return fault
+    for number, one in enumerate(sets if isinstance(sets, list) else [], start=1):
+        if isinstance(one, dict) and "weight" in one:
+            return (
+                f"data.eval: set {number} of {len(sets)} has a weight, and each of its rows is "
+                "evaluated once; expected none"
+            )
+    return None
 
 
 def _fault_of_sets(name: str, value: Any) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.sets import Source, fault_of_path, make_sources
+from ..data.sets import Source, fault_of_path, fault_of_set, make_sources
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
@@ -166,7 +166,7 @@ def _faults_here(
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):
         for source in _sets_of(known.get(name)):
-            if text := fault_of_path(source.path):
+            if text := fault_of_set(source):
                 yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     yield from faults_of_device(known, device, processes)
     for name in ("trained", "engine.optimizer"):

@@ -116,7 +116,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     fields("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
     fields("--image-folder", metavar="FOLDER", help="what paths of pictures are relative to")
     fields("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
-    fields("--split", default="train", metavar="NAME", help="of a data set (default: train)")
+    fields("--split", metavar="NAME", help="of a set that has them (default: train)")
     fields("--allow-urls", action="store_true", help="fetch pictures by http(s)")
     every = "processes, each on a GPU of its own; default: all GPUs"
     parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)

@@ -18,7 +18,7 @@ from PIL import Image
 from glm4v_patched.data import sources
 from glm4v_patched.data.messages import pictures_of
 from glm4v_patched.data.pictures import PictureFiles, fetch
-from glm4v_patched.data.sets import Source
+from glm4v_patched.data.sets import Source, fault_of_set
 from glm4v_patched.data.sources import Fault, Row, read_conversations, read_rows
 
 datasets = pytest.importorskip("datasets")
@@ -142,6 +142,63 @@ def test_tables_with_pictures_in_them_are_read(tmp_path, cache, how):
         assert read_conversations(Source(path, split="test")) == [turns()]
         with pytest.raises(ValueError, match="has the splits train, test and not val: name one"):
             read_conversations(Source(path, split="val"))
+
+
+FOLDER = "folder of parquet"
+
+
+def shards(folder, *names: str):
+    """Parquet files, each with a row that asks for the name of its file."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_list([{"messages": turns(name)}]).to_parquet(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("called", ["rows", "a[1]*{b,c}"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test-00000.parquet"),
+        ("data/train-0.parquet", "data/train-1.parquet", "data/test-0.parquet"),
+        ("train/a.parquet", "train/b.parquet", "test/a.parquet"),
+    ],
+)
+def test_splits_of_a_folder_are_those_of_its_names(tmp_path, names, called):
+    folder = str(shards(tmp_path / called, *names))
+    *learned, tested = ([turns(name)] for name in names)
+    assert read_conversations(folder) == sum(learned, [])
+    assert read_conversations(Source(folder, split="train")) == sum(learned, [])
+    assert read_conversations(Source(folder, split="test")) == tested
+    with pytest.raises(ValueError, match="has the splits train, test and not nonsense"):
+        read_conversations(Source(folder, split="nonsense"))
+
+
+def test_a_subset_of_a_folder_is_that_of_its_card(tmp_path):
+    folder = shards(tmp_path / "rows", "en/train.parquet", "de/train.parquet")
+    configs = "".join(f"- config_name: {c}\n  data_files: {c}/*.parquet\n" for c in ("en", "de"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert read_conversations(Source(str(folder), subset="de")) == [turns("de/train.parquet")]
+    with pytest.raises(ValueError, match="nonsense"):
+        read_conversations(Source(str(folder), subset="nonsense"))
+
+
+@pytest.mark.parametrize("name", ["split", "subset", "revision"])
+@pytest.mark.parametrize(
+    "how", ["parquet", "arrow", "folder", "splits", "lines", "folder of parquet"]
+)
+def test_a_field_that_has_no_effect_is_refused(tmp_path, how, name):
+    if how == "lines":
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"messages": turns()}))
+    else:
+        path = saved(tmp_path, how)
+    if (how, name) in {("splits", "split")} or (how == FOLDER and name != "revision"):
+        return  # it has an effect
+    source = Source(str(path), **{name: "train"})
+    with pytest.raises(ValueError, match=f"{name} is 'train', and has no effect on .*expected no"):
+        read_conversations(source)
+    assert f"{name} is 'train'" in fault_of_set(source)
 
 
 @pytest.mark.parametrize("name", ["a*b", "rows[1]", "who?", "{a,b}", "a**", "a%20b#c"])

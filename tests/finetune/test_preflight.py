@@ -410,7 +410,7 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
         for field in ("data.train", "data.eval"):
             [line] = told(asked, f"{field}={tmp_path / name}")
             assert f": {message}" in line and f"{field} is " in line
-            [line] = told(asked, f"{field}=[{{path: {tmp_path / name}, weight: 2}}]")
+            [line] = told(asked, f"{field}=[{{path: {tmp_path / name}, format: auto}}]")
             assert f": {message}" in line and f"{field} has " in line
 
 
@@ -418,6 +418,7 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
     ("assignment", "message"),
     [
         ("data.train=[]", "data.train: an empty list; expected at least 1 set"),
+        ("data.eval=[a, {path: b, weight: 2}]", "data.eval: set 2 of 2 has a weight, and each"),
         ("data.train=[5]", "data.train: set 1 of 1: is 5; expected a path, or {path: FILE, wei"),
         ("data.train=[a, {file: b}]", '2 of 2: "file" is not a field of a set; expected path'),
         ("data.train=[{path: a, wieght: 2}]", '"wieght" is not a field of a set; did you mean we'),
