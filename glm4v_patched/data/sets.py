@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ from typing import Any
 from .formats import FORMATS
 from .messages import as_words
 
+MOST_REPEATED = 1_000_000
 OF_FILES = (".json", ".jsonl", ".parquet", ".arrow")
 OF_TEXT = (".csv", ".tsv")
 SAVED = ("state.json", "dataset_dict.json")
@@ -136,7 +136,7 @@ def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:
 
 
 EXPECTED = {
-    "weight": "a number above 0",
+    "weight": f"a number above 0, of {MOST_REPEATED:,} at most",
     "format": f"auto, {', '.join(FORMATS)}",
     "ignore": "a list of names",
     "allow_urls": "true or false",
@@ -169,7 +169,7 @@ def _make_source(given: Any, defaults: Mapping[str, Any]) -> Source:
 def _fits(name: str, value: Any) -> bool:
     if name == "weight":
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and value > 0
+        return is_number and 0 < value <= MOST_REPEATED
     if name == "ignore":
         return isinstance(value, (list, tuple)) and all(isinstance(key, str) for key in value)
     if name == "allow_urls":

@@ -117,7 +117,7 @@ class Engine(Section):
     offload: bool | Literal["auto"] = "auto"
     """Keep the optimizer's states and the fp32 weights on the CPU; "auto": where nothing else
     fits."""
-    memory_limit: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    memory_limit: Annotated[float, Field(ge=1, le=1e6)] | None = None
     """GiB that torch may allocate on a GPU, where others use it, too; null: all that is free."""
     zero_hpz_partition_size: AtLeastOne = 1
     """DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the

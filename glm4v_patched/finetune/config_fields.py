@@ -50,9 +50,14 @@ def check_whole(value: Any) -> Any:
 Policy = Annotated[
     str, AfterValidator(_check_policy), Expected(f"auto, {', '.join(POLICIES)} or every N, N > 0")
 ]
-AtLeastZero = Annotated[int, Field(ge=0), Expected("a whole number of at least 0")]
-AtLeastOne = Annotated[int, Field(ge=1), Expected("a whole number of at least 1")]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Expected("a number above 0")]
+# Larger ones overflow in what they are handed to, with errors that name no field.
+MOST, LARGEST = 2**31 - 1, 1e30
+AtLeastZero = Annotated[int, Field(ge=0, le=MOST), Expected(f"a whole number from 0 to {MOST}")]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST), Expected(f"a whole number from 1 to {MOST}")]
+Positive = Annotated[
+    float, Field(gt=0, le=LARGEST), Expected(f"a number above 0, of {LARGEST:g} at most")
+]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST), Expected(f"a number from 0 to {LARGEST:g}")]
 # numpy takes no larger one.
 Seed = Annotated[int, Field(ge=0, lt=2**32), Expected("a whole number from 0 to 4294967295")]
 Text = Annotated[

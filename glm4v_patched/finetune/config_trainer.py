@@ -4,20 +4,33 @@ Those that most recipes need are declared here, with our defaults. All others th
 transformers has are added with the types that it gives them (:mod:`training_arguments`).
 """
 
+import functools
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import operator
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field, create_model, model_serializer
 
 from ..engine.options import PARTS, parts_with_rates
 from ..printed import pip_install
-from .config_fields import AtLeastOne, Expected, Positive, Section, Seed, Text, rule
+from .config_fields import (
+    AtLeastOne,
+    AtLeastZero,
+    Expected,
+    NotNegative,
+    Positive,
+    Section,
+    Seed,
+    Text,
+    rule,
+)
 from .training_arguments import installed_fields
 
 Strategy = Literal["no", "steps", "epoch"]
 Metric = Literal["eval_loss", "loss", "eval_exact_match", "exact_match"]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number of at least 0")]
+Epochs = Annotated[float, Field(gt=0, le=1e6), Expected("a number above 0, of 1000000 at most")]
 
 
 class DeclaredFields(Section):
@@ -25,7 +38,7 @@ class DeclaredFields(Section):
 
     per_device_train_batch_size: AtLeastOne
     """Rows in a step of one process."""
-    num_train_epochs: Positive = 1.0
+    num_train_epochs: Epochs = 1.0
     """How often each row is learned, if max_steps is null."""
     max_steps: AtLeastOne | None = None
     """Updates of the weights, whatever num_train_epochs says."""
@@ -102,13 +115,26 @@ OUR_DEFAULTS: dict[str, Any] = {"lr_scheduler_type": "cosine"}
 _Beta = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
 OUR_TYPES: dict[str, Any] = {"adam_beta1": _Beta, "adam_beta2": _Beta, "adam_epsilon": Positive}
 OUR_TYPES["dataloader_multiprocessing_context"] = Literal["fork", "spawn", "forkserver"]
+OUR_TYPES["dataloader_num_workers"] = Annotated[
+    int, Field(ge=0, le=1024), Expected("a whole number from 0 to 1024")
+]
+OUR_TYPES |= {"data_seed": Seed, "torch_empty_cache_steps": AtLeastOne, "ddp_timeout": AtLeastOne}
+OUR_TYPES["dataloader_prefetch_factor"] = AtLeastOne
+
+
+def _with_range(kind: Any) -> Any:
+    """Of numbers that no field of transformers takes below 0, or that are not finite."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = [_with_range(part) for part in get_args(kind)]
+        return functools.reduce(operator.or_, kinds)
+    return {int: AtLeastZero, float: NotNegative}.get(kind, kind)
 
 
 def _with_installed(declared: type[DeclaredFields]) -> type[DeclaredFields]:
     others: dict[str, Any] = {
         name: (kind, Field(OUR_DEFAULTS[name], description=HANDED_ON))
         if name in OUR_DEFAULTS
-        else (OUR_TYPES.get(name, kind) | None, Field(None, description=HANDED_ON))
+        else (_with_range(OUR_TYPES.get(name, kind)) | None, Field(None, description=HANDED_ON))
         for name, kind in installed_fields().items()
         if name not in declared.model_fields
     }
@@ -193,6 +219,16 @@ def _loggers_are_installed(report_to) -> str | None:
             )
         if all(importlib.util.find_spec(module) is None for module in LOGGERS[name]):
             return f"trainer.report_to {name} needs {name}: {pip_install(LOGGERS[name][0])}"
+    return None
+
+
+@rule("trainer.dataloader_prefetch_factor", "trainer.dataloader_num_workers")
+def _workers_draw_ahead(factor, workers) -> str | None:
+    if factor is not None and workers == 0:
+        return (
+            f"trainer.dataloader_prefetch_factor is {factor} and trainer.dataloader_num_workers is "
+            "0: no worker draws ahead; expected at least 1 worker, or no factor"
+        )
     return None
 
 

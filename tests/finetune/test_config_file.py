@@ -69,7 +69,7 @@ def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path):
     assert faults(tmp_path, wrong) == [
         "r.yaml: out is missing; expected a folder",
         "r.yaml:1: model is there twice, in lines 1 and 13",
-        "r.yaml:5: trainer.max_steps is 0; expected a whole number of at least 1 or null",
+        "r.yaml:5: trainer.max_steps is 0; expected a whole number from 1 to 2147483647 or null",
         'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0, or one for each '
         "part (without quotes)",
         "r.yaml:10: engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
@@ -87,8 +87,8 @@ def test_what_goes_together_is_not_judged_by_a_value_that_is_wrong(tmp_path):
 def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
     told = faults(tmp_path, "model: m\nout: o\ndata: {train: d}\n")
     assert told == [
-        "r.yaml: trainer.per_device_train_batch_size is missing; expected a whole number of at "
-        "least 1",
+        "r.yaml: trainer.per_device_train_batch_size is missing; expected a whole number from 1 "
+        "to 2147483647",
         "r.yaml: trainer.learning_rate is missing; expected a number above 0, or one for each part",
     ]
 
@@ -352,11 +352,11 @@ right_values = {
     "model": st.sampled_from(["m", "org/name", "ä b/ü", "\U0001f600", "a\u2028b", "1e5", "null"]),
     "out": st.text(string.printable.strip(), min_size=1),
     "data.train": st.text(min_size=1).filter(str.isprintable),
-    "data.pack_to": st.none() | st.integers(1),
-    "trainer.max_steps": st.integers(1),
-    "trainer.learning_rate": st.floats(0, exclude_min=True, allow_infinity=False),
+    "data.pack_to": st.none() | st.integers(1, 2**31 - 1),
+    "trainer.max_steps": st.integers(1, 2**31 - 1),
+    "trainer.learning_rate": st.floats(0, 1e30, exclude_min=True),
     "trainer.seed": st.integers(0, 2**32 - 1),
-    "trainer.save_steps": st.none() | st.integers(1),
+    "trainer.save_steps": st.none() | st.integers(1, 2**31 - 1),
     "trained": st.sampled_from(TRAINED[:-1]),
     "lora.rank": st.integers(1, 512),
     "engine.zero_stage": st.sampled_from([1, 2, 3]),

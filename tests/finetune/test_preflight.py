@@ -418,7 +418,10 @@ def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
     ("assignment", "message"),
     [
         ("data.train=[]", "data.train: an empty list; expected at least 1 set"),
-        ("data.eval=[a, {path: b, weight: 2}]", "data.eval: set 2 of 2 has a weight, and each"),
+        (
+            "data.eval=[org/a, {path: org/b, weight: 2}]",
+            "data.eval: set 2 of 2 has a weight",
+        ),
         ("data.train=[5]", "data.train: set 1 of 1: is 5; expected a path, or {path: FILE, wei"),
         ("data.train=[a, {file: b}]", '2 of 2: "file" is not a field of a set; expected path'),
         ("data.train=[{path: a, wieght: 2}]", '"wieght" is not a field of a set; did you mean we'),
