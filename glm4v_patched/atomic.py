@@ -1,7 +1,11 @@
-"""Files that hold either what they held or all that is written, whatever happens meanwhile."""
+"""Files that hold either what they held or all that is written, whatever happens meanwhile.
+
+And what of others may lie under a file's name: links, pipes, folders.
+"""
 
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +16,7 @@ from typing import BinaryIO
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file, or make it; a power cut cannot leave its name and half of its bytes.
 
-    A link stays one. Text is written in UTF-8.
+    Text is written in UTF-8. A link is replaced, and what it leads to stays as it is.
 
     Raises:
         OSError: it cannot be written; what was there is there still, and nothing is beside it.
@@ -24,7 +28,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """As :func:`write_atomically`, a piece at a time: the file is replaced when the block ends."""
-    path = path.resolve()
+    path = path.absolute()
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("wb") as file:
@@ -36,6 +40,53 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def fault_of_file(path: Path, alone: bool = False) -> str | None:
+    """What has a file's name and is no file; None of a file, and where nothing is.
+
+    Args:
+        alone: Whether it may have no other name either (a hard link): it will be written in place.
+    """
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISLNK(found.st_mode):
+        return f"is a link to {os.readlink(path)}"
+    if stat.S_ISDIR(found.st_mode):
+        return "is a folder"
+    if not stat.S_ISREG(found.st_mode):
+        return "is a pipe, a socket or a device"
+    if alone and found.st_nlink > 1:
+        return f"is a file with {found.st_nlink} names (hard links)"
+    return None
+
+
+def require_file(path: Path, alone: bool = False) -> None:
+    """Raise ``ValueError`` for what :func:`fault_of_file` has words for."""
+    if fault := fault_of_file(path, alone):
+        raise ValueError(
+            f"{path} {fault}, and is neither followed nor replaced; move it away, or give another "
+            "name"
+        )
+
+
+def require_inside(path: Path, folder: Path) -> None:
+    """Raise ``ValueError`` if a file that will be copied is not one of ``folder`` itself.
+
+    A link to a file in it is, and of the Hub's cache, one to the repository's own files.
+    """
+    if path.is_symlink():
+        blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+        end = path.resolve()
+        if not end.is_file() or not {folder.resolve(), blobs.resolve()} & {*end.parents}:
+            raise ValueError(
+                f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
+                "copied; put the file itself there, or take the link away"
+            )
+    elif fault := fault_of_file(path, alone=True):
+        raise ValueError(f"{path} {fault}, and is not copied; put the file itself there")
 
 
 def remove_partial(folder: Path, names: list[str]) -> None:

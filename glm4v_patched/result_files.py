@@ -39,7 +39,7 @@ def add_rows(required: Collection[str], path: Path, rows: list[dict]) -> None:
     """Add rows to a file, which is replaced as a whole: nothing is lost if this is interrupted.
     Raises as :func:`read_rows` does."""
     there = read_rows(required, path, may_be_new=True)
-    write_atomically(path, format_rows([*there, *rows]))
+    write_atomically(path.resolve(), format_rows([*there, *rows]))
 
 
 def format_rows(rows: list[dict]) -> str:

@@ -115,6 +115,10 @@ def read_folder(folder: Path) -> dict[str, File]:
                 size = path.stat().st_size
                 # What was read counts, whatever has become of the file since.
                 small = is_small(name, size)
+                # Weights have another name where they came from; text is always written.
+                if small and not path.is_symlink() and path.stat().st_nlink > 1:
+                    told = f"{folder / name} has another name, too (a hard link), and"
+                    raise ValueError(f"{told} is not read: put a copy in its place, or remove it")
                 found[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
     return found
 

@@ -130,4 +130,4 @@ def insert(table: str, path: Path) -> None:
             "expected one of each, in this order, where the table goes"
         )
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    write_atomically(path, f"{before}{BEGIN}\n\n{table}\n{after}")
+    write_atomically(path.resolve(), f"{before}{BEGIN}\n\n{table}\n{after}")

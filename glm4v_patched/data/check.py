@@ -25,10 +25,11 @@ import PIL
 from tqdm import tqdm
 
 from .check_cache import Memory, default_path
-from .checked_data import RULES, CheckedData, FileStamp, Picture, digest_file, stamp_of
+from .checked_data import RULES, CheckedData, FileStamp, digest_file, stamp_of
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
 from .messages import pictures_of, replace_pictures, shorten
+from .pictures import Picture
 from .rendering import measure_all
 from .sets import Source
 from .sources import Fault, Row, as_source, cure_of, describe_faults, read_rows
@@ -296,7 +297,7 @@ def _keep(
         files=tuple(read.files),
         pack_to=pack_to,
         rows=writer.close(),
-        pictures=tuple(Picture(path, *facts[path][:2]) for path in shown),
+        pictures=tuple(Picture(path, *facts[path][:4]) for path in shown),
         skipped=read.skipped,
     )
 

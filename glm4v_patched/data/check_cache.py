@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..atomic import fault_of_file
+
 VERSION = 1
 SECONDS_TO_WAIT = 10
 KEYS_AT_ONCE = 500  # SQLite takes 999 in a query
@@ -46,6 +48,10 @@ class Memory:
         self.connection: sqlite3.Connection | None = None
         if path is None:
             return
+        for each in (path, Path(f"{path}-journal")):
+            if fault := fault_of_file(each, alone=True):
+                logger.warning("%s is not used: %s %s", path, each.name, fault)
+                return
         try:
             try:
                 self._open(path)

@@ -15,11 +15,12 @@ from ..atomic import write_atomically
 from ..printed import own_command
 from .collate import Size
 from .packing import share_out
+from .pictures import Picture
 from .sets import Source
 from .sources import place
 from .stored_rows import Conversations, StoredRows
 
-RULES = 3
+RULES = 4
 """Raised with every change after which what was good may no longer be."""
 
 
@@ -49,12 +50,6 @@ class BatchRows(NamedTuple):
     def samples_per_row(self) -> float:
         """Conversations, in the mean."""
         return 1 if self.shares is None else sum(map(len, self.shares)) / len(self.shares)
-
-
-class Picture(NamedTuple):
-    path: str
-    size: int
-    mtime_ns: int
 
 
 class FileStamp(NamedTuple):
@@ -163,9 +158,9 @@ class CheckedData:
         return BatchRows(lengths, images, shares)
 
     @property
-    def stamps(self) -> dict[str, tuple[int, int]]:
-        """Size and time of change of each picture, by its path."""
-        return {path: (size, mtime_ns) for path, size, mtime_ns in self.pictures}
+    def stamps(self) -> dict[str, Picture]:
+        """What each picture was, by its path."""
+        return {picture.path: picture for picture in self.pictures}
 
     def place(self, conversation: int) -> str:
         """Where a conversation stands, for people."""
@@ -185,7 +180,7 @@ class CheckedData:
             if found != stamp[1:3] and digest_file(stamp.path) != stamp.sha256:
                 raise ValueError(f"{stamp.path} has changed since it was checked: {cure}")
         for picture in self.pictures:
-            if stamp_of(picture.path) != picture[1:]:
+            if stamp_of(picture.path) is None or picture.has_changed():
                 raise ValueError(f"{picture.path} has changed since it was checked: {cure}")
         return Conversations(self.rows, self.order)
 
@@ -241,7 +236,9 @@ class CheckedData:
         )
 
     def _facts(self) -> tuple:
-        plain = self.sources, self.files, self.pack_to, self.pictures, self.skipped, self.asked
+        # Of pictures not when they were last touched.
+        pictures = [(picture.path, picture.sha256) for picture in self.pictures]
+        plain = self.sources, self.files, self.pack_to, pictures, self.skipped, self.asked
         return *plain, self.row_lines, self.row_digests, self.row_sizes
 
     def __eq__(self, other: object) -> bool:

@@ -1,6 +1,5 @@
 """Makes training batches of conversations about pictures."""
 
-import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
 from .messages import learned_turns, pictures_of, without_marks
+from .pictures import Picture
 
 
 class Size(NamedTuple):
@@ -32,10 +32,10 @@ class ConversationCollator:
     False`` is not.
     """
 
-    def __init__(self, processor, stamps: Mapping[str, tuple[int, int]] = MappingProxyType({})):
+    def __init__(self, processor, stamps: Mapping[str, Picture] = MappingProxyType({})):
         """
         Args:
-            stamps: Size and time of change (``st_mtime_ns``) of pictures that must not change.
+            stamps: What pictures were that must not change.
         """
         self.processor = processor
         self.stamps = stamps
@@ -82,10 +82,10 @@ class ConversationCollator:
 
     def _require_unchanged(self, path: str) -> None:
         try:
-            found = os.stat(path)
+            has_changed = self.stamps[path].has_changed()
         except OSError as error:
             raise ValueError(f"{path} was there when the training began: {error}") from None
-        if (found.st_size, found.st_mtime_ns) != self.stamps[path]:
+        if has_changed:
             raise ValueError(
                 f"{path} has changed since the training began: put the picture back, or start again"
             )

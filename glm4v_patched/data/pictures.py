@@ -13,7 +13,7 @@ import urllib.request
 import warnings
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -25,6 +25,28 @@ SECONDS_TO_ANSWER = 60
 SECONDS_TO_ARRIVE = 600
 MOST_BYTES_FETCHED = 256 * 2**20
 URL_CURE = "expected a path: save the picture beside the rows, or set data.allow_urls: true"
+
+
+class Picture(NamedTuple):
+    """A file as it was when it was checked."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    sha256: str
+
+    def has_changed(self) -> bool:
+        """Whether its bytes are others now. It may have been touched, or have got another name.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        found = os.stat(self.path)
+        if (found.st_size, found.st_mtime_ns, found.st_ctime_ns) == self[1:4]:
+            return False
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() != self.sha256
 
 
 class _OnlyToHttp(urllib.request.HTTPRedirectHandler):

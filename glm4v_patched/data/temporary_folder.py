@@ -64,7 +64,7 @@ def _take(path: Path, create: int = 0, wait: bool = True) -> int | None:
     """The descriptor that holds a lock, until it is closed or its process ends; None if another
     holds it, or the file system has no locks."""
     try:
-        file = os.open(path, os.O_RDWR | create, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | create, 0o600)
     except OSError:
         return None
     try:

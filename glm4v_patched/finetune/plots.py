@@ -3,6 +3,8 @@
 import math
 from pathlib import Path
 
+from ..atomic import open_atomically
+
 
 def plot_loss(history: list[dict], path: Path) -> None:
     """Draw the loss over the steps; NaN and infinity are marked where they were.
@@ -31,4 +33,5 @@ def plot_loss(history: list[dict], path: Path) -> None:
     if any(loss > 0 for loss in [*finite.values(), *held_out.values()]):  # matplotlib needs one
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    with open_atomically(path) as file:
+        figure.savefig(file, dpi=130, format="png")

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..atomic import remove_partial, write_atomically
+from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
 
 LOCK = "run.lock"
 RECORD = "run.json"
@@ -76,6 +76,12 @@ def locked(folder: Path, command: str | None = None) -> Iterator[None]:
     """
     made = not os.path.lexists(folder)
     file = _take_lock(folder)
+    if os.fstat(file).st_size and not _is_lock(file):
+        os.close(file)
+        raise ValueError(
+            f"{folder / LOCK} is there, and no run wrote it; move it away, or give the run another "
+            "folder (out)"
+        )
     try:
         holder = {
             "pid": os.getpid(),
@@ -100,7 +106,8 @@ def _take_lock(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            require_file(folder / LOCK, alone=True)
+            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
@@ -120,7 +127,10 @@ def _take_lock(folder: Path) -> int:
 def fault_of_lock(folder: Path) -> str | None:
     """Which other run writes to a folder now; nothing is made or changed."""
     try:
-        file = os.open(folder / LOCK, os.O_RDWR)
+        require_file(folder / LOCK, alone=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except ValueError as error:
+        return str(error)
     except OSError:
         return None  # no run, or a folder that cannot be used, which is told elsewhere
     try:
@@ -130,6 +140,15 @@ def fault_of_lock(folder: Path) -> str | None:
     finally:
         os.close(file)
     return None
+
+
+def _is_lock(file: int) -> bool:
+    """Whether a run wrote what is in a lock."""
+    try:
+        holder = json.loads(os.pread(file, 10_000, 0))
+    except ValueError:
+        return False
+    return isinstance(holder, dict) and {"pid", "host", "started"} <= holder.keys()
 
 
 def _describe_holder(folder: Path, file: int) -> str:
@@ -219,6 +238,7 @@ def require_usable(
                 f"{folder} holds {_listed(others)}, which no run wrote and this one would replace; "
                 "give it another folder (out), or move them away"
             )
+        _require_own_record(folder, recorded)
         return []
     if recorded is not None and not read_report(folder).get("finished"):
         # What a run leaves that was stopped before it had anything to lose.
@@ -235,7 +255,16 @@ def require_usable(
             f"--overwrite removes only what runs wrote, and {folder} holds {_listed(foreign)}, of "
             "which no run says so; move them away, or give the new run another folder (out)"
         )
+    _require_own_record(folder, recorded)
     return present
+
+
+def _require_own_record(folder: Path, recorded: set[str] | None) -> None:
+    if recorded is None and os.path.lexists(folder / RECORD):
+        raise ValueError(
+            f"{folder / RECORD} is there, and no run wrote it; move it away, or give the run "
+            "another folder (out)"
+        )
 
 
 def begin(folder: Path, remove: list[str]) -> None:
@@ -256,6 +285,8 @@ def begin(folder: Path, remove: list[str]) -> None:
 def read_record(folder: Path) -> set[str] | None:
     """The names that runs have written in a folder: all that is there now under a run's names
     if the last run was killed (SIGKILL) before it could list them. None if no run says so."""
+    if fault_of_file(folder / RECORD):
+        return None
     try:
         listed = json.loads((folder / RECORD).read_text(encoding="utf-8"))["written"]
         return {*names_of_run(folder)} if listed is None else {*map(str, listed)}

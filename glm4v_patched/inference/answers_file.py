@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..atomic import write_atomically
+from ..atomic import require_file, write_atomically
 from ..data.messages import pictures_of, shorten
 from ..data.sources import Source
 from .questions import Question
@@ -66,6 +66,8 @@ class AnswersFile:
         self.lines: dict[tuple[int, bool], Line] = {}
         self.dropped = ""
         _require_apart(path, data, questions)
+        for each in (path, self.settings_path):
+            require_file(each, alone=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = _locked(path)
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageOps
 
+from ..atomic import open_atomically
 from ..data.messages import pictures_of, text_of
 from .questions import Question
 from .scoring import exact_match
@@ -34,7 +35,8 @@ def draw_sheet(questions: Sequence[Question], answers: Sequence[str], path: Path
         for line, text in enumerate(lines):
             colour = "black" if line == 0 else RIGHT if is_right else WRONG
             draw.text((left, top + PICTURE_SIDE + 4 + 16 * line), text, fill=colour)
-    sheet.save(path)
+    with open_atomically(path) as file:
+        sheet.save(file, "PNG")
 
 
 def _paste_picture(sheet: Image.Image, question: Question, place: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..atomic import write_atomically
+from ..atomic import require_file, write_atomically
 from .answer import Request, answer_questions, settings_of
 from .answers_file import Line
 from .contact_sheet import draw_sheet
@@ -94,6 +94,8 @@ def _folder(out: Path | None, overwrite: bool):
         return
     if os.path.lexists(out) and not out.is_dir():
         raise ValueError(f"--out {out} is no folder; expected one, or a name for a new one")
+    for name in (REPORT, SHEET):
+        require_file(out / name)
     ours = (out / ANSWERS).is_file()
     there = [name for name in (REPORT, SHEET) if (out / name).exists()]
     if there and not ours and not overwrite:

@@ -11,9 +11,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..atomic import require_inside
 from ..engine.folders import nearest
 from ..finetune.origin import ADAPTER_CONFIG, Base
 from ..finetune.preflight import fault_of_model
@@ -135,12 +137,19 @@ def _weights_of(base: Base) -> Path:
         shards = shards_of(folder)
     except ValueError as error:  # of a folder of the Hub's cache; others were looked at before
         raise ValueError(f"{base.model}: {error}") from None
+    for path in [*_taken_over(folder), folder / "config.json", folder / INDEX]:
+        require_inside(path, folder)
     if not shards:
         raise ValueError(
             f"{base.model} has no weights as safetensors; load it and save it once "
             "(save_pretrained), and merge into that"
         )
     return folder
+
+
+def _taken_over(folder: Path) -> list[Path]:
+    # Not by glob(), which leaves out links to nothing.
+    return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in TAKEN_OVER))
 
 
 def _require_space(folder: Path, out: Path) -> None:
@@ -295,7 +304,7 @@ def _write_rest(base: Base, folder: Path, out: Path) -> None:
     custom_object_save(model, out)
     config.save_pretrained(out)
     load_processor(base).save_pretrained(out)
-    for path in {path for pattern in TAKEN_OVER for path in folder.glob(pattern)}:
+    for path in _taken_over(folder):
         shutil.copyfile(path, out / path.name)
     give_usual_modes(out)
 

@@ -629,7 +629,11 @@ def test_rows_and_pictures_that_changed_since_the_check_are_refused(tmp_path, ru
         checked.conversations()
     path.write_bytes(content)  # another time and the same rows
     assert checked.conversations()
-    make_old(picture)
+    make_old(picture)  # touched, and the same
+    assert checked.conversations()
+    times = picture.stat().st_atime_ns, picture.stat().st_mtime_ns
+    picture.write_bytes(picture.read_bytes()[::-1])
+    os.utime(picture, ns=times)  # as large and as old as before
     with pytest.raises(ValueError, match=r"a\.png has changed since it was checked"):
         checked.conversations()
     picture.unlink()

@@ -11,7 +11,9 @@ import torch
 from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.decoding import read_facts
 from glm4v_patched.data.packing import PackingCollator
+from glm4v_patched.data.pictures import Picture
 from glm4v_patched.data.sources import read_conversations, write_conversations
 from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor
@@ -119,7 +121,7 @@ def test_several_pictures_of_a_message_come_in_their_order(processor, tmp_path):
         {"role": "user", "image": paths[2], "content": "b"},
         *chat(("assistant", "red")),
     ]
-    collator = ConversationCollator(processor, {paths[1]: (0, 0)})
+    collator = ConversationCollator(processor, {paths[1]: Picture(paths[1], 0, 0, 0, "")})
     with pytest.raises(ValueError, match="green.png has changed"):
         collator([conversation])
     batch = ConversationCollator(processor)([conversation])
@@ -196,16 +198,18 @@ def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path):
     conversations = draw_data_set(tmp_path, 2, seed=0, side=IMAGE_SIDE)
     processor = build_processor([m["content"] for c in conversations for m in c])
     paths = [conversation[0]["image"] for conversation in conversations]
-    stamps = {path: (os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths}
+    stamps = {path: Picture(path, *read_facts(path)[:4]) for path in paths}
     collate = ConversationCollator(processor, stamps)
     assert len(collate(conversations)["pixel_values"]) == 2
     content = Path(paths[1]).read_bytes()
-    Path(paths[1]).write_bytes(content[::-1])  # as long as before
-    os.utime(paths[1], ns=(0, stamps[paths[1]][1] + 1000))
+    os.utime(paths[1], ns=(0, 1000))  # touched, and the same
+    assert len(collate(conversations)["pixel_values"]) == 2
+    Path(paths[1]).write_bytes(content[::-1])  # as long as before, and as old
+    os.utime(paths[1], ns=(0, stamps[paths[1]].mtime_ns))
     with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
         collate(conversations)
     Image.new("RGB", (8, 8)).save(paths[1])
-    os.utime(paths[1], ns=(0, stamps[paths[1]][1]))
+    os.utime(paths[1], ns=(0, stamps[paths[1]].mtime_ns))
     with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
         collate(conversations)
     os.remove(paths[1])
