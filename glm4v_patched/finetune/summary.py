@@ -104,10 +104,16 @@ def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> st
     collator = ConversationCollator(processor)
     batch = collator([list(conversation)])
     ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    inside = _places_of_pictures(processor, ids)
     parts = []
     for learned, run in groupby(range(len(ids)), key=lambda at: labels[at] != IGNORE_INDEX):
-        inner = [ids[at] for at in run]
-        text = "".join(_decode(processor, key, list(same)) for key, same in _runs(inner))
+        text = ""
+        for is_picture, places in groupby(run, key=inside.__getitem__):
+            some = [ids[at] for at in places]
+            if is_picture:
+                text += f"({len(some):,} positions of a picture)"
+            else:
+                text += processor.decode(some, spaces_between_special_tokens=False)
         parts.append(f"[[{text}]]" if learned else text)
     shown = "".join(parts)
     if len(shown) > LONGEST_SAMPLE:
@@ -115,17 +121,17 @@ def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> st
     return "\n".join("  " + line for line in shown.split("\n"))
 
 
-def _runs(ids: list[int]):
-    """Ids that come many times in a row, as those of a picture do, and the others between."""
-    counted = [(key, list(same)) for key, same in groupby(ids)]
-    return (
-        (is_long, [id for _, same in of for id in same])
-        for is_long, of in groupby(counted, key=lambda pair: len(pair[1]) > 3)
+def _places_of_pictures(processor: ChatGLMProcessor, ids: list[int]) -> list[bool]:
+    """Whether each id stands between those that begin and end a picture."""
+    begin, end = processor.tokenizer.convert_tokens_to_ids(
+        ["<|begin_of_image|>", "<|end_of_image|>"]
     )
-
-
-def _decode(processor: ChatGLMProcessor, is_picture: bool, ids: list[int]) -> str:
-    return f"({len(ids):,} positions of a picture)" if is_picture else processor.decode(ids)
+    inside, is_inside = [], False
+    for token in ids:
+        is_inside = is_inside and token != end
+        inside.append(is_inside)
+        is_inside = is_inside or token == begin
+    return inside
 
 
 def _describe_data(checked: CheckedData) -> str:

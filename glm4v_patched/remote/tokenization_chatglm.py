@@ -13,6 +13,7 @@ tests/remote/test_tokenization.py:
 
 import base64
 import functools
+import itertools
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ SPECIAL_TOKENS = (
     "<|end_of_video|>",
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
+# What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.
+UNTIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
 
 # The ranks were learned on pieces cut by this pattern (that of cl100k_base): part of the format.
@@ -487,6 +490,115 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def get_prefix_tokens(self) -> list[int]:
         """The ids of ``[gMASK]<sop>``."""
         return cast(list[int], self.convert_tokens_to_ids(list(PROMPT_PREFIX)))
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """``[gMASK]<sop>`` before the ids, and those of a pair after them, as encoding does."""
+        return [*self.get_prefix_tokens(), *token_ids_0, *(token_ids_1 or ())]
+
+    def get_special_tokens_mask(
+        self,
+        token_ids_0: list[int],
+        token_ids_1: list[int] | None = None,
+        already_has_special_tokens: bool = False,
+    ) -> list[int]:
+        """1 for each special token and 0 for others: of ids that have the prefix already, or of
+        those that :meth:`build_inputs_with_special_tokens` makes of ids that do not."""
+        if not already_has_special_tokens:
+            plain = len(token_ids_0) + len(token_ids_1 or ())
+            return [1] * len(self.get_prefix_tokens()) + [0] * plain
+        if token_ids_1 is not None:
+            raise ValueError("give one list of ids: those that have special tokens are one already")
+        special = set(self.all_special_ids)
+        return [int(token in special) for token in token_ids_0]
+
+    if not hasattr(PreTrainedTokenizerFast, "prepare_for_model"):
+        # A name that transformers 5 has dropped for fast tokenizers.
+        def prepare_for_model(
+            self,
+            ids: list[int],
+            pair_ids: list[int] | None = None,
+            add_special_tokens: bool = True,
+            padding: bool | str = False,
+            truncation: bool | str | None = None,
+            max_length: int | None = None,
+            pad_to_multiple_of: int | None = None,
+            padding_side: str | None = None,
+            return_tensors: str | None = None,
+            return_attention_mask: bool | None = None,
+            return_special_tokens_mask: bool = False,
+            return_length: bool = False,
+            prepend_batch_axis: bool = False,
+        ) -> BatchEncoding:
+            """Ids with ``[gMASK]<sop>`` before them, cut at their end, padded, and with their mask.
+
+            Raises:
+                ValueError: a pair is to be cut, or ids to fewer than the prefix has.
+            """
+            build = self.build_inputs_with_special_tokens
+            row = build(ids, pair_ids) if add_special_tokens else [*ids, *(pair_ids or ())]
+            limit = self.truncation_limit(truncation, max_length)
+            if limit is not None and len(row) > limit:
+                kept = len(ids) - (len(row) - limit)
+                if pair_ids or kept < 0:
+                    raise ValueError(
+                        f"{len(row)} ids, of which {len(pair_ids or ())} are of a pair, cannot be "
+                        f"cut to {limit}: cut the lists before"
+                    )
+                row = build(ids[:kept]) if add_special_tokens else ids[:kept]
+            encoded: dict[str, Any] = {"input_ids": row}
+            if return_special_tokens_mask:
+                encoded["special_tokens_mask"] = self.get_special_tokens_mask(
+                    row, already_has_special_tokens=True
+                )
+            encoded = dict(
+                self.pad(
+                    encoded,
+                    padding=padding,
+                    max_length=max_length,
+                    pad_to_multiple_of=pad_to_multiple_of,
+                    padding_side=padding_side,
+                    return_attention_mask=return_attention_mask,
+                )
+            )
+            if return_length:
+                encoded["length"] = len(encoded["input_ids"])
+            return BatchEncoding(
+                encoded, tensor_type=return_tensors, prepend_batch_axis=prepend_batch_axis
+            )
+
+    def _decode(
+        self,
+        token_ids: int | list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        spaces_between_special_tokens: bool = True,
+        **kwargs,
+    ) -> str:
+        """The text of ids, with a space on either side of each added token, as slow tokenizers
+        have it, of which the published one is one. Ids of no token are left out.
+
+        Bytes that are no UTF-8 become U+FFFD, before and after an added token each for itself.
+        """
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        if skip_special_tokens:
+            special = set(self.all_special_ids)
+            ids = [token for token in ids if token not in special]
+        added = self.added_tokens_decoder
+        pieces: list[str] = []
+        for is_added, run in itertools.groupby(ids, added.__contains__):
+            if is_added:
+                pieces += [str(added[token]) for token in run]
+            elif text := self.backend_tokenizer.decode(list(run), skip_special_tokens=False):
+                pieces.append(text)
+        text = (" " if spaces_between_special_tokens else "").join(pieces)
+        if clean_up_tokenization_spaces is None:
+            clean_up_tokenization_spaces = self.clean_up_tokenization_spaces
+        if clean_up_tokenization_spaces:
+            for written in UNTIDY:
+                text = text.replace(written, written.strip())
+        return text
 
     def build_single_message(
         self,

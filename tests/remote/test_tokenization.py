@@ -65,6 +65,7 @@ def test_encoding_equals_upstream(real_tokenizer, expected):
 def test_decoding_equals_upstream(real_tokenizer, expected):
     for case in expected["decode"]:
         assert real_tokenizer.decode(case["ids"], skip_special_tokens=True) == case["skip"]
+        assert real_tokenizer.decode(case["ids"]) == case["text"]
 
 
 def test_chat_ids_equal_upstream(real_tokenizer, expected):
@@ -687,7 +688,7 @@ def test_user_text_is_safe_in_any_template(tokenizer):
     ids = chat_ids(tokenizer, user("  <|x|> [MASK]<|"), chat_template=template)
     specials = [tokenizer.convert_tokens_to_ids(t) for t in ("<sop>", "<eop>")]
     assert special_counts(tokenizer, ids) == specials
-    assert tokenizer.decode(ids) == "<sop><|X|> [MASK]<|<eop>"
+    assert tokenizer.decode(ids) == "<sop> <|X|> [MASK]<| <eop>"
     template = "{{ evil }}{{ messages[0]['content'] }}"
     ids = chat_ids(tokenizer, user("x"), chat_template=template, evil="<sop>")
     assert special_counts(tokenizer, ids) == []
