@@ -29,7 +29,7 @@ class CachedRows(NamedTuple):
         anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``: by them rows
             are found again that were reordered, selected, repeated or copied since. ``None`` for a
             cache that does not keep keys as they are.
-        num_images: Pictures in all rows up to ``length``; ``None`` if not known.
+        num_images: ``(B,)``, pictures in each row up to ``length``; ``None`` if not known.
         images_end: Positions up to the end of the last of them.
     """
 
@@ -37,7 +37,7 @@ class CachedRows(NamedTuple):
     length: int
     next_position: Tensor
     anchor_keys: Tensor | None
-    num_images: int | None
+    num_images: Tensor | None
     images_end: int
 
     def reaches(self, length: int) -> bool:
@@ -76,12 +76,30 @@ def _known(cache: Cache | None) -> list[CachedRows]:
     return getattr(cache, CACHED_ROWS, [])
 
 
-def images_up_to(cache: Cache | None, length: int) -> int | None:
-    """Pictures in the cache as far as that; ``None`` if not known."""
+def images_up_to(cache: Cache | None, length: int) -> Tensor | None:
+    """Pictures ``(B,)`` in each row of the cache as far as that; ``None`` if not known."""
     for known in reversed(_known(cache)):
         if known.images_end <= length <= known.length:
-            return known.num_images
+            return _of_rows_now(cache, known, length)
     return None
+
+
+def _of_rows_now(cache: Cache | None, known: CachedRows, length: int) -> Tensor | None:
+    """The pictures of rows that may have been reordered, selected or repeated since."""
+    if known.num_images is None:
+        return None
+    if not bool(known.num_images.any()):
+        return _none_in(cache, known.num_images)
+    same = _same_rows(cache, known, length) if known.anchor <= length else None
+    if same is None or not bool(same.any(dim=1).all()):
+        return None
+    return known.num_images[same.int().argmax(dim=1).to(known.num_images.device)]
+
+
+def _none_in(cache: Cache | None, num_images: Tensor) -> Tensor:
+    layers: list[Any] = [] if cache is None else [*cache.layers]
+    keys = layers[0].keys if layers else None
+    return num_images.new_zeros(len(keys)) if isinstance(keys, Tensor) else num_images
 
 
 def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
@@ -95,7 +113,8 @@ def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: i
         for known in _known(cache)
         if known.anchor <= past_length
     ]
-    earlier_images = images_up_to(cache, past_length) if past_length else 0
+    images_B = _images_in(rows, num_images)
+    before_B = images_up_to(cache, past_length) if past_length else torch.zeros_like(images_B)
     if earlier and past_length and not rows.plain_from and earlier[-1].length == past_length:
         earlier[-1] = earlier[-1]._replace(length=length)
     else:
@@ -109,11 +128,19 @@ def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: i
             length=length,
             next_position=last_B1 + 1 - (length - anchor),
             anchor_keys=_keys_before(cache, anchor, length),
-            num_images=None if earlier_images is None else earlier_images + num_images,
+            num_images=None if before_B is None else before_B.to(images_B.device) + images_B,
             images_end=images_end,
         )
         earlier = [*earlier, known] if past_length else [known]
     setattr(cache, CACHED_ROWS, earlier)
+
+
+def _images_in(rows: GrownRows, num_images: int) -> Tensor:
+    """Pictures ``(B,)`` of each row, of so many in all: each has as many columns."""
+    if not num_images:
+        return rows.image_mask.new_zeros(len(rows.image_mask), dtype=torch.int64)
+    columns_B = rows.image_mask.sum(dim=1)
+    return columns_B * num_images // columns_B.sum()
 
 
 def remember_drawn(cache: Cache, length: int) -> None:
@@ -153,23 +180,32 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
             f"plain text {plain}: what position comes next is known there alone, not within or "
             "before images and padding; give position_ids"
         )
-    keys = _keys_before(cache, known.anchor, past_length)
-    if keys is None or known.anchor_keys is None:
+    is_same = _same_rows(cache, known, past_length)
+    if is_same is None:
         raise ValueError(
             f"a {type(cache).__name__} with {past_length} positions does not show its keys, by "
             "which its rows are known again: give position_ids"
         )
-    if keys.shape[1] != known.anchor_keys.shape[1]:
-        return known.next_position.new_full((len(keys), 1), -1)
-    is_same = (keys[:, None] == known.anchor_keys.to(keys.device)).all(dim=-1)
     # Layers may stand on several devices.
     follows_B1 = known.next_position + (past_length - known.anchor)
     return torch.where(is_same.to(follows_B1.device), follows_B1.T, -1).amax(dim=1, keepdim=True)
 
 
+def _same_rows(cache: Cache | None, known: CachedRows, length: int) -> Tensor | None:
+    """``(B, known rows)`` bool, which rows of the cache are which of the known; ``None`` if it does
+    not show its keys."""
+    keys = None if cache is None else _keys_before(cache, known.anchor, length)
+    if keys is None or known.anchor_keys is None:
+        return None
+    if keys.shape[1] != known.anchor_keys.shape[1]:
+        return keys.new_zeros((len(keys), len(known.anchor_keys)), dtype=torch.bool)
+    return (keys[:, None] == known.anchor_keys.to(keys.device)).all(dim=-1)
+
+
 def holds_images(cache: Cache | None, past_length: int) -> bool:
     """Whether images are known to be in the cache: generate's positions count them too long."""
-    return bool(past_length and images_up_to(cache, past_length))
+    images_B = images_up_to(cache, past_length) if past_length else None
+    return images_B is not None and bool(images_B.any())
 
 
 def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
@@ -193,9 +229,10 @@ def possible_numbers(
     given = 0 if images is None else len(images)
     if not past_length:
         return given
-    in_cache = images_up_to(cache, past_length)
-    if in_cache is None:
+    images_B = images_up_to(cache, past_length)
+    if images_B is None:
         return None
+    in_cache = int(images_B.sum())
     if is_drawing:
         return [(in_cache, 0)]
     return [(given, given - in_cache), (in_cache + given, given)]

@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -94,6 +94,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) or (_is_ids(value, 0, 1) and value.numel() == 1)
 
 
+def _is_tokenizer(value: Any) -> bool:
+    return isinstance(value, PreTrainedTokenizerBase)
+
+
 def _is_lengths(value: Any) -> bool:
     return _is_ids(value, 1)
 
@@ -139,6 +143,8 @@ _SAID_BY_CACHE: dict[str, Callable[[Any], bool]] = {"cache_position": _is_length
 # What generate keeps account of, in its various versions, and a model need not know.
 _OF_GENERATE: dict[str, Callable[[Any], bool]] = {
     **_SAID_BY_CACHE,
+    # Of stop_strings, and of an assistant with another vocabulary.
+    **dict.fromkeys(("tokenizer", "assistant_tokenizer"), _is_tokenizer),
     "is_first_iteration": lambda value: isinstance(value, bool),
     "labels": lambda value: _is_ids(value, 2),
 }

@@ -42,6 +42,7 @@ from .cached_rows import (
     check_room,
     check_rows_of_cache,
     holds_images,
+    images_up_to,
     is_static,
     mask_of_drawn,
     next_position,
@@ -1247,6 +1248,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             if embeds is not None:
                 ids = self.transformer._ids_of(embeds, len(images))
             counts = count_images(ids, self.transformer.image_format, len(images))
+            past_length = cached_length(cache := model_kwargs.get(CACHE))
+            in_cache_B = images_up_to(cache, past_length) if past_length else None
+            if sum(counts) != len(images) and in_cache_B is not None:
+                # Those of what follows the cache, which has been repeated already.
+                there = in_cache_B.tolist()[:: len(in_cache_B) // len(counts) or 1]
+                counts = [max(of_row - t, 0) for of_row, t in zip(counts, there, strict=False)]
             if sum(counts) != len(images):
                 raise ValueError(
                     f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
@@ -1316,12 +1323,38 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         prompt = model_kwargs.get("grown_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
+            # The last token needs no position: nothing is computed after it.
+            most_drawn = self.config.seq_length - prompt.rows.last_position
+            last_length = prompt.input_ids.shape[1] + most_drawn
+            if generation_config.max_length > last_length:
+                max_cache_length -= generation_config.max_length - last_length
+                generation_config.max_length = last_length
         if self.device.type not in COMPILES_NO_STEPS:
             # A step is compiled for every size.
             max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+
+    @overrides_generation(since="4.57")
+    def _get_candidate_generator(self, generation_config, **given):
+        """Candidates that end before the longest answer does: those of prompt lookup go on, and
+        what is verified needs positions."""
+        generator = super()._get_candidate_generator(  # type: ignore[misc]
+            generation_config, **given
+        )
+        get_candidates = generator.get_candidates
+
+        def within_length(input_ids, *arguments, **options):
+            candidates, logits = get_candidates(input_ids, *arguments, **options)
+            # The pass that verifies them draws one more.
+            most = max(generation_config.max_length - 1, input_ids.shape[1])
+            if logits is not None:
+                logits = logits[:, : most - input_ids.shape[1]]
+            return candidates[:, :most], logits
+
+        generator.get_candidates = within_length  # type: ignore[method-assign]
+        return generator
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM

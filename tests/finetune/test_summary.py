@@ -76,6 +76,15 @@ def test_each_learned_turn_of_the_sample_is_marked_and_no_other(drawn):
     assert not any(letter in "".join(inside) for letter in "AC")
 
 
+def test_words_that_come_many_times_are_no_picture(drawn):
+    messages = [
+        {"role": "user", "content": "? ? ? ????????"},
+        {"role": "assistant", "content": "B"},
+    ]
+    shown = show_sample(ChatGLMProcessor.from_pretrained(drawn.model), messages)
+    assert "? ? ? ????????" in shown and "positions of a picture" not in shown
+
+
 def test_a_disk_that_is_too_small_for_the_epochs_is_told_before_anything_is_written(
     drawn, tmp_path, capsys, monkeypatch
 ):
