@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..engine.deepspeed.internals import whole_shape
 from ..remote.configuration_chatglm import ChatGLMConfig
-from ..remote.loss import OutputLayer
+from ..remote.loss import computes_loss
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .repository import is_glm4v
 
@@ -114,19 +114,17 @@ class _Conversion:
     def match(self, theirs: nn.Module, ours: nn.Module, path: str) -> None:
         """Pair ``theirs``, peft's copies of it and all below them with ``ours``."""
         becomes_ours = _is_ours(type(ours))
-        was_linear = type(ours) is OutputLayer  # in the published code
         for name, module in _behind_peft(path, theirs):
             is_published = _package(type(module)) == self.published_package
-            if becomes_ours:
-                fits = is_published or (was_linear and type(module) is nn.Linear)
-            else:
-                fits = type(module) is type(ours)
+            fits = is_published if becomes_ours else type(module) is type(ours)
             if fits:
                 if becomes_ours:
                     self.counterparts[module] = ours
                 self._match_tensors(module, ours, name)
                 self._match_children(module, ours, name)
-            elif is_published or ours._modules or (becomes_ours and not was_linear):
+                if computes_loss(ours):
+                    self._match_loss(module, ours)
+            elif is_published or ours._modules or becomes_ours:
                 owner = self.published_package if becomes_ours else type(ours).__module__
                 self.problems.append(
                     f"{name or 'the model'} is a {type(module).__name__} of "
@@ -134,6 +132,14 @@ class _Conversion:
                     "patch the model before it is sharded, compiled or otherwise wrapped"
                 )
             # Else it is a quantised or fused layer in the place of a torch one: left alone.
+
+    def _match_loss(self, theirs: nn.Module, ours: nn.Module) -> None:
+        """Let the published output layer, a torch one, compute the loss, if its forward is its own
+        or behind accelerate's device hook; one of others is called without labels."""
+        has_hook = "_old_forward" in vars(theirs)
+        if has_hook or "forward" not in vars(theirs):
+            method = MethodType(vars(ours)["forward"].__func__, theirs)
+            self.edits.append((vars(theirs), "_old_forward" if has_hook else "forward", method))
 
     def _match_tensors(self, theirs: nn.Module, ours: nn.Module, path: str) -> None:
         have, want = _shapes(theirs), _shapes(ours)

@@ -1,6 +1,8 @@
 """Next-token cross-entropy over supervised positions. Knows nothing of this model."""
 
 from collections.abc import Callable, Collection
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -201,30 +203,36 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
     return total / max(num_items_in_batch, 1)
 
 
-class OutputLayer(nn.Linear):
-    """The output projection, which can also compute the loss without keeping its logits.
+def with_loss(layer: nn.Linear) -> nn.Linear:
+    """Let an output projection compute the loss, too, without keeping its logits.
 
-    The loss is computed here and not outside because a sharded weight is gathered for the forward
-    of the module that owns it: once, whatever the number of chunks.
+    The loss is computed in the layer's own forward and not outside because a sharded weight is
+    gathered for the forward of the module that owns it: once, whatever the number of chunks. No
+    subclass does it: quantisers and exporters know ``nn.Linear`` by its class.
     """
+    layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
+    return layer
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> "OutputLayer":
-        """An OutputLayer around the same parameters."""
-        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        layer.weight = linear.weight
-        return layer
 
-    def forward(
-        self,
-        hidden_BLD: Tensor,
-        labels_BL: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        chunk_size: int = 1024,
-    ) -> Tensor:
-        """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead."""
-        if labels_BL is None:
-            return super().forward(hidden_BLD)
-        return chunked_next_token_loss(
-            super().forward, hidden_BLD, labels_BL, num_items_in_batch, chunk_size
-        )
+def computes_loss(layer: nn.Module) -> bool:
+    """Whether it is as :func:`with_loss` left it; also behind a hook of accelerate's."""
+    method = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
+    return getattr(method, "__func__", None) is forward
+
+
+def forward(
+    layer: nn.Linear,
+    hidden_BLD: Tensor,
+    labels_BL: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    chunk_size: int = 1024,
+) -> Tensor:
+    """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead.
+
+    It has the name of what it stands for, by which a pickled method is found again: ``nn.Linear``'s
+    own then, and the loss is computed outside of the layer.
+    """
+    project = partial(type(layer).forward, layer)
+    if labels_BL is None:
+        return project(hidden_BLD)
+    return chunked_next_token_loss(project, hidden_BLD, labels_BL, num_items_in_batch, chunk_size)

@@ -73,9 +73,10 @@ from .keywords import (
 )
 from .loss import (
     KeptColumns,
-    OutputLayer,
     chunked_next_token_loss,
+    computes_loss,
     next_token_loss,
+    with_loss,
 )
 from .sequence import (
     GrownRows,
@@ -400,8 +401,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
         # Typed as what it may become: wrapped by peft, or quantised.
-        self.output_layer: nn.Module = OutputLayer(
-            config.hidden_size, config.padded_vocab_size, bias=False
+        self.output_layer: nn.Module = with_loss(
+            nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
         self.vision = EVA2CLIPModel(config)
         self.post_init()
@@ -901,11 +902,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         # Resizing makes a plain Linear.
-        if type(value) is nn.Linear:
-            layer: Any = OutputLayer.from_linear(value)
-            layer._is_hf_initialized = True  # post_init would draw its weights anew
-            value = layer
-        self.transformer.output_layer = value
+        self.transformer.output_layer = with_loss(value) if type(value) is nn.Linear else value
 
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
@@ -999,7 +996,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             logits = output_layer(kept.take(hidden_BRD))
         elif skip_logits:
             chunked = output.labels, num_items_in_batch, self.config.loss_chunk_size
-            if isinstance(output_layer, OutputLayer):
+            if computes_loss(output_layer):
                 loss = output_layer(hidden_BRD, *chunked)
             else:  # wrapped by peft, or quantised
                 loss = chunked_next_token_loss(output_layer, hidden_BRD, *chunked)

@@ -1,11 +1,19 @@
 """The loss: fp32, over supervised positions, the same with and without kept logits."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import glm4v_patched.remote.loss as loss_module
-from glm4v_patched.remote.loss import OutputLayer, next_token_loss, supervised_positions
+from glm4v_patched.remote.loss import (
+    computes_loss,
+    next_token_loss,
+    supervised_positions,
+    with_loss,
+)
 from tests.helpers.tiny import (
     BOI,
     EOI,
@@ -194,15 +202,28 @@ def test_labels_on_another_device_move_to_the_logits():
             return torch.tensor([[1, 2]])
 
     next_token_loss(torch.randn(1, 2, 4), Labels())
-    OutputLayer(3, 4, bias=False)(torch.randn(1, 2, 3), Labels())
+    with_loss(torch.nn.Linear(3, 4, bias=False))(torch.randn(1, 2, 3), Labels())
     assert moved == [torch.device("cpu")] * 2
 
 
 def test_output_layer_without_labels_is_a_linear_layer():
-    layer = OutputLayer(8, 16, bias=False)
+    layer = with_loss(torch.nn.Linear(8, 16, bias=False))
     hidden = torch.randn(2, 3, 8)
     assert torch.equal(layer(hidden), F.linear(hidden, layer.weight))
-    assert layer.from_linear(torch.nn.Linear(8, 16, bias=False)).weight.shape == (16, 8)
+
+
+def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
+    """compressed-tensors writes what it leaves alone by the exact class."""
+    model = tiny_model()
+    assert type(model.transformer.output_layer) is torch.nn.Linear
+    assert {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+    copied = copy.deepcopy(model)
+    assert computes_loss(copied.transformer.output_layer)
+    assert copied.transformer.output_layer.forward.__self__ is copied.transformer.output_layer
+    # What was pickled whole computes its loss outside of the layer.
+    pickled = pickle.loads(pickle.dumps(model.transformer.output_layer))
+    hidden = torch.randn(1, 2, model.config.hidden_size)
+    assert torch.equal(pickled(hidden), model.transformer.output_layer(hidden))
 
 
 def test_output_layer_runs_its_forward_once_a_step(monkeypatch):
