@@ -46,6 +46,31 @@ def check_transformers(found: str) -> None:
 check_transformers(transformers.__version__)
 
 
+OWN_IMPLEMENTATIONS = {"eager", "sdpa", "flex_attention"}
+OWN_IMPLEMENTATIONS |= {f"flash_attention_{version}" for version in (2, 3, 4)}
+
+
+def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
+    """Raise ``ValueError`` for a name in a file by which transformers fetches code of others.
+
+    Whoever loads a model may give such a name to ``from_pretrained``; a folder may not.
+    """
+    for key, value in values.items():
+        fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
+        if str(key).endswith(("_implementation", "_implementation_internal")):
+            named = [*value.values()] if isinstance(value, dict) else [value]
+            own = {None, *OWN_IMPLEMENTATIONS}
+            fetches = any(str(n).removeprefix("paged|") not in map(str, own) for n in named)
+        elif isinstance(value, dict) and not fetches:
+            refuse_fetched_code(value, f"{place}: {key}")
+        if fetches:
+            raise ValueError(
+                f"{place} has {key} {value!r}, by which code of others would be fetched and run; "
+                f"of attention, {', '.join(sorted(OWN_IMPLEMENTATIONS))} are transformers' own: "
+                "take it out, or give it to from_pretrained yourself"
+            )
+
+
 def fault_of_adapters() -> str | None:
     """Why this transformers cannot load adapters of this model by itself; ``None`` if it can."""
     if not is_peft_available():
@@ -318,6 +343,17 @@ class ChatGLMConfig(PretrainedConfig):
         if config._attn_implementation is not None:
             own._attn_implementation = config._attn_implementation
         return own
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As transformers', of what a folder or a repository says.
+
+        Raises:
+            ValueError: it names an implementation of attention, or of something else, that is none
+                of transformers' own: transformers would fetch and run the repository of that name.
+        """
+        refuse_fetched_code(config_dict)
+        return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
         """As usual; what is saved has the code beside it, wherever this one's came from.

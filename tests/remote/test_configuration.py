@@ -15,6 +15,7 @@ from glm4v_patched.remote.configuration_chatglm import (
     check_transformers,
 )
 from glm4v_patched.remote.configuration_chatglm import FIRST_UNTESTED_TRANSFORMERS as NEWER
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import golden_json, tiny_config
@@ -229,3 +230,35 @@ def foreign_config_class(type_of_model: str = "chatglm") -> type:
             super().__init__(**fields)
 
     return Foreign
+
+
+FETCHED = [
+    {"attn_implementation": "someone/repo"},
+    {"attn_implementation": "kernels-community/flash-attn@v1:forward"},
+    {"_attn_implementation": "someone/repo"},
+    {"_attn_implementation_internal": "paged|someone/repo"},
+    {"attn_implementation": {"": "sdpa", "vision_config": "someone/repo"}},
+    {"vision_config": {"attn_implementation": "someone/repo"}},
+    {"experts_implementation": "someone/repo"},
+    {"use_kernels": True},
+    {"kernel_config": {"RMSNorm": "someone/repo"}},
+    {"custom_generate": "someone/repo"},
+]
+
+
+@pytest.mark.parametrize("named", FETCHED, ids=str)
+def test_a_folder_names_no_code_that_would_be_fetched(tmp_path, named):
+    values = golden_json("config.json")
+    inside = named.get("vision_config")
+    changed = {"vision_config": values["vision_config"] | inside} if inside else named
+    (tmp_path / "config.json").write_text(json.dumps(values | changed))
+    for load in (ChatGLMConfig.from_pretrained, GLM4VForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match="fetched and run"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "paged|sdpa", None])
+def test_a_folder_may_name_transformers_own_attention(tmp_path, name):
+    values = golden_json("config.json") | {"attn_implementation": name}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ChatGLMConfig.from_pretrained(tmp_path)
