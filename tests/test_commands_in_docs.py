@@ -44,6 +44,8 @@ ELSEWHERE = {
     "apt-get install g++": ".ci/run",
     'pip install -e ".[train]"': ".ci/run: its first block",
     'pip install -e ".[serve]"': ".ci/run: in [dev]",
+    'pip install -e ".[dev,web]"': "by hand: its table in numerics.md",
+    "glm4v-patched demo --device cpu": "tests/demo, with fewer steps",
     'pip install -e ".[web]"': "tests/inference/test_web.py: skipped where it is missing",
     "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
     "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
