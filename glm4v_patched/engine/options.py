@@ -41,6 +41,13 @@ PACKAGES = {
     "torchao": ["torchao"],
     "--pictures": ["matplotlib"],
 }
+# What transformers needs to load weights that were saved quantised, by the method in their config.
+PACKAGES |= {
+    "bitsandbytes": ["bitsandbytes"],
+    "compressed-tensors": ["compressed_tensors"],
+    "gptq": ["gptqmodel"],
+    "awq": ["gptqmodel"],
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from ..finetune.origin import (
     require_recorded_base,
 )
 from ..finetune.preflight import fault_of_model
-from ..models.weights import require_whole
+from ..models.weights import quantised_by, require_whole
 from ..printed import own_command
 from .quantised_weights import WEIGHTS
 
@@ -50,6 +50,8 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     base = pin(base)
     require_recorded_base(base)
     require_whole(base.model, base.revision)
+    if method := quantised_by(base.model, base.revision):
+        require_packages(method, f"{base.model}, which was saved quantised by {method},")
     return base
 
 

@@ -199,6 +199,15 @@ def require_whole(
     return len(wanted) - len(allowed)
 
 
+def quantised_by(model: str, revision: str | None = None) -> str | None:
+    """The method that a model's weights were saved quantised by, as its config names it."""
+    from ..remote.configuration_chatglm import ChatGLMConfig
+
+    config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
+    found = getattr(config, "quantization_config", None)
+    return found.get("quant_method") if isinstance(found, dict) else None
+
+
 class Compared(NamedTuple):
     """Names of weights: the model's that are not there, those there that are not the model's, and
     for those of another size the sides there and the model's."""

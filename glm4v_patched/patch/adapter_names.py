@@ -72,6 +72,22 @@ def correct_names(model: nn.Module, config) -> None:
         unknown = [name for name in known if name not in heads and not _fits(name, modules)]
         if unknown:
             raise ValueError(_unknown(option, unknown, unknown))
+        if option == "modules_to_save":
+            _refuse_nested(known, modules)
+
+
+def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
+    """peft would wrap a module and, inside of its copy, another one of the same name, and save what
+    cannot be loaded."""
+    for name in names:
+        fitting = [module for module in modules if _fits(name, [module])]
+        for outer in fitting:
+            inner = [module for module in fitting if module.startswith(f"{outer}.")]
+            if inner:
+                raise ValueError(
+                    f"modules_to_save names {name!r}, which fits {outer} and {inner[0]} inside of "
+                    f"it: say {'.'.join(outer.split('.')[-2:])!r} for the whole"
+                )
 
 
 def _is_other_name(name: str, modules: list[str]) -> bool:

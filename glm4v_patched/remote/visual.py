@@ -177,7 +177,8 @@ class EVA2CLIPModel(nn.Module):
         patches_NPV = self.transformer(self.patch_embedding(pixels_N3SS), record)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
         grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
-        image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2))
+        # Contiguous: products of bitsandbytes on a CPU do not look at strides.
+        image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2).contiguous())
         boi = self.boi.to(image_NKD.device).expand(len(image_NKD), -1, -1)
         eoi = self.eoi.to(image_NKD.device).expand(len(image_NKD), -1, -1)
         return torch.cat((boi, image_NKD, eoi), dim=1) / self.scaling_factor

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.preflight import fault_of_model
+from glm4v_patched.inference.model_source import find_source
 from glm4v_patched.models.weights import INDEX, WHOLE, require_whole
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
@@ -149,6 +150,13 @@ def test_weights_in_pieces_of_a_quantiser_are_whole(model):
     change(model, without(LAYER + "self_attention.dense"))
     with pytest.raises(ValueError, match="are missing"):
         require_whole(str(model))
+
+
+def test_what_loads_quantised_weights_is_asked_for_first(model):
+    configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    missing = "saved quantised by gptq, needs gptqmodel: .*install gptqmodel"
+    with pytest.raises(RuntimeError, match=missing):
+        find_source(str(model))
 
 
 def test_weights_that_begin_at_random_on_purpose_are_said(model):

@@ -48,6 +48,10 @@ def test_embeddings_and_head_are_found_by_the_names_that_others_give_them():
         ),
         ({"target_modules": ["dense", "nonsense"]}, "'nonsense', which fit no module"),
         ({"target_modules": ["dense"], "modules_to_save": ["score"]}, "'score', which fit no"),
+        (
+            {"target_modules": ["dense"], "modules_to_save": ["linear_proj"]},
+            "fits transformer.vision.linear_proj and .* inside of it: say 'vision.linear_proj'",
+        ),
     ],
 )
 def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, message):
