@@ -32,7 +32,9 @@ def processor():
 def supervised_text(processor, conversation: list[dict]) -> str:
     batch = ConversationCollator(processor)([conversation])
     labels = batch["labels"][0]
-    return processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=False)
+    return processor.tokenizer.decode(
+        labels[labels != -100], skip_special_tokens=False, spaces_between_special_tokens=False
+    )
 
 
 def test_written_conversations_read_back_with_absolute_images(tmp_path):
@@ -129,7 +131,7 @@ def test_several_pictures_of_a_message_come_in_their_order(processor, tmp_path):
     assert torch.equal(batch["pixel_values"], torch.cat(alone))
     (size,) = collator.measure([conversation])
     assert (size.images, size.positions) == (3, batch["input_ids"].shape[1])
-    text = processor.tokenizer.decode(batch["input_ids"][0])
+    text = processor.tokenizer.decode(batch["input_ids"][0], spaces_between_special_tokens=False)
     assert text.index("<|end_of_image|><|begin_of_image|>") < text.index("a<|assistant|>")
 
 
