@@ -902,7 +902,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         # Resizing makes a plain Linear.
-        self.transformer.output_layer = with_loss(value) if type(value) is nn.Linear else value
+        if type(value) is nn.Linear:
+            layer: Any = with_loss(value)
+            layer._is_hf_initialized = True  # post_init would draw its weights anew
+        self.transformer.output_layer = value
 
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
