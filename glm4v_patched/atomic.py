@@ -72,15 +72,19 @@ def require_file(path: Path, alone: bool = False) -> None:
         )
 
 
-def require_inside(path: Path, folder: Path) -> None:
-    """Raise ``ValueError`` if a file that will be copied is not one of ``folder`` itself.
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file, links followed, is one of a model's folder; of a snapshot of the Hub's cache,
+    also one of the repository's blobs beside it."""
+    root, end = folder.resolve(), path.resolve()
+    of_cache = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")
+    return end.is_relative_to(root) or (of_cache and end.parent == root.parents[1] / "blobs")
 
-    A link to a file in it is, and of the Hub's cache, one to the repository's own files.
-    """
+
+def require_inside(path: Path, folder: Path) -> None:
+    """Raise ``ValueError`` if what will be copied is no file of ``folder`` itself, or one that has
+    another name, too (a hard link)."""
     if path.is_symlink():
-        blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
-        end = path.resolve()
-        if not end.is_file() or not {folder.resolve(), blobs.resolve()} & {*end.parents}:
+        if not path.is_file() or not is_inside(path, folder):
             raise ValueError(
                 f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
                 "copied; put the file itself there, or take the link away"

@@ -12,6 +12,8 @@ from huggingface_hub import HfApi, ModelInfo, snapshot_download
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
+from glm4v_patched.atomic import is_inside
+
 from .errors import AGAIN, NO_HUB
 from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
 from .manifest import Manifest, read_manifest, read_object
@@ -100,15 +102,12 @@ def read_folder(folder: Path) -> dict[str, File]:
     from a snapshot to the blobs beside it, are followed.
     """
     root = Path(os.path.realpath(folder))
-    of_cache = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")
-    blobs = root.parents[1] / "blobs" if of_cache else None
     found = {}
     for where, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(where, name) for name in [*folders, *names]):
             name, end = path.relative_to(root).as_posix(), Path(os.path.realpath(path))
-            inside = end.is_relative_to(root) or end.parent == blobs
-            if path.is_symlink() and (end.is_dir() or not inside):
+            if path.is_symlink() and (end.is_dir() or not is_inside(path, root)):
                 told = f"{folder / name} is a link to {end}, to a folder or out of this one, and"
                 raise ValueError(f"{told} is not followed: put a copy in its place, or remove it")
             if path.is_file():

@@ -3,7 +3,7 @@
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
 code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires,
-``ms_swift`` all of ms-swift, ``axolotl`` all of axolotl.
+``ms_swift`` all of ms-swift, ``axolotl`` all of axolotl, ``llm_compressor`` its quantisers.
 ``-t table`` runs other people's frameworks, each in an environment of its own, fills
 docs/benchmarks/frameworks.json and the table of docs/frameworks.md, and prints it:
 ``jobs``, of which ``-s "jobs(system='TRL')"`` does one, and the three that were named last. What
@@ -140,6 +140,14 @@ def llamafactory(session: nox.Session) -> None:
         session.run("pytest", "-q", str(HERE / "test_patched_training.py"))
         session.run("pytest", "-q", str(ROOT / "tests/integrations/test_llamafactory.py"))
     run_jobs(session, "test_jobs_by_command.py")
+
+
+@nox.session
+def llm_compressor(session: nox.Session) -> None:
+    # It requires one version of torch, and of transformers one of a few.
+    session.install("llmcompressor==0.14.0.1", *TO_TEST)
+    session.install("-e", f"{ROOT}[train]", "hypothesis")
+    session.run("pytest", "-q", str(HERE / "test_llm_compressor.py"))
 
 
 @nox.session(tags=["table"])

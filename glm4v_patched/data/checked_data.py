@@ -264,11 +264,8 @@ def digest_file(path: str | Path) -> str:
     Raises:
         ValueError: it cannot be read.
     """
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()

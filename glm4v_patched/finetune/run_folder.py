@@ -146,7 +146,7 @@ def _is_lock(file: int) -> bool:
     """Whether a run wrote what is in a lock."""
     try:
         holder = json.loads(os.pread(file, 10_000, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(holder, dict) and {"pid", "host", "started"} <= holder.keys()
 

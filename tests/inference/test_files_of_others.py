@@ -87,24 +87,25 @@ def test_train_leaves_what_is_not_its_own(drawn, tmp_path, secret, capfd, thing,
     refused(command, out, secret, capfd)
 
 
-@pytest.mark.parametrize("name", ["answers.jsonl", "answers.jsonl.settings.json"])
+WRITTEN = [
+    ("answer", "answers.jsonl", "answers.jsonl"),
+    ("answer", "answers.jsonl", "answers.jsonl.settings.json"),
+    ("evaluate", ".", "answers.jsonl"),
+    ("evaluate", ".", "metrics.json"),
+    ("evaluate", ".", "answers.png"),
+]
+
+
+@pytest.mark.parametrize(("command", "given", "name"), WRITTEN)
 @pytest.mark.parametrize("thing", THINGS)
-def test_answer_leaves_what_is_not_its_own(drawn, tmp_path, secret, capfd, thing, name):
+def test_answers_leave_what_is_not_theirs(
+    drawn, tmp_path, secret, capfd, thing, command, given, name
+):
     out = tmp_path / "out"
     out.mkdir()
     thing(out / name, secret)
-    command = ["answer", drawn.model, "--data", drawn.data.train, "--device", "cpu"]
-    refused([*command, "--out", str(out / "answers.jsonl")], out, secret, capfd)
-
-
-@pytest.mark.parametrize("name", ["answers.jsonl", "metrics.json", "answers.png"])
-@pytest.mark.parametrize("thing", THINGS)
-def test_evaluate_leaves_what_is_not_its_own(drawn, tmp_path, secret, capfd, thing, name):
-    out = tmp_path / "out"
-    out.mkdir()
-    thing(out / name, secret)
-    command = ["evaluate", drawn.model, "--data", drawn.data.train, "--device", "cpu"]
-    refused([*command, "--out", str(out)], out, secret, capfd)
+    asked = [command, drawn.model, "--data", drawn.data.train, "--device", "cpu"]
+    refused([*asked, "--out", str(out / given)], out, secret, capfd)
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "MODEL_LICENSE", "generation_config.json"])
