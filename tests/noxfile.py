@@ -86,7 +86,7 @@ def oldest(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("transformers", [TRANSFORMERS[0], TRANSFORMERS[-1]])
+@nox.parametrize("transformers", [TRANSFORMERS[0], EVERY_TRANSFORMERS[-1]])
 def frameworks(session: nox.Session, transformers: str) -> None:
     # Newer pyarrow cannot pickle what datasets pickles.
     trl = ["trl==1.16.0", "datasets==4.7.0", "pyarrow==21.0.0"]
@@ -122,7 +122,7 @@ WITHOUT_DEPENDENCIES = {
 @nox.parametrize("system", [*SYSTEMS])
 def jobs(session: nox.Session, system: str) -> None:
     """A row of docs/benchmarks/frameworks.json for each job of a system, and the table."""
-    install(session, TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
+    install(session, EVERY_TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
     if alone := WITHOUT_DEPENDENCIES.get(system):
         session.install("--no-deps", *alone)
     run_jobs(session, "test_jobs.py", "test_peft.py", of=system)
@@ -158,7 +158,7 @@ def axolotl(session: nox.Session) -> None:
     # It does not load beside a build of torch for CPUs, nothing here needs it, and beside a build
     # for GPUs two processes of axolotl ask these whether they reach each other.
     session.run("pip", "uninstall", "-q", "-y", "torchvision")
-    session.install(f"transformers=={TRANSFORMERS[-1]}")  # it pins 5.16.1
+    session.install(f"transformers=={EVERY_TRANSFORMERS[-1]}")  # it pins 5.16.1
     session.env["PYTHONPATH"] = str(ROOT)
     session.run("pytest", "-q", str(ROOT / "tests/integrations/test_axolotl.py"))
     run_jobs(session, "test_jobs.py", of="axolotl")
