@@ -1,8 +1,9 @@
 """Calls that people's scripts make of the published repository, in the order in which they do.
 
 Run in a process of its own with a folder to load and one to write to. Which scripts: the model
-card's, the official command-line and web demos', ``inference.py`` and ``finetune_vision.py``, and
-Self-LLM's on GLM-4. What each gets goes to ``results.json`` and ``pixels.safetensors``.
+card's, the official command-line and web demos', ``inference.py``, ``glm4v_server.py`` and
+``finetune_vision.py``, Self-LLM's on GLM-4, the models of VLMEvalKit, MMTrustEval and VLABench, and
+ComfyUI's nodes. What each gets goes to ``results.json`` and ``pixels.safetensors``.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 from threading import Thread
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,7 @@ from transformers import (
     TextIteratorStreamer,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 folder, out, given = sys.argv[1:]
@@ -198,6 +201,117 @@ def inference() -> None:
     }
 
 
+def chat_of(tokenizer, message: dict):
+    return tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, tokenize=True, return_tensors="pt", return_dict=True
+    )
+
+
+def evaluators() -> None:
+    """VLMEvalKit's, MMTrustEval's and VLABench's models of one question and one picture."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    options = {"torch_dtype": torch.bfloat16, "trust_remote_code": True}
+    model = AutoModelForCausalLM.from_pretrained(folder, low_cpu_mem_usage=True, **options)
+    model = model.to("cpu").eval()
+
+    def answer(picture, question, model=model, **options) -> str:
+        inputs = chat_of(tokenizer, {"role": "user", "image": picture, "content": question})
+        with torch.no_grad():
+            drawn = model.generate(**inputs.to("cpu"), **options)
+        return tokenizer.decode(drawn[:, inputs["input_ids"].shape[1] :][0])
+
+    end = "<|endoftext|>"
+    vlm_eval_kit = answer(PICTURE, QUESTION, max_length=2048, do_sample=False).split(end)[0]
+
+    # MMTrustEval strips the letters of the last special token off the answer's end; what is left
+    # depends on the space that decoding puts before it. Questions of text, too.
+    ends = {"eos_token_id": tokenizer.eos_token_id, "forced_eos_token_id": tokenizer.eos_token_id}
+    limits = {"max_new_tokens": 6, "do_sample": False, **ends}
+    whole = answer(PICTURE, QUESTION, **limits)
+    asked = chat_of(tokenizer, {"role": "user", "content": QUESTION}).to(model.device)
+    of_text = tokenizer.decode(
+        model.generate(**asked, **limits)[:, asked["input_ids"].shape[1] :][0]
+    )
+
+    # VLABench puts its pictures side by side, and its question in several lines.
+    wide = Image.new("RGB", (2 * PICTURE.width, PICTURE.height))
+    for i in range(2):
+        wide.paste(PICTURE, (i * PICTURE.width, 0))
+    spread = AutoModelForCausalLM.from_pretrained(
+        folder, low_cpu_mem_usage=True, device_map="auto", **options
+    ).eval()
+    drawing = {"max_length": 2500, "do_sample": True, "top_k": 1}
+    results["evaluators"] = {
+        "vlm_eval_kit": vlm_eval_kit,
+        "mmtrust": [whole, whole.rstrip(end).strip(), of_text, of_text.rstrip(end).strip()],
+        "vlabench": answer(wide, f"{QUESTION}\nWhich shape is it?\n", spread, **drawing),
+    }
+
+
+def comfyui() -> None:
+    """The nodes hand over plain tensors, decode whole rows, and take the question out of them."""
+    set_seed(42)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        device_map="auto",
+        low_cpu_mem_usage=True,
+        trust_remote_code=True,
+        torch_dtype=torch.bfloat16,
+    )
+    model = model.to("cpu").eval()
+    answers = []
+    for rest in ({"image": PICTURE}, {}):
+        message = {"role": "user", "content": f"Answer briefly. {QUESTION}", **rest}
+        inputs = {k: v.to(model.device) for k, v in chat_of(tokenizer, message).items()}
+        drawn = {"temperature": 0.1, "top_k": 40, "top_p": 0.7, "repetition_penalty": 1.1}
+        with torch.no_grad():
+            outputs = model.generate(**inputs, max_new_tokens=8, **drawn)
+        text = tokenizer.decode(outputs[0], skip_special_tokens=True)
+        answers.append([text, text.replace(message["content"], "").strip()])
+    results["comfyui"] = answers
+
+
+def server() -> None:
+    """``glm4v_server.py`` between the request and the response: greedy and sampled, streamed."""
+    tokenizer, model = load_for_demos()
+    messages = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello, how are you?"},
+        {"role": "user", "content": QUESTION, "image": PICTURE},
+    ]
+    inputs = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_tensors="pt",
+        return_dict=True,
+    ).to(next(model.parameters()).device)
+    pixels["server"] = inputs["images"]
+    texts = []
+    for temperature in (0.0, 0.8):
+        streamer = TextIteratorStreamer(
+            tokenizer=tokenizer, timeout=60.0, skip_prompt=True, skip_special_tokens=True
+        )
+        options = {
+            "repetition_penalty": 1.0,
+            "max_new_tokens": 8,
+            "do_sample": temperature > 1e-5,
+            "top_p": 0.8 if temperature > 1e-5 else 0,
+            "top_k": 1,
+            "streamer": streamer,
+            "eos_token_id": [tokenizer.eos_token_id, *model.config.eos_token_id],
+        }
+        if temperature > 1e-5:
+            options["temperature"] = temperature
+        thread = Thread(target=model.generate, kwargs={**inputs, **options})
+        thread.start()
+        texts.append("".join(streamer))
+        thread.join()
+        assert isinstance(tokenizer.encode(texts[-1]), list)
+    results["server"] = {"inputs": ids_of(inputs), "texts": texts}
+
+
 class PadsOutputs(DataCollatorForSeq2Seq):
     """The script's collator pads one more column by hand, and leaves the rest to its base."""
 
@@ -216,9 +330,7 @@ class Generates(Seq2SeqTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **options):
         with torch.no_grad():
             wanted = inputs.pop("output_ids", None)
-            # The script cannot do without today: the base's collator adds labels that are None, for
-            # which the base's trainer wants a loss, of any model.
-            assert inputs.pop("labels", None) is None
+            del inputs["labels"]  # which the base's collator makes None
             loss, drawn, _ = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys, **options
             )
@@ -277,7 +389,8 @@ def rows_to_evaluate(tokenizer, conversations) -> list[dict]:
 
 
 def finetune_vision() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=True)
+    # Earlier versions of the script also pass ``empty_init=False``.
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         trust_remote_code=True,
@@ -344,12 +457,13 @@ def finetune_vision() -> None:
         model=model,
         args=options,
         data_collator=collator,
-        train_dataset=rows,
-        eval_dataset=held_out,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(held_out),
         compute_metrics=metrics,
     )
     loss = trainer.train().training_loss
     assert trainer.evaluate()["eval_rows"] == len(decoded) / 2 == 2
+    assert trainer.predict(trainer.eval_dataset).metrics["test_rows"] == 2
     moved = {name for name, value in model.named_parameters() if "lora_B" in name and value.any()}
     results["finetune_vision"] |= {
         "loss": loss,
@@ -458,6 +572,9 @@ for script in (
     command_line_demo,
     web_demo,
     inference,
+    evaluators,
+    comfyui,
+    server,
     finetune_vision,
     self_llm,
     save_as_scripts_do,

@@ -150,6 +150,32 @@ def test_the_inference_script(run):
     assert results["inference"]["answer"]
 
 
+def test_evaluators(run, published):
+    """VLMEvalKit, MMTrustEval, VLABench: no answer loses letters at its end."""
+    results, _ = run
+    answers, card = results["evaluators"], results["model_card"]
+    assert answers["vlm_eval_kit"] == card["answer"].split("<|endoftext|>")[0]
+    for whole, stripped in zip(answers["mmtrust"][::2], answers["mmtrust"][1::2], strict=True):
+        text, end, nothing = whole.rpartition(" <|endoftext|>")
+        assert end and not nothing and text.strip() == stripped
+    assert answers["vlabench"]
+
+
+def test_nodes_of_comfyui(run):
+    for whole, answer in run[0]["comfyui"]:
+        assert f"Answer briefly. {QUESTION}" in whole and answer
+        assert QUESTION not in answer
+
+
+def test_the_server(run, legacy_tokenizer):
+    server = run[0]["server"]
+    turns = [user("Hello."), assistant("Hello, how are you?"), user(QUESTION, image=1)]
+    speaks = legacy_tokenizer.convert_tokens_to_ids("<|assistant|>")
+    check_inputs(server["inputs"], [*legacy_ids(legacy_tokenizer, turns), speaks])
+    greedy, sampled = server["texts"]
+    assert greedy == sampled, "top_k is 1"
+
+
 def test_the_vision_finetuning_script(run, legacy_tokenizer):
     script = run[0]["finetune_vision"]
     ends = legacy_tokenizer.convert_tokens_to_ids("<|user|>")
@@ -184,7 +210,7 @@ def test_both_ways_agree(runs):
     (applied, pictures), (saved, same_pictures) = runs["applied"], runs["saved"]
     alone = {"classes", "processor"}  # not ours everywhere; not in a folder with a tokenizer alone
     assert applied.keys() - alone == saved.keys() - alone
-    assert {"inference", "self_llm", "finetune_vision"} <= saved.keys()
+    assert {"inference", "self_llm", "finetune_vision", "evaluators", "server"} <= saved.keys()
     for name in applied.keys() - alone:
         assert applied[name] == saved[name], name
     assert all(torch.equal(value, pictures[name]) for name, value in same_pictures.items())
