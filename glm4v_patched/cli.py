@@ -13,6 +13,7 @@ from .doctor.command import add_arguments as add_doctor_arguments
 from .finetune.start_options import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
+from .printed import error_text
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
@@ -29,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     options.rest = rest
     try:
         return options.run(options) or 0
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
-        print(f"glm4v-patched: {error}", file=sys.stderr)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"glm4v-patched: {error_text(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(f"glm4v-patched: {str(stop) or 'stopped'}", file=sys.stderr)

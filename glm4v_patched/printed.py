@@ -1,5 +1,5 @@
-"""What is printed: commands that run as printed, in an environment that is not activated too; and
-sizes."""
+"""What is printed: commands that run as printed, in an environment that is not activated too;
+sizes; errors and names without what a terminal would obey."""
 
 import os
 import shlex
@@ -31,6 +31,27 @@ def listed(names: Sequence[object], most: int = 3) -> str:
     """The first so many of them, and how many more there are."""
     shown = ", ".join(map(str, names[:most]))
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def printable(text: str, kept: str = "") -> str:
+    """With the code of each character that a terminal would obey or not show, but for ``kept``."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def shorten(text: str, most: int = 80) -> str:
+    """One line of printable characters, with what is left out of a long text in its middle."""
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    if len(shown) <= most:
+        return shown
+    half = (most - 3) // 2
+    return f"{shown[:half]}...{shown[-half:]}"
+
+
+def error_text(error: Exception) -> str:
+    """What a command says of an error that it ends with."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
+    return printable(str(error), kept="\n\t")
 
 
 def _program(name: str, module: str) -> list[str]:

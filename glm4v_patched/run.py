@@ -66,18 +66,21 @@ def main(arguments: list[str] | None = None) -> None:
 def find_script(name: str) -> str:
     """A file as it is named, or the path of a command that is a Python script.
 
+    A name without a folder and without ``.py`` is that of a command first, as for a shell: what
+    lies in the folder in which one happens to be does not take its place.
+
     Raises:
         ValueError: there is neither; or it is no Python script.
     """
-    if os.path.isfile(name):
+    # An environment that is used without being activated has its commands beside its python.
+    path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
         if name.endswith(SETTINGS):
             raise ValueError(
                 f"{name} is no script; give it behind the command that reads it. A recipe of ours "
                 f"is trained by: glm4v-patched train {name}"
             )
         return name
-    # An environment that is used without being activated has its commands beside its python.
-    path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if path is None:
         raise ValueError(f"there is no file {name} and no command of this name on PATH")
     with open(path, "rb") as file:

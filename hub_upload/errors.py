@@ -12,6 +12,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import _http
 
 from glm4v_patched.patch.repository import host_of
+from glm4v_patched.printed import printable
 
 # A server may take its time over a commit; without the client's variable, so many seconds.
 LONGEST_SILENCE = 60
@@ -80,11 +81,6 @@ def _reason_of_server(error: hub_errors.HTTPError, told: str) -> str:
     if isinstance(error, hub_errors.HfHubHTTPError):
         return told  # the client says what a status means and what to do
     return f"the connection failed ({type(error).__name__}: {told})"
-
-
-def printable(text: str) -> str:
-    """A line with escapes for what would move the cursor, turn the text or not print at all."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def without_secrets(message: str) -> str:

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import printable
+from glm4v_patched.printed import printable
+
 from .layout import ID, MANIFEST
 
 Id = Annotated[str, Field(pattern=f"^{ID}$")]

@@ -24,7 +24,9 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
 from tqdm import tqdm
 
-from .errors import AGAIN, printable, shorten
+from glm4v_patched.printed import printable
+
+from .errors import AGAIN, shorten
 from .files import Contents, File, look_at, read_folder
 from .layout import ID, MANIFEST
 from .manifest import Manifest, read_manifest

@@ -26,10 +26,11 @@ from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 
 from glm4v_patched import __version__
+from glm4v_patched.printed import printable
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
-from .errors import printable, reason_of, shorten, without_secrets
+from .errors import reason_of, shorten, without_secrets
 from .files import Contents, read_folder, read_repository, sha256_of_file
 from .layout import ARCHITECTURE, AUTO_MAPS, FILES, ID, INDEX, MANIFEST, SPECIAL_IDS, our_code
 from .load_check import STEPS

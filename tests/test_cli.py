@@ -22,6 +22,7 @@ from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import Origin, Rows, base_of, identify
 from glm4v_patched.finetune.worker import check_data, settings_of
+from glm4v_patched.printed import printable
 from tests.helpers.processes import in_plain_shell
 from tests.helpers.recipes import drawn_recipe
 
@@ -98,6 +99,20 @@ def test_a_data_file_that_is_not_there_ends_with_its_name(tmp_path, capsys):
     assert "none.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "doctor", "answer", "merge", "compare", "serve"])
+@pytest.mark.parametrize("name", ["x" * 5_000, "a/" * 3_000, "odd\x1b[31m\u202ename", "nul\0"])
+def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, tmp_path, capsys):
+    """Too long for a file system, or with what a terminal would obey: no traceback, no control."""
+    rest = {
+        "answer": ["--data", name, "--out", name],
+        "merge": ["--out", name],
+        "serve": ["--device", "cpu"],
+    }
+    assert main([command, name, *rest.get(command, [])]) == 1
+    told = "".join(capsys.readouterr())
+    assert told and printable(told, kept="\n") == told
+
+
 def test_one_conversation_cannot_be_split(tmp_path, capsys):
     data = tmp_path / "one.jsonl"
     data.write_text(
@@ -154,6 +169,13 @@ def run_train(tmp_path, *options: str) -> int:
     return main(
         ["train", str(tmp_path / "recipe.json"), "--processes", "2", "--device", "cpu", *options]
     )
+
+
+@pytest.mark.parametrize("field", ["out", "model", "data.train", "data.eval"])
+def test_a_name_in_a_recipe_that_is_too_long_ends_with_one_line(field, recipe, tmp_path, capsys):
+    assert run_train(tmp_path, "--dry-run", f"{field}={'x' * 5_000}") == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and len(told) < 1_000
 
 
 def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from ..printed import printable
+
 # What the published code was made for, and works with.
 TRANSFORMERS = "4.44.2"
 OLDEST_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
@@ -26,12 +28,12 @@ def describe_code(folder: Path) -> str:
     """Which files of code would run, and how."""
     files = sorted(folder.glob("*.py"))
     told = [
-        f"  {file.name} ({file.stat().st_size:,} bytes, sha256 "
+        f"  {printable(file.name)} ({file.stat().st_size:,} bytes, sha256 "
         f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
         for file in files
     ]
     return (
-        f"code in {folder}, which is not this package's:\n" + "\n".join(told) + "\n"
+        f"code in {printable(str(folder))}, which is not this package's:\n" + "\n".join(told) + "\n"
         "It runs as you, in a process of its own: without your tokens and your home folder in its "
         "environment, with the Hub switched off. Nothing keeps it from your files or your network."
     )

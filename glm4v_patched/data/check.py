@@ -24,11 +24,12 @@ import numpy as np
 import PIL
 from tqdm import tqdm
 
+from ..printed import shorten
 from .check_cache import Memory, default_path
 from .checked_data import RULES, CheckedData, FileStamp, digest_file, stamp_of
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
-from .messages import pictures_of, replace_pictures, shorten
+from .messages import pictures_of, replace_pictures
 from .pictures import Picture
 from .rendering import measure_all
 from .sets import Source

@@ -27,6 +27,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..printed import shorten
+
 ROLES = ("system", "user", "assistant", "observation")
 OTHER_ROLES = {
     "human": "user",
@@ -345,15 +347,6 @@ def _check_turns(messages: list[dict], to_learn: bool) -> None:
 
 def kind_of(value: Any) -> str:
     return KINDS.get(type(value), "number")
-
-
-def shorten(text: str, most: int = 80) -> str:
-    """One line of printable characters, with what is left out of a long text in its middle."""
-    shown = text if text.isprintable() else repr(text)[1:-1]
-    if len(shown) <= most:
-        return shown
-    half = (most - 3) // 2
-    return f"{shown[:half]}...{shown[-half:]}"
 
 
 def quoted(text: str) -> str:

@@ -14,8 +14,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from ..printed import shorten
 from .formats import FORMATS, ReadRow, find_format
-from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures, shorten
+from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures
 from .pictures import PictureFiles
 from .sets import OF_TEXT, Source, csv_cure, fault_of_fields
 

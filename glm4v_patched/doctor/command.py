@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..finetune.start_options import DEVICES
+from ..printed import printable
 from .findings import FAILS, Finding, as_json, table
 from .machine import check_machine
 from .packages import check_packages
@@ -25,7 +26,8 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     found = list(examine(options))
     seconds = time.perf_counter() - start
-    print((as_json if options.json else table)(found, seconds))
+    told = as_json(found, seconds) if options.json else table(found, seconds)
+    print(printable(told, kept="\n"))
     return int(any(each.verdict == FAILS for each in found))
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import training_environment
+from ..printed import error_text
 from .config import Recipe
 from .config_file import RecipeError
 from .launch import prepared, require_installed
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options, process)
     except RecipeError as error:
         print(error, file=sys.stderr)  # each line begins with where it is
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
-        print(f"glm4v_patched.finetune: {error}", file=sys.stderr)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"glm4v_patched.finetune: {error_text(error)}", file=sys.stderr)
     return 1
 
 

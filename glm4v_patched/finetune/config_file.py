@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..printed import pip_install
+from ..printed import pip_install, printable
 
 try:
     import yaml
@@ -64,14 +64,14 @@ class Document:
         """``FILE:LINE: `` of a dotted name, or of the section around it; of a line that is known,
         with that."""
         if line is not None:
-            return f"{_printable(str(self.path))}:{line}: "
+            return f"{printable(str(self.path))}:{line}: "
         around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
         around = [name, *reversed(around)]
         line = next((self.lines[outer] for outer in around if outer in self.lines), None)
         given = name.startswith("--") or any(o.startswith(f"{name}.") for o in self.overridden)
         if (line is None and given) or not self.overridden.isdisjoint(around):
             return "command line: "
-        return f"{_printable(str(self.path))}:{'' if line is None else f'{line}:'} "
+        return f"{printable(str(self.path))}:{'' if line is None else f'{line}:'} "
 
     def override(self, assignments: Sequence[str]) -> "Document":
         """The document with ``engine.compile=true`` and the like laid over it.
@@ -122,7 +122,7 @@ def read_document(path: Path) -> Document:
     Raises:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
     """
-    name = _printable(str(path))
+    name = printable(str(path))
     twice: list[Fault] = []
     read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     values, lines = read(
@@ -170,12 +170,8 @@ def shown_name(name: str) -> str:
 
 def _on_one_line(text: str) -> str:
     """Printable, and not longer than a path may well be."""
-    printable = _printable(text[:201])
-    return printable if len(printable) <= 200 else printable[:197] + "..."
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    line = printable(text[:201])
+    return line if len(line) <= 200 else line[:197] + "..."
 
 
 def _read_text(path: Path, name: str) -> str:
@@ -248,11 +244,11 @@ def _read_yaml(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[s
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         told = ", ".join(filter(None, (error.context, error.problem)))
-        raise RecipeError(f"{where(mark.line + 1 if mark else None)}: {_printable(told)}") from None
+        raise RecipeError(f"{where(mark.line + 1 if mark else None)}: {printable(told)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise RecipeError(
-            f"{where(line)}: the character {_printable(chr(error.character))} cannot be in YAML"
+            f"{where(line)}: the character {printable(chr(error.character))} cannot be in YAML"
         ) from None
 
 

@@ -18,7 +18,7 @@ from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
 from ..models.weights import require_whole
-from ..printed import own_command, pip_install
+from ..printed import own_command, pip_install, printable
 from .config import Recipe
 from .config_trainer import save_strategy, total_steps
 from .disk import fault_of_space
@@ -187,7 +187,8 @@ def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Pla
     from .summary import describe, fault_of_memory, plan
 
     planned = plan(recipe, base, checked, placement)
-    print(describe(recipe, base, checked, placement, planned), flush=True)
+    told = describe(recipe, base, checked, placement, planned)
+    print(printable(told, kept="\n\t"), flush=True)
     if fault := fault_of_memory(planned, placement):
         raise ValueError(fault)
     rows = len(checked.batch_rows().lengths)

@@ -4,14 +4,20 @@ Needs no torch. Models are known by their contents, so that folders may move.
 """
 
 import hashlib
+import re
+import signal
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..engine.options import is_lora
+from ..models.weights import shapes_of
 from ..patch.config_json import is_glm4v, read_object
+from ..printed import shorten
 from .config import Lora, Recipe
 from .run_folder import read_report
 
@@ -21,6 +27,7 @@ MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "toke
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
 NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
+SECONDS_FOR_A_PATTERN = 5
 WHOLE_UP_TO = 64 * 2**20  # bytes
 BLOCK, BLOCKS = 64 * 2**10, 64
 
@@ -158,6 +165,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
     weights = folder / ADAPTER_WEIGHTS
     if not weights.is_file():
         raise ValueError(f"{weights} is missing: expected adapters as safetensors")
+    _require_quick_patterns(folder, config)
     if revision is not None and Path(model).is_dir():
         raise ValueError(
             f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
@@ -166,6 +174,54 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
     if Path(model).is_dir():
         _require_glm4v(Path(model), folder)
     return Base(model, revision or config.get("revision"), folder)
+
+
+def _require_quick_patterns(folder: Path, config: dict) -> None:
+    """Raise ``ValueError`` for a regular expression that is none, or would keep peft for minutes.
+
+    peft compares them with the name of each module, and so does this, for seconds at most.
+    """
+    fields = ("target_modules", "exclude_modules", "layers_pattern")
+    given = [(name, value) for name in fields if isinstance(value := config.get(name), str)]
+    for name in ("rank_pattern", "alpha_pattern"):
+        given += [(name, key) for key in config.get(name) or {}]
+    modules = {n.rpartition(".lora_")[0] for n in _tensor_names(folder / ADAPTER_WEIGHTS)}
+    modules |= {n.rpartition(".")[0] for n in shapes_of(Path(config["base_model_name_or_path"]))}
+    for name, pattern in given:
+        place = f"{folder / ADAPTER_CONFIG}: {name}"
+        try:
+            with time_limit(SECONDS_FOR_A_PATTERN):
+                compiled = re.compile(pattern)
+                for module in sorted(modules):
+                    compiled.fullmatch(module)
+        except (re.error, RecursionError, OverflowError) as error:
+            told = f"{place} is no regular expression ({error})"
+            raise ValueError(f"{told}; expected one for names of modules") from None
+        except TimeoutError:
+            raise ValueError(
+                f"{place} was compared with {len(modules):,} names of modules for more than "
+                f"{SECONDS_FOR_A_PATTERN} s: {shorten(pattern)}; expected one without repetitions "
+                "of repetitions, or a list of names"
+            ) from None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in the main thread, the only one that has such a clock."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _require_continuable(recipe: Recipe, folder: Path) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..atomic import require_file, write_atomically
-from ..data.messages import pictures_of, shorten
+from ..data.messages import pictures_of
 from ..data.sources import Source
+from ..printed import shorten
 from .questions import Question
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import find_fault
 from ..finetune.preflight import place
+from ..printed import printable
 from .model_source import find_source
 from .quantised_weights import check_weights
 from .questions import Generation
@@ -170,7 +171,8 @@ class Chat:
         return Words(self.answerer.processor.tokenizer, self._say)
 
     def _say(self, text: str) -> None:
-        self.output.write(text)
+        """What a model or a file says may hold what a terminal would obey."""
+        self.output.write(printable(text, kept="\n\t"))
         self.output.flush()
 
 

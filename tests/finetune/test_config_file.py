@@ -111,7 +111,7 @@ def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
         ("a: !!python/object/apply:os.getcwd []", "r.yaml:1: tag:yaml.org,2002:python/o"),
         ("a: !!set {b}", "r.yaml:1: tag:yaml.org,2002:set is a tag, which recipes do not have"),
         ("a: !!bool x", "r.yaml:1: tag:yaml.org,2002:bool is a tag"),
-        ("a: 1\nb: \x07", r"r.yaml:2: the character \u0007 cannot be in YAML"),
+        ("a: 1\nb: \x07", r"r.yaml:2: the character \x07 cannot be in YAML"),
         ("a:\n " + "[" * 1000, "r.yaml:2: more than 20 levels inside of each other"),
         ("a: " + "9" * 5000, "r.yaml:1: Exceeds the limit"),
         ("a: 1\n".encode("utf-16"), "r.yaml:1: is UTF-16 or UTF-32; save it as UTF-8"),
@@ -176,7 +176,7 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
 
 @pytest.mark.parametrize("name", ["none.yaml", ".", "a\0b"])
 def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
-    with pytest.raises(RecipeError, match="none.yaml: No such|: Is a directory|u0000b: embedded"):
+    with pytest.raises(RecipeError, match="none.yaml: No such|: Is a directory|x00b: embedded"):
         Recipe.read(tmp_path / name)
 
 
@@ -205,7 +205,7 @@ def test_long_values_and_control_characters_stay_on_one_line(tmp_path):
     [told] = faults(tmp_path, RIGHT + f'trained: "{"x" * 500}"\n')
     assert len(told) < 350
     [told] = faults(tmp_path, RIGHT + '"e\\e[31m\\n": 1\n')
-    assert r"e\u001b[31m\u000a is not a field" in told
+    assert r"e\x1b[31m\n is not a field" in told
 
 
 # Overrides

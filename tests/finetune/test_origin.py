@@ -142,6 +142,25 @@ def test_adapters_of_what_is_no_glm4v_are_refused(tmp_path):
             base_of(recipe({"model": str(folder), "trained": "lora_lm"}))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("target_modules", "(.*)*x!", "for more than 1 s"),
+        ("exclude_modules", r"((\w+\.?)+)+!", "for more than 1 s"),
+        ("rank_pattern", {"(.*?){20}!": 4}, "for more than 1 s"),
+        ("target_modules", "(", "is no regular expression"),
+        ("alpha_pattern", {"*": 4}, "is no regular expression"),
+    ],
+)
+def test_patterns_of_adapters_that_would_keep_peft_for_ever_are_refused(
+    tmp_path, monkeypatch, field, value, told
+):
+    monkeypatch.setattr(origin, "SECONDS_FOR_A_PATTERN", 1)
+    folder = adapters(tmp_path / "lora", model(tmp_path / "base"), **{field: value})
+    with pytest.raises(ValueError, match=rf"adapter_config.json: {field}.* {told}"):
+        base_of(recipe({"model": str(folder), "trained": "lora_lm"}))
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "[" * 99_999, "{"])
 def test_a_damaged_config_of_adapters_is_named(tmp_path, damage):
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"))

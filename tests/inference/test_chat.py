@@ -51,6 +51,16 @@ def shown(prompt: list[dict]) -> list[int]:
     return [sum(p["type"] == "image" for p in c) if isinstance(c, list) else 0 for c in contents]
 
 
+def test_what_a_terminal_would_obey_is_shown(answerer, monkeypatch):
+    def answer(given, number, streamer):
+        streamer.on_finalized_text("red\x1b[31m \N{CJK UNIFIED IDEOGRAPH-4F60}", stream_end=True)
+        return [Answer("red", "stop")]
+
+    monkeypatch.setattr(answerer, "answer", answer)
+    told = talk(answerer, "Hello\n")
+    assert r"red\x1b[31m" in told and "\N{CJK UNIFIED IDEOGRAPH-4F60}" in told
+
+
 def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, cat):
     told = talk(
         answerer,

@@ -503,6 +503,22 @@ json.dump(results, open(os.path.join(os.environ["TOLD"], "results.json"), "w"))
     assert "GLM4V_PATCHED='{\"rmsnorm\": true}': unknown option rmsnorm" in error
 
 
+def test_a_file_of_a_commands_name_is_run_only_by_its_path(tmp_path, monkeypatch):
+    """As by a shell: it lies in whatever folder one is in."""
+    command = tmp_path / "bin" / "train-it"
+    command.parent.mkdir()
+    here = tmp_path / "train-it"
+    for path in (command, here):
+        path.write_text(f"#!{sys.executable}\n")
+        path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(command.parent))
+    assert find_script("train-it") == str(command)
+    assert find_script("./train-it") == "./train-it"
+    command.unlink()
+    assert find_script("train-it") == "train-it"
+
+
 def test_a_command_is_found_beside_python_when_its_environment_is_not_active(tmp_path, monkeypatch):
     command = tmp_path / "train-it"
     command.write_text(f"#!{sys.executable}\n")
