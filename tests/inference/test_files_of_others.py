@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
 from hub_upload.build import build, read_source
@@ -133,3 +135,42 @@ def test_no_key_is_built_into_what_is_published(files, tmp_path, secret, thing, 
         source = read_source(str(model), "zai-org/glm-4v-9b", "shapes")
         build(source, tmp_path / "built", "our-org/built")
     assert not (tmp_path / "built").exists()
+
+
+FEW = settings(max_examples=12, derandomize=True, deadline=None)
+MANY = settings(max_examples=400, derandomize=True, deadline=None)
+# Ours, of several commands and libraries, and others.
+NAMES = ["run.lock", "run.json", "training.json", "checked_data", "checkpoint-2", "config.json"]
+NAMES += ["model.safetensors", "adapter_config.json", "loss.png", "metrics.json", "answers.jsonl"]
+NAMES += ["answers.jsonl.settings.json", "answers.png", "incomplete-checkpoint-2", "notes", ".own"]
+LYING_THERE = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(THINGS), max_size=5)
+
+
+@pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("command", ["train", "answer", "evaluate"])
+def test_whatever_lies_there_stays_as_it_is(drawn, tmp_path_factory, command, profile):
+    root = tmp_path_factory.mktemp("lying_there")
+    data = ["--data", drawn.data.train, "--device", "cpu", "--max-new-tokens", "1"]
+
+    @profile
+    @given(LYING_THERE)
+    def check(there):
+        shutil.rmtree(root)
+        out, secret = root / "out", root / "secret" / "key"
+        for path in (out, secret.parent):
+            path.mkdir(parents=True)
+        secret.write_text(SECRET)
+        for name, thing in there.items():
+            thing(out / name, secret)
+        before, kept = seen(out), seen(secret.parent)
+        if command == "train":
+            drawn.override({"out": str(out)}).write(root / "recipe.json")
+            main(["train", str(root / "recipe.json"), "--device", "cpu", "--dry-run"])
+            assert seen(out) == before
+        else:
+            given = out / "answers.jsonl" if command == "answer" else out
+            main([command, drawn.model, *data, "--out", str(given)])
+            assert before.items() <= seen(out).items()
+        assert seen(secret.parent) == kept
+
+    check()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
@@ -208,3 +210,56 @@ def test_every_command_refuses_a_model_that_is_not_whole(drawn, model, tmp_path,
     printed = "".join(capfd.readouterr())
     assert "tower was left out" in printed, printed
     assert not out.exists()
+
+
+FEW = settings(max_examples=60, derandomize=True, deadline=None)
+MANY = settings(max_examples=3_000, derandomize=True, deadline=None)
+PART = st.text("abcdefghijklmnopqrstuvwxyz_.0123456789", min_size=1, max_size=12)
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["drop", "rename", "prefix", "part", "add", "reshape", "same"]),
+        st.integers(0, 10_000),
+        PART,
+    ),
+    max_size=4,
+)
+
+
+def changed(weights: dict, changes: list[tuple[str, int, str]]) -> dict:
+    """Weights with some of them left out, called otherwise or of another shape."""
+    weights = dict(weights)
+    for kind, number, text in changes:
+        name = sorted(weights)[number % len(weights)]
+        if kind == "add":
+            weights[text] = torch.zeros(1)
+        elif kind == "reshape":
+            weights[name] = torch.zeros(number % 7 + 1)
+        elif kind != "same":
+            weight = weights.pop(name)
+            parts = name.split(".")
+            parts.insert(number % len(parts), text)
+            new = {"rename": text, "prefix": text + name, "part": ".".join(parts)}
+            if kind in new:
+                weights[new[kind]] = weight
+    return weights
+
+
+@pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
+def test_a_model_is_whole_or_refused_whatever_is_changed(drawn, tmp_path_factory, profile):
+    folder = Path(shutil.copytree(drawn.model, tmp_path_factory.mktemp("changed") / "model"))
+    whole = load_file(folder / WHOLE)
+
+    @profile
+    @given(CHANGES)
+    def check(changes):
+        new = changed(whole, changes)
+        save_file(new, folder / WHOLE, metadata={"format": "pt"})
+        shapes = {name: weight.shape for name, weight in new.items()}
+        if shapes == {name: weight.shape for name, weight in whole.items()}:
+            require_whole(str(folder))
+            return
+        with pytest.raises(ValueError, match="weights") as raised:
+            require_whole(str(folder))
+        assert len(str(raised.value)) < 2_000
+
+    check()
