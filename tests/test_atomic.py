@@ -12,8 +12,9 @@ from glm4v_patched.atomic import write_atomically
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.pictures import PictureFiles
 from glm4v_patched.data.stored_rows import RowsWriter
-from glm4v_patched.finetune.run_folder import RECORD, REPORT, begin, close_record
+from glm4v_patched.finetune.run_folder import RECORD, begin, close_record
 from glm4v_patched.finetune.worker import _write_report
+from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe
 

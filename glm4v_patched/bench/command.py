@@ -13,10 +13,10 @@ from pathlib import Path
 from ..engine.environment import python_module, run_within, torch_launcher, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
-from ..inference.speed import add_speed_arguments, measure_speed, refuse_generation
 from ..installed_versions import versions
 from ..option_fields import add_option, given
 from .charts import check_drawable, draw_pictures
+from .generation import add_speed_arguments, measure_speed, refuse_generation
 from .machine import require_machine
 from .settings import Settings
 from .table import COLUMNS, add_rows, cells_of, insert, markdown_table, read_rows

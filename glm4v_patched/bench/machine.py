@@ -9,7 +9,8 @@ from .settings import Settings, in_own_words
 def require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bool) -> None:
     """Raise ``ValueError`` with a line for each thing that this machine lacks, as a recipe would be
     refused. What may fit is tried: only what is surely too large is refused."""
-    from ..finetune.preflight import Device, faults_of_device, place
+    from ..finetune.preflight import faults_of_device
+    from ..models.placement import Device, place
 
     device: Device = "cpu" if on_cpu else "cuda"
     asked = measurements[0]

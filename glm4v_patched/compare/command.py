@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     code = describe_code(folder)
     if not options.run_code:
         raise ValueError(f"compare runs {code}\nTo have it run: --run-code")
-    from ..finetune.preflight import place
+    from ..models.placement import place
 
     device: Literal["cuda", "cpu"] = options.device or _device()
     place(1, device)

@@ -26,11 +26,11 @@ from ..engine.gpus import find_gpus
 from ..finetune.config import Data, Engine, Recipe, TrainerFields
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
-from ..finetune.preflight import Device, Placement, place
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_pictures, question_of
 from ..inference.scoring import exact_match, mean_score, swap_pictures
+from ..models.placement import Device, Placement, place
 from .pictures import draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 

@@ -8,14 +8,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..atomic import require_apart
 from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
 from ..finetune.config_file import RecipeError
 from ..finetune.config_trainer import total_steps
-from ..finetune.origin import Base, base_of, pin
-from ..finetune.preflight import Device, Placement, examine
-from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
+from ..finetune.origin import base_of
+from ..finetune.preflight import examine
+from ..finetune.run_folder import fault_of_lock, require_usable
+from ..models.base import Base, pin
+from ..models.placement import Device, Placement
 from ..models.weights import require_whole
 from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
@@ -148,7 +151,7 @@ def _check_model(recipe: Recipe, base: Base) -> Iterator[Finding]:
 
 
 def _check_processor(recipe: Recipe, base: Base, config: "ChatGLMConfig") -> Finding:
-    from ..inference.loading import load_processor
+    from ..models.loading import load_processor
 
     try:
         processor = load_processor(base)

@@ -29,16 +29,12 @@ from ..remote.visual import MLP
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
 from .fp8_gelu import quantise_rows_of_gelu
+from .fp8_numbers import E4M3, product, quantise_rows
 from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""Of e4m3."""
-# Below, a row's scale could not be inverted in fp32; what is so small counts as zero.
-SMALLEST = 1e-30
 MULTIPLE = 16
 """Channels of a layer are a multiple of it: what the GPU's products take."""
 
@@ -88,34 +84,6 @@ def _sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
     yield "multi_query_group_num * kv_channels", config.multi_query_group_num * config.kv_channels
     yield "vision_config.hidden_size", config.vision.hidden_size
     yield "vision_config.intermediate_size", config.vision.intermediate_size
-
-
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in fp32 that
-    give it back. NaN and infinity make their row NaN."""
-    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
-    # By a product: its rounding is far below that of e4m3, so nothing rounds beyond the largest.
-    quantised = (x.float() * (LARGEST / largest)).to(E4M3)
-    return quantised.contiguous(), largest / LARGEST
-
-
-def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
-    """bf16 ``(T, N)`` of two quantised tensors ``(T, K)`` and ``(N, K)``, with scales ``(T, 1)``
-    and ``(N, 1)``."""
-    if not len(left):
-        return left_scale.new_empty(0, len(right), dtype=torch.bfloat16)
-    if left.is_cpu:  # in tests; torch 2.11 takes one scale for all there
-        one = left_scale.new_ones(())
-        sums = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
-        return (sums * (left_scale * right_scale.t())).bfloat16()
-    return torch._scaled_mm(
-        left,
-        right.t(),  # the layout that the GPU takes: channels of a row side by side in both
-        scale_a=left_scale,
-        scale_b=right_scale.t(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
 
 
 class _QuantisedWhereUsed(torch.autograd.Function):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from .fp8_numbers import quantise_rows
+
 
 def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """GELU of ``x + bias``, in e4m3 with a scale for each row. It has no gradient.
@@ -17,7 +19,7 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         bias: ``(C,)``.
 
     Returns:
-        As :func:`fp8.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
+        As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
     """
     return _quantise_rows_of_gelu(x, bias)
 
@@ -25,8 +27,6 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 # An operator, so that compilers call it as it is.
 @torch.library.custom_op("glm4v_patched::quantise_rows_of_gelu", mutates_args=())
 def _quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    from .fp8 import quantise_rows
-
     return quantise_rows(gelu(x.float() + bias.float()))
 
 
@@ -39,6 +39,6 @@ def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 @_quantise_rows_of_gelu.register_kernel("cuda")
 def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    from . import fp8_triton
+    from . import fp8_triton  # takes Triton
 
     return fp8_triton.quantise_rows_of_gelu(x, bias)

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import training_environment
+from ..models.placement import Placement, place
 from ..printed import error_text
 from .config import Recipe
 from .config_file import RecipeError
 from .launch import prepared, require_installed
-from .preflight import Placement, check, place
+from .preflight import check
 from .start_options import add_recipe, add_start
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

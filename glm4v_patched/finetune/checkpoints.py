@@ -26,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .origin import Origin, Rows, digest
+from ..models.base import digest
+from .origin import Origin, Rows
 
 MANIFEST = "complete.json"
 PARTIAL_MANIFEST = MANIFEST + ".partial"

@@ -16,9 +16,9 @@ from ..data.loading import BATCHES_AHEAD, workers_with_room
 from ..data.stored_rows import Conversations
 from ..inference.answer_worker import Answerer, batches
 from ..inference.contact_sheet import draw_sheet
-from ..inference.loading import Loaded
 from ..inference.questions import Generation, question_of
 from ..inference.scoring import exact_match
+from ..models.loading import Loaded
 from ..remote.loss import IGNORE_INDEX
 
 

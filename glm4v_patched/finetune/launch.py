@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ..atomic import require_apart
 from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
+from ..models.base import Base, pin, read_report, require_recorded_base
+from ..models.placement import Placement
 from ..models.weights import require_whole
 from ..printed import own_command, pip_install, printable
 from .config import Recipe
 from .config_trainer import save_strategy, total_steps
 from .disk import fault_of_space
-from .origin import Base, base_of, is_longer, length_of, pin, require_recorded_base
-from .preflight import Placement
-from .run_folder import begin, close_record, locked, read_report, require_apart, require_usable
+from .origin import base_of, is_longer, length_of
+from .run_folder import begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:
     from ..data.checked_data import CheckedData

@@ -3,33 +3,22 @@
 Needs no torch. Models are known by their contents, so that folders may move.
 """
 
-import hashlib
-import re
-import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..engine.options import is_lora
-from ..models.weights import shapes_of
-from ..patch.config_json import is_glm4v, read_object
-from ..printed import shorten
+from ..models.base import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Base,
+    base_of_adapters,
+    tensor_names,
+)
+from ..patch.config_json import read_object
 from .config import Lora, Recipe
-from .run_folder import read_report
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# All of a model's folder that changes what is computed.
-MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
-MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
-MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
-NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
-SECONDS_FOR_A_PATTERN = 5
-WHOLE_UP_TO = 64 * 2**20  # bytes
-BLOCK, BLOCKS = 64 * 2**10, 64
 
 
 @dataclass(frozen=True)
@@ -97,21 +86,6 @@ class Origin:
     rows: Rows
 
 
-@dataclass(frozen=True)
-class Base:
-    """The model that training starts from.
-
-    Args:
-        model: Folder or id of the Hub of the weights that are no adapters.
-        revision: Of an id of the Hub; its commit, once it is known.
-        adapters: Folder of the LoRA adapters that go on being trained, if any.
-    """
-
-    model: str
-    revision: str | None = None
-    adapters: Path | None = None
-
-
 def length_of(recipe: Recipe) -> dict[str, float]:
     """How long a recipe trains: its steps, or where it leaves them open its epochs."""
     if recipe.trainer.max_steps is not None:
@@ -141,89 +115,6 @@ def base_of(recipe: Recipe) -> Base:
     return base
 
 
-def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
-    """Where the model under the LoRA adapters in a folder lies.
-
-    Args:
-        revision: Of that model, if it is an id of the Hub.
-
-    Raises:
-        ValueError: there are no adapters, or a model beside them, or their model is no glm-4v.
-    """
-    if any(folder.glob("model*.safetensors")):
-        raise ValueError(
-            f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
-            "move one of them away"
-        )
-    config = read_object(folder / ADAPTER_CONFIG)
-    kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
-    if kind != "LORA" or not isinstance(model, str) or not model:
-        raise ValueError(
-            f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
-            f"{model!r}; expected LORA, and where the model under the adapters lies"
-        )
-    weights = folder / ADAPTER_WEIGHTS
-    if not weights.is_file():
-        raise ValueError(f"{weights} is missing: expected adapters as safetensors")
-    _require_quick_patterns(folder, config)
-    if revision is not None and Path(model).is_dir():
-        raise ValueError(
-            f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
-            "folder; expected null"
-        )
-    if Path(model).is_dir():
-        _require_glm4v(Path(model), folder)
-    return Base(model, revision or config.get("revision"), folder)
-
-
-def _require_quick_patterns(folder: Path, config: dict) -> None:
-    """Raise ``ValueError`` for a regular expression that is none, or would keep peft for minutes.
-
-    peft compares them with the name of each module, and so does this, for seconds at most.
-    """
-    fields = ("target_modules", "exclude_modules", "layers_pattern")
-    given = [(name, value) for name in fields if isinstance(value := config.get(name), str)]
-    for name in ("rank_pattern", "alpha_pattern"):
-        given += [(name, key) for key in config.get(name) or {}]
-    modules = {n.rpartition(".lora_")[0] for n in _tensor_names(folder / ADAPTER_WEIGHTS)}
-    modules |= {n.rpartition(".")[0] for n in shapes_of(Path(config["base_model_name_or_path"]))}
-    for name, pattern in given:
-        place = f"{folder / ADAPTER_CONFIG}: {name}"
-        try:
-            with time_limit(SECONDS_FOR_A_PATTERN):
-                compiled = re.compile(pattern)
-                for module in sorted(modules):
-                    compiled.fullmatch(module)
-        except (re.error, RecursionError, OverflowError) as error:
-            told = f"{place} is no regular expression ({error})"
-            raise ValueError(f"{told}; expected one for names of modules") from None
-        except TimeoutError:
-            raise ValueError(
-                f"{place} was compared with {len(modules):,} names of modules for more than "
-                f"{SECONDS_FOR_A_PATTERN} s: {shorten(pattern)}; expected one without repetitions "
-                "of repetitions, or a list of names"
-            ) from None
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the main thread, the only one that has such a clock."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _require_continuable(recipe: Recipe, folder: Path) -> None:
     if not is_lora(recipe.trained):
         raise ValueError(
@@ -231,7 +122,7 @@ def _require_continuable(recipe: Recipe, folder: Path) -> None:
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
             "other weights, merge them into their model first (glm4v-patched merge)"
         )
-    on_tower = any(".vision." in name for name in _tensor_names(folder / ADAPTER_WEIGHTS))
+    on_tower = any(".vision." in name for name in tensor_names(folder / ADAPTER_WEIGHTS))
     if on_tower != (recipe.trained == "lora_all"):
         has = "tower and language model" if on_tower else "the language model"
         raise ValueError(
@@ -241,7 +132,7 @@ def _require_continuable(recipe: Recipe, folder: Path) -> None:
     _require_same_lora(recipe.lora, folder, read_object(folder / ADAPTER_CONFIG))
     if (asked := recipe.lora.options(recipe.trained).targets) is not None:
         found = {
-            n.rsplit(".", 3)[1] for n in _tensor_names(folder / ADAPTER_WEIGHTS) if ".lora_A." in n
+            n.rsplit(".", 3)[1] for n in tensor_names(folder / ADAPTER_WEIGHTS) if ".lora_A." in n
         }
         if found != {*asked}:
             raise ValueError(
@@ -264,114 +155,3 @@ def _require_same_lora(lora: Lora, folder: Path, config: dict) -> None:
                 f"the adapters in {folder} have {names.get(field, field)} {there}, and lora.{field}"
                 f" is {asked}; expected the same, or null"
             )
-
-
-def _require_glm4v(model: Path, adapters: Path) -> None:
-    if (model / ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
-        )
-    config = read_object(model / "config.json")
-    if not is_glm4v(config):
-        raise ValueError(
-            f"{adapters} are adapters of {model}, which is no glm-4v: its model_type is "
-            f"{config.get('model_type')!r}, and its vision_config {config.get('vision_config')!r}"
-        )
-
-
-def _tensor_names(weights: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(weights, framework="numpy") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{weights} cannot be read: {error}") from None
-
-
-def require_recorded_base(base: Base) -> None:
-    """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
-    if base.adapters is None:
-        return
-    recorded = read_report(base.adapters).get("base")
-    found = identify(replace(base, adapters=None))
-    if isinstance(recorded, dict) and recorded != found:
-        names = sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n))
-        told = [f"{n}: {recorded.get(n)} there, {found.get(n)} now" for n in names]
-        raise ValueError(
-            f"the adapters in {base.adapters} were trained on another model than {base.model} is "
-            f"now; put that one back, or begin new adapters on this one\n  " + "\n  ".join(told)
-        )
-
-
-def not_had(name: str, error: Exception) -> str:
-    """What is said where neither a folder nor the Hub has a model or adapters."""
-    return f"{name} is no folder here, and cannot be had from the Hub: {error}"
-
-
-def pin(base: Base) -> Base:
-    """The same with the commit of an id of the Hub, so that all processes load one and the same,
-    now and when the run is continued.
-
-    Raises:
-        ValueError: there is no such model, or it is adapters, or the Hub does not answer.
-    """
-    if Path(base.model).is_dir():
-        return base
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
-        commit = config.parent.name
-        try:
-            hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
-            has_adapters = True
-        except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
-            has_adapters = False
-    except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
-        raise ValueError(not_had(base.model, error)) from None
-    if has_adapters:
-        raise ValueError(
-            f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
-            f"{base.model} --local-dir FOLDER` makes it"
-        )
-    if base.adapters is not None:
-        _require_glm4v(config.parent, base.adapters)
-    return replace(base, revision=commit)
-
-
-def identify(base: Base) -> dict[str, str]:
-    """Digests of the files of a model, and of adapters; of the Hub's, the commit."""
-    found = {}
-    folder = Path(base.model)
-    if folder.is_dir():
-        for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
-            if path.name != NOT_OF_MODEL:
-                found[path.name] = digest(path)
-    else:
-        found["model on the Hub"] = f"{base.model} at {base.revision}"
-    if base.adapters is not None:
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            found[f"adapters: {name}"] = digest(base.adapters / name)
-    return found
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it.
-
-    The first and the last block are among them. What changes all of a file is noticed; a byte
-    between the blocks is not.
-    """
-    size = path.stat().st_size
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= WHOLE_UP_TO:
-            while part := file.read(2**20):
-                found.update(part)
-            return found.hexdigest()
-        found.update(str(size).encode())
-        for number in range(BLOCKS):
-            file.seek(number * (size - BLOCK) // (BLOCKS - 1))
-            found.update(file.read(BLOCK))
-    return f"{found.hexdigest()} (of samples)"

@@ -8,41 +8,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..data.sets import Source, fault_of_path, fault_of_set, make_sources
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
 from ..engine.options import require_packages
-from ..models.weights import fault_of_model_folder
+from ..models.find import fault_of_model
+from ..models.placement import Device, NoPlace, Placement, place
 from .config import Recipe, check_values, located
-from .config_file import Document, Fault, RecipeError, read_document, shown
+from .config_file import Document, Fault, read_document, shown
 from .disk import fault_of_space
 from .origin import base_of
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
-
-Device = Literal["cuda", "cpu"]
-
-# Names of the Hub: OWNER/NAME, of letters, digits, "-", "_" and ".", neither "--" nor ".." inside.
-HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<![.-])", re.ASCII)
-LONGEST_HUB_ID = 96
-
-
-@dataclass(frozen=True)
-class Placement:
-    """On what a training runs: so many processes, each on a GPU of its own, or all on the CPU."""
-
-    processes: int
-    on_cpu: bool = False
-    local_processes: int | None = None
-    """Those on this machine; None for all."""
-
-    @property
-    def share(self) -> float:
-        """Of all processes, those on this machine."""
-        return (self.local_processes or self.processes) / self.processes
 
 
 def check(
@@ -93,52 +73,14 @@ def examine(
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
     faults = [*checked.faults, *_faults_here(checked.known, device, processes)]
-    placement = _place(processes, device, checked.known.get("engine.zero_stage", 3))
-    if isinstance(placement, Fault):
-        faults.append(placement)
+    placement = None
+    try:
+        placement = place(processes, device, checked.known.get("engine.zero_stage", 3))
+    except NoPlace as error:
+        faults.append(Fault(error.field, str(error)))
     if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
         faults.append(Fault("model", text))
-    found = placement if isinstance(placement, Placement) else None
-    return Examined(document, faults, checked.recipe, found)
-
-
-def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
-    """Args:
-        processes: None for one on each GPU; on a CPU, or without ZeRO, for a single one.
-        device: "cpu", to train without GPUs, however many there are.
-
-    Raises:
-        RecipeError: there are fewer GPUs than processes, or several processes and no ZeRO.
-    """
-    placement = _place(processes, device, zero_stage)
-    if isinstance(placement, Fault):
-        raise RecipeError(placement.text)
-    return placement
-
-
-def _place(processes: int | None, device: Device, zero_stage: int) -> Placement | Fault:
-    if zero_stage == 0 and processes not in (None, 1):
-        return Fault(
-            "engine.zero_stage",
-            f"engine.zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
-            "expected --processes 1, or engine.zero_stage 1, 2 or 3",
-        )
-    if device == "cpu":
-        return Placement(processes or 1, on_cpu=True)
-    gpus = find_gpus()
-    if not gpus.found:
-        return Fault(
-            "--device",
-            f"there is no GPU: {gpus.reason}; to use the CPU all the same: --device cpu",
-        )
-    wanted = processes or (1 if zero_stage == 0 else len(gpus))
-    if len(gpus) < wanted:
-        return Fault(
-            "--processes",
-            f"{wanted} processes on {len(gpus)} GPUs: each needs one of its own; expected "
-            f"--processes {len(gpus)}{' or fewer' * (len(gpus) > 1)}, or --device cpu",
-        )
-    return Placement(wanted)
+    return Examined(document, faults, checked.recipe, placement)
 
 
 def _faults_here(
@@ -198,17 +140,6 @@ def _fault_of_fp8(device: Device, processes: int | None) -> str | None:
     capabilities = compute_capabilities(len(gpus)) if gpus else []
     faults = (fault_of_fp8(g.name, c) for g, c in zip(gpus, capabilities, strict=True))
     return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)
-
-
-def fault_of_model(model: str) -> str | None:
-    """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
-    if os.path.isdir(model):
-        return fault_of_model_folder(Path(model))
-    expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
-    if os.path.lexists(model):
-        return f"a file, or a link to nothing; {expected}"
-    is_id = HUB_ID.fullmatch(model) and len(model) <= LONGEST_HUB_ID
-    return None if is_id else f"there is no such folder; {expected}"
 
 
 def _fault_of_adapters(recipe: Recipe) -> str | None:

@@ -20,10 +20,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
+from ..models.base import REPORT, read_report
 
 LOCK = "run.lock"
 RECORD = "run.json"
-REPORT = "training.json"
 # The trained model or adapters, and what lies beside them to load them.
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"]
 BESIDE = ["config.json", "generation_config.json", "adapter_config.json", "chat_template.jinja"]
@@ -50,19 +50,6 @@ def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
         for path in folder.iterdir()
         if CHECKPOINTS.fullmatch(path.name) or any(fnmatch(path.name, p) for p in patterns)
     )
-
-
-def require_apart(out: Path, model: Path) -> None:
-    """Raise ``ValueError`` if a run in ``out`` would write into the model's folder, or lies
-    around it; links are followed."""
-    out, model = out.resolve(), model.resolve()
-    cure = "expected out to be a folder of its own, beside the model's"
-    if out == model:
-        raise ValueError(f"out is the model's own folder, {model}, and would replace it; {cure}")
-    if model in out.parents:
-        raise ValueError(f"out, {out}, lies in the model's folder, {model}; {cure}")
-    if out in model.parents:
-        raise ValueError(f"the model's folder, {model}, lies in out, {out}; {cure}")
 
 
 @contextmanager
@@ -304,15 +291,6 @@ def _write_record(folder: Path, names: list[str] | None) -> None:
     write_atomically(folder / RECORD, json.dumps({"written": names}, indent=2))
 
 
-def read_report(folder: Path) -> dict:
-    """``training.json``, or nothing if there is none that can be read."""
-    try:
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return report if isinstance(report, dict) else {}
-
-
 def remove_weights(folder: Path) -> None:
     """Take the weights out of a folder whose run has come to nothing."""
     for path in folder.iterdir():
@@ -347,12 +325,3 @@ def _or_resume(present: list[str]) -> str:
 def _listed(names: list[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def give_usual_modes(folder: Path) -> None:
-    """Give the weights in a folder the mode of every other new file: safetensors writes them for
-    their owner alone."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    for path in folder.glob("*.safetensors"):
-        path.chmod(0o666 & ~mask)

@@ -20,7 +20,9 @@ from ..engine.memory_plan import (
 )
 from ..engine.options import PARTS, EngineOptions, parts_with_rates
 from ..engine.ram import free_ram
-from ..inference.loading import load_processor
+from ..models.base import Base
+from ..models.loading import load_processor
+from ..models.placement import Placement
 from ..printed import in_bytes
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
@@ -29,8 +31,6 @@ from .config import Recipe
 from .config_trainer import eval_strategy, rate_of, steps_in_epoch, total_steps
 from .config_warnings import find_doubts
 from .disk import needed_space
-from .origin import Base
-from .preflight import Placement
 from .worker import batch_of, options_of
 
 GIB = 2**30

@@ -13,13 +13,13 @@ from transformers import Trainer, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..atomic import give_usual_modes
 from ..data.feature_cache import TowerFeatures
 from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
 from .evaluation import Sample, mean_loss
-from .run_folder import give_usual_modes
 
 # Private names of the Trainer.
 OVERRIDDEN = ("_determine_best_metric", "_load_best_model")

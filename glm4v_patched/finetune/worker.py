@@ -42,7 +42,8 @@ from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, Batch, decide, estimate, free_memory
 from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
-from ..inference.loading import load_processor
+from ..models.base import REPORT, Base, identify, pin
+from ..models.loading import load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -67,9 +68,9 @@ from .config_trainer import (
 )
 from .divergence import Diverged, as_json
 from .evaluation import Sample
-from .origin import Base, Origin, Rows, base_of, identify, is_longer, length_of, pin
+from .origin import Origin, Rows, base_of, is_longer, length_of
 from .progress import LossPlot, Measurements, ProgressBar
-from .run_folder import REPORT, SHEET, remove_weights
+from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
 from .trainer import RecipeTrainer, Schedule
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..data.sources import Source
 from ..data.workers import Ended, ask_all
 from ..engine.environment import python_module, training_environment
-from ..finetune.origin import Base, identify
-from ..finetune.preflight import Placement, place
+from ..models.base import Base, identify
+from ..models.find import find_source
+from ..models.placement import Placement, place
+from ..models.quantised_weights import check_weights
 from .answers_file import AnswersFile, Line
-from .model_source import find_source
-from .quantised_weights import check_weights
 from .questions import (
     Generation,
     Question,
@@ -132,7 +132,7 @@ def answers(
     if not questions:
         return
     from .answer_worker import Answer, Answerer, Job, batches  # imports torch
-    from .static_cache import chosen
+    from .decoding.static_cache import chosen
 
     device = "cpu" if placement.on_cpu else "cuda"
     number = min(placement.processes, -(-len(questions) // request.batch_size))
@@ -140,7 +140,7 @@ def answers(
     steps = -(-len(parts) // number) * request.generation.max_new_tokens
     cache = chosen(request.cache, device, steps, request.weights)
     if number == 1:
-        from .loading import load
+        from ..models.loading import load
 
         loaded = load(base, device, request.weights)
         answerer = Answerer(loaded, request.generation, cache)
@@ -179,9 +179,9 @@ def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
 
 
 def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
+    from ..models.loading import load_processor
     from ..remote.configuration_chatglm import ChatGLMConfig
     from .answer_worker import require_room
-    from .loading import load_processor
 
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     new = request.generation.max_new_tokens

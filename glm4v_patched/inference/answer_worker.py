@@ -15,10 +15,10 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from ..data.workers import answer_until_input_ends
-from ..finetune.origin import Base
-from .loading import Loaded, load
+from ..models.base import Base
+from ..models.loading import Loaded, load
+from .decoding.static_cache import StaticCaches
 from .questions import Generation, Question
-from .static_cache import StaticCaches
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import find_fault
-from ..finetune.preflight import place
+from ..models.find import find_source
+from ..models.placement import place
+from ..models.quantised_weights import check_weights
 from ..printed import printable
-from .model_source import find_source
-from .quantised_weights import check_weights
 from .questions import Generation
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def chat(
     placement = place(1, device)
     base = find_source(model, revision, weights)
 
+    from ..models.loading import load
     from ..remote.configuration_chatglm import ChatGLMConfig
     from .answer_worker import Answerer
-    from .loading import load
-    from .static_cache import chosen
+    from .decoding.static_cache import chosen
 
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
     limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length

@@ -11,10 +11,10 @@ from typing import Any
 
 from .. import __version__
 from ..atomic import require_file, write_atomically
+from ..models.find import find_source
 from .answer import Request, answer_questions, settings_of
 from .answers_file import Line
 from .contact_sheet import draw_sheet
-from .model_source import find_source
 from .questions import digest_pictures, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_pictures
 

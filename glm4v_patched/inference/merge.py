@@ -15,14 +15,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..atomic import require_inside
+from ..atomic import give_usual_modes, require_apart, require_inside
 from ..engine.folders import nearest
-from ..finetune.origin import ADAPTER_CONFIG, Base
-from ..finetune.preflight import fault_of_model
-from ..finetune.run_folder import give_usual_modes, require_apart
+from ..models.base import ADAPTER_CONFIG, Base
+from ..models.find import adapters_of_hub, fault_of_model, find_source
 from ..models.weights import INDEX, shards_of
 from ..printed import in_bytes
-from .model_source import adapters_of_hub, find_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -293,9 +291,9 @@ def _write_rest(base: Base, folder: Path, out: Path) -> None:
     import torch
     from transformers.dynamic_module_utils import custom_object_save
 
+    from ..models.loading import load_processor
     from ..remote.configuration_chatglm import ChatGLMConfig
     from ..remote.modeling_chatglm import GLM4VForCausalLM
-    from .loading import load_processor
 
     config = ChatGLMConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -321,8 +319,8 @@ def _logits(base: Base, device: str) -> list["Tensor"]:
     import torch
     from PIL import Image
 
+    from ..models.loading import load
     from .answer_worker import Answerer
-    from .loading import load
     from .questions import Generation
 
     loaded = load(base, device)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..finetune.preflight import place
+from ..models.find import find_source
+from ..models.placement import place
+from ..models.quantised_weights import check_weights
 from ..printed import pip_install
 from .chat import check_picture, question
-from .model_source import find_source
-from .quantised_weights import check_weights
 from .questions import Generation
 from .serving.errors import ApiError
 from .serving.limits import Limits
@@ -58,9 +58,9 @@ def chat_in_browser(
         port = listener.getsockname()[1]
     bases = [find_source(model, revision, weights) for model in models]
 
+    from ..models.loading import load
     from ..remote.configuration_chatglm import ChatGLMConfig
     from .answer_worker import Answerer
-    from .loading import load
     from .serving.engine import Engine
 
     generation = generation or Generation()

@@ -28,8 +28,8 @@ from glm4v_patched.data.decoding import find_fault, read_facts, read_facts_of_al
 from glm4v_patched.data.rendering import measure_all
 from glm4v_patched.demo.tiny_model import build_processor, tiny_config
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, train
+from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.recipes import drawn_recipe
 

@@ -11,7 +11,7 @@ from glm4v_patched.data.sources import write_conversations
 from glm4v_patched.demo import command as demo
 from glm4v_patched.demo.command import run_demo
 from glm4v_patched.demo.pictures import draw_data_set
-from glm4v_patched.finetune.preflight import Placement
+from glm4v_patched.models.placement import Placement
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.origin import Base
 from glm4v_patched.finetune.worker import CHECKED_DATA, check_data
+from glm4v_patched.models.base import Base
 from tests.helpers.processes import run_two_processes
 from tests.helpers.recipes import drawn_recipe
 

@@ -16,8 +16,7 @@ from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe, RecipeError
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.origin import Origin, Rows, base_of, identify
-from glm4v_patched.finetune.preflight import Placement
+from glm4v_patched.finetune.origin import Origin, Rows, base_of
 from glm4v_patched.finetune.worker import (
     FREE_WHEN_RESUMING,
     RecipeTrainer,
@@ -25,6 +24,8 @@ from glm4v_patched.finetune.worker import (
     settings_of,
     starting_point,
 )
+from glm4v_patched.models.base import identify
+from glm4v_patched.models.placement import Placement
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import built, decided, recipe
 from tests.helpers.tiny import golden_weights, tiny_model

@@ -21,10 +21,10 @@ from glm4v_patched.finetune.config import Recipe, RecipeError, fields
 from glm4v_patched.finetune.config_trainer import steps_in_epoch, total_steps, warmup
 from glm4v_patched.finetune.disk import checkpoints_at_once
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.finetune.training_arguments import installed_fields, refusal
 from glm4v_patched.finetune.worker import settings_of, starting_point
+from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
 
 

@@ -15,8 +15,8 @@ from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import Rows
-from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.worker import Schedule, check_data, starting_point
+from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import built, drawn_recipe, train_here
 

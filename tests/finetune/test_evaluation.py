@@ -15,8 +15,8 @@ from glm4v_patched.finetune.config import Recipe, RecipeError
 from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, rows_of
 from glm4v_patched.inference.answer_worker import Answerer
-from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.questions import Generation
+from glm4v_patched.models.loading import load
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, recipe, train_here

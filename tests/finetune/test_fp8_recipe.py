@@ -14,6 +14,7 @@ from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.config_file import RecipeError
 from glm4v_patched.finetune.preflight import examine
+from glm4v_patched.models import placement
 from tests.helpers.recipes import LEAST, drawn_recipe, recipe, train_here
 
 
@@ -51,13 +52,15 @@ def faults(tmp_path: Path, device: str = "cuda") -> list[str]:
 
 def test_a_gpu_that_cannot_is_told_before_anything_starts(tmp_path, monkeypatch):
     cards = Gpus((Gpu("NVIDIA L4", 24 * 10**9), Gpu("NVIDIA A100", 80 * 10**9)))
-    monkeypatch.setattr(preflight, "find_gpus", lambda: cards)
+    for module in (preflight, placement):
+        monkeypatch.setattr(module, "find_gpus", lambda: cards)
     monkeypatch.setattr(preflight, "compute_capabilities", lambda number: [(8, 9), (8, 0)][:number])
     (told,) = faults(tmp_path)
     assert "compute capability 8.9 or newer (Ada, Hopper), and NVIDIA A100 has 8.0" in told
     monkeypatch.setattr(preflight, "compute_capabilities", lambda number: [(8, 9), (9, 0)])
     assert faults(tmp_path) == []
-    monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus((), "no driver"))
+    for module in (preflight, placement):
+        monkeypatch.setattr(module, "find_gpus", lambda: Gpus((), "no driver"))
     assert faults(tmp_path) == []  # of which another fault tells
     (told,) = faults(tmp_path, device="cpu")
     assert told.startswith("engine.fp8 is true, which runs on a GPU, and --device is cpu")

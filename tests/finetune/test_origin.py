@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from glm4v_patched.finetune import origin
-from glm4v_patched.finetune.origin import Base, Rows, base_of, digest, identify, pin
+from glm4v_patched.finetune.origin import Rows, base_of
+from glm4v_patched.models import base as base_of_models
+from glm4v_patched.models.base import Base, digest, identify, pin
 from tests.helpers.recipes import recipe
 
 LANGUAGE = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
@@ -63,8 +64,8 @@ def test_a_model_is_known_by_its_pickled_weights(tmp_path, name):
 
 
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(origin, "WHOLE_UP_TO", 1000)
-    monkeypatch.setattr(origin, "BLOCK", 10)
+    monkeypatch.setattr(base_of_models, "WHOLE_UP_TO", 1000)
+    monkeypatch.setattr(base_of_models, "BLOCK", 10)
     file = tmp_path / "file"
     content = bytearray(torch.arange(256).repeat(100).to(torch.uint8).numpy().tobytes())
     file.write_bytes(content)
@@ -155,7 +156,7 @@ def test_adapters_of_what_is_no_glm4v_are_refused(tmp_path):
 def test_patterns_of_adapters_that_would_keep_peft_for_ever_are_refused(
     tmp_path, monkeypatch, field, value, told
 ):
-    monkeypatch.setattr(origin, "SECONDS_FOR_A_PATTERN", 1)
+    monkeypatch.setattr(base_of_models, "SECONDS_FOR_A_PATTERN", 1)
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"), **{field: value})
     with pytest.raises(ValueError, match=rf"adapter_config.json: {field}.* {told}"):
         base_of(recipe({"model": str(folder), "trained": "lora_lm"}))

@@ -29,13 +29,11 @@ from glm4v_patched.finetune import disk, preflight
 from glm4v_patched.finetune.config import fields
 from glm4v_patched.finetune.config_file import RecipeError, place_all
 from glm4v_patched.finetune.disk import checkpoints_at_once, saved_bytes
-from glm4v_patched.finetune.origin import ADAPTER_WEIGHTS
-from glm4v_patched.finetune.preflight import (
-    Placement,
-    check,
-    place,
-)
+from glm4v_patched.finetune.preflight import check
 from glm4v_patched.finetune.worker import require_gpu
+from glm4v_patched.models import placement
+from glm4v_patched.models.base import ADAPTER_WEIGHTS
+from glm4v_patched.models.placement import Placement, place
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.recipes import LEAST, recipe
@@ -49,7 +47,8 @@ def has_gpus(monkeypatch):
     """Makes this a machine with so many GPUs."""
 
     def have(number: int, reason: str = "") -> None:
-        monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus((H200,) * number, reason))
+        for module in (preflight, placement):
+            monkeypatch.setattr(module, "find_gpus", lambda: Gpus((H200,) * number, reason))
 
     return have
 

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from glm4v_patched.atomic import give_usual_modes, require_apart
 from glm4v_patched.finetune import run_folder
 from glm4v_patched.finetune.run_folder import (
     LOCK,
     RECORD,
     begin,
     close_record,
-    give_usual_modes,
     locked,
     remove_weights,
-    require_apart,
     require_usable,
 )
 

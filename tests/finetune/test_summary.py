@@ -14,9 +14,9 @@ from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import disk, progress, worker
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.preflight import Placement
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
 from glm4v_patched.finetune.summary import Plan, fault_of_memory, show_sample
+from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from glm4v_patched.inference import speed_worker
-from glm4v_patched.inference.generation_loop import draw_ahead
-from glm4v_patched.inference.static_cache import StaticCaches, compiling
+from glm4v_patched.bench import generation_worker
+from glm4v_patched.inference.decoding.loop import draw_ahead
+from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
 
 LOOPS: dict[str, dict[str, Any]] = {"theirs": {}, "ours": {"custom_generate": draw_ahead}}
 WAYS = ("compiled", "not compiled")
@@ -61,7 +61,7 @@ class Answers:
     def __init__(self, model, settings: dict, batch: int, way: str):
         self.model, self.batch, self.way = model, batch, way
         self.new, self.device = settings["new_tokens"], torch.device(settings["device"])
-        self.inputs = speed_worker.prompts(model.config, settings, batch, self.device)
+        self.inputs = generation_worker.prompts(model.config, settings, batch, self.device)
         self.inputs["pixel_values"] = self.inputs["pixel_values"].to(model.dtype)
         self.caches = StaticCaches(model, step=256, fullgraph=True)
         images = model.config.vision.num_image_tokens + 2
@@ -77,13 +77,13 @@ class Answers:
             config = compiling(self.batch, {"triton.cudagraphs": False}, fullgraph=True)
             config._compile_all_devices = True
             given["compile_config"] = config
-        speed_worker.synchronize(self.device)
+        generation_worker.synchronize(self.device)
         began = time.perf_counter()
         ids = self.model.generate(
             **self.inputs, **given, **LOOPS[loop], **more, max_new_tokens=self.new,
             do_sample=False, eos_token_id=None, pad_token_id=self.model.config.pad_token_id,
         )  # fmt: skip
-        speed_worker.synchronize(self.device)
+        generation_worker.synchronize(self.device)
         return ids[:, -self.new :].cpu(), time.perf_counter() - began
 
 
@@ -170,9 +170,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings |= {"attn_implementation": "sdpa", "compile_layers": False, "against": None}
     settings |= {"weights": None}
     torch.manual_seed(0)
-    model = speed_worker.build(settings).to(DTYPES[options.dtype])
-    common = settings | {"dtype": options.dtype, "versions": speed_worker.versions()}
-    common["device"] = speed_worker.name_of(torch.device(options.device))
+    model = generation_worker.build(settings).to(DTYPES[options.dtype])
+    common = settings | {"dtype": options.dtype, "versions": generation_worker.versions()}
+    common["device"] = generation_worker.name_of(torch.device(options.device))
     rows: list[dict] = []
     for way in options.ways or WAYS[: 1 if options.device == "cpu" else 2]:
         for batch in options.batch:

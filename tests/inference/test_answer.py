@@ -13,14 +13,12 @@ from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.sources import Source
-from glm4v_patched.finetune.origin import Base, identify
 from glm4v_patched.inference import answer as module
-from glm4v_patched.inference import answers_file, static_cache
+from glm4v_patched.inference import answers_file
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answer_worker import Answer, Answerer, Words
-from glm4v_patched.inference.loading import load
+from glm4v_patched.inference.decoding import static_cache
 from glm4v_patched.inference.merge import merge
-from glm4v_patched.inference.model_source import find_source
 from glm4v_patched.inference.questions import (
     Generation,
     Question,
@@ -28,6 +26,9 @@ from glm4v_patched.inference.questions import (
     digest_questions,
     read_questions,
 )
+from glm4v_patched.models.base import Base, identify
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.processes import cpu_environment
 
@@ -43,7 +44,7 @@ def request(files, **changes) -> Request:
 
 @pytest.fixture
 def never_loads(monkeypatch):
-    from glm4v_patched.inference import loading
+    from glm4v_patched.models import loading
 
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
 

@@ -6,12 +6,12 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference import loading
 from glm4v_patched.inference.answer_worker import Answer, Answerer
 from glm4v_patched.inference.chat import Chat
-from glm4v_patched.inference.loading import load
-from glm4v_patched.inference.model_source import find_source
 from glm4v_patched.inference.questions import Generation
+from glm4v_patched.models import loading
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
 
 
 @pytest.fixture(scope="module")

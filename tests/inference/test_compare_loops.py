@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm4v_patched.inference import generation_loop
+from glm4v_patched.inference.decoding import loop as our_loop
 from tests.helpers.tiny import golden_json
 from tests.inference import compare_loops
 
@@ -48,7 +48,7 @@ def test_loops_that_agree(tmp_path):
 
 def test_a_fault_is_told_with_its_step_and_scores(tmp_path, monkeypatch):
     """From the fourth token on, the second row is given a position too many."""
-    step = generation_loop._Drawing.step
+    step = our_loop._Drawing.step
 
     @wraps(step)
     def faulty(self):
@@ -56,7 +56,7 @@ def test_a_fault_is_told_with_its_step_and_scores(tmp_path, monkeypatch):
             self.inputs["position_ids"][1] += 40
         step(self)
 
-    monkeypatch.setattr(generation_loop._Drawing, "step", faulty)
+    monkeypatch.setattr(our_loop._Drawing, "step", faulty)
     [row] = compared(tmp_path, 2)
     same = {"theirs 1, theirs 2", "ours 1, ours 2"}
     assert {pair for pair, is_same in row["same_tokens"].items() if is_same} == same

@@ -63,7 +63,7 @@ def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(
     assert evaluate(files, data, "--out", str(out)) == 0
     first = json.loads((out / "metrics.json").read_text())
     assert first["rows_cut"] == 4 and "cut at --max-new-tokens" in capsys.readouterr().out
-    from glm4v_patched.inference import loading
+    from glm4v_patched.models import loading
 
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
     assert evaluate(files, data, "--out", str(out)) == 0
@@ -94,7 +94,7 @@ def test_nothing_is_written_without_out(files, data, looks, tmp_path, monkeypatc
 def test_mistakes_are_told_before_a_model_is_loaded(
     files, data, tmp_path, monkeypatch, capsys, options, message
 ):
-    from glm4v_patched.inference import loading
+    from glm4v_patched.models import loading
 
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.chdir(tmp_path)

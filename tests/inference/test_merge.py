@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.cli import main
 from glm4v_patched.inference import merge as module
 from glm4v_patched.inference.answer_worker import Answerer
-from glm4v_patched.inference.loading import load
 from glm4v_patched.inference.merge import merge
-from glm4v_patched.inference.model_source import find_source
 from glm4v_patched.inference.questions import Generation, read_questions
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from hub_upload.build import build, read_source
 

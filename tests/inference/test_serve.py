@@ -22,14 +22,14 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference import loading
 from glm4v_patched.inference.answer_worker import Answerer
-from glm4v_patched.inference.loading import load
-from glm4v_patched.inference.model_source import find_source
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.engine import Ask, Ended, Engine, Failed
 from glm4v_patched.inference.serving.limits import Limits
 from glm4v_patched.inference.serving.requests import read_request
+from glm4v_patched.models import loading
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
 from tests.helpers.processes import ROOT, serving
 
 KEY = "secret"

@@ -8,8 +8,8 @@ import torch._inductor.config
 from torch import nn
 from torch.nn.functional import linear
 
-from glm4v_patched.inference import small_batch_matmul
-from glm4v_patched.inference.small_batch_matmul import (
+from glm4v_patched.inference.decoding import small_batch_matmul
+from glm4v_patched.inference.decoding.small_batch_matmul import (
     ProductsOfFewRows,
     parts_for,
     parts_of_product,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from glm4v_patched.inference.small_batch_matmul import ProductsOfFewRows
-from glm4v_patched.inference.static_cache import StaticCaches, compiling
+from glm4v_patched.inference.decoding.small_batch_matmul import ProductsOfFewRows
+from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
 
 REDUCTIONS = {"coordinate_descent_tuning", "realize_opcount_threshold", "max_autotune_pointwise"}
 

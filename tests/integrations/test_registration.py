@@ -15,7 +15,7 @@ import pytest
 import glm4v_patched
 from glm4v_patched.integrations.api_check import require_members
 from glm4v_patched.integrations.image_places import images_first
-from glm4v_patched.run import STARTUP
+from glm4v_patched.patch.run import STARTUP
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 MODULES = {
@@ -43,7 +43,8 @@ NAMES = ["ms_swift", "llamafactory", "llamafactory_parts", "axolotl", "openrlhf"
 def quick(tmp_path, monkeypatch):
     package = tmp_path / "packages" / "glm4v_patched"
     shutil.copytree(PACKAGE / "patch" / "startup", package / "patch" / "startup")
-    shutil.copyfile(PACKAGE / "run.py", package / "run.py")
+    for name in ("run.py", "patch/run.py"):
+        shutil.copyfile(PACKAGE / name, package / name)
     (package / "__init__.py").write_text("def apply(**options): pass")
     (package / "integrations").mkdir()
     for name in NAMES:

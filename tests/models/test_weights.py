@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.finetune.preflight import fault_of_model
-from glm4v_patched.inference.model_source import find_source
+from glm4v_patched.models.find import fault_of_model, find_source
 from glm4v_patched.models.weights import INDEX, WHOLE, require_whole
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub

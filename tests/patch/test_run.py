@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import glm4v_patched
-from glm4v_patched.run import find_script
+from glm4v_patched.patch.run import find_script
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, two_processes
@@ -68,7 +68,8 @@ def quick(tmp_path, monkeypatch):
     """The environment of processes with the quick package, and the file of what was applied."""
     package = tmp_path / "packages" / "glm4v_patched"
     shutil.copytree(PACKAGE / "patch" / "startup", package / "patch" / "startup")
-    shutil.copyfile(PACKAGE / "run.py", package / "run.py")
+    for name in ("run.py", "patch/run.py"):
+        shutil.copyfile(PACKAGE / name, package / name)
     (package / "__init__.py").write_text(QUICK_PACKAGE)
     for name, source in {
         "transformers": "done = False\nimport transformers.utils\ndone = True",

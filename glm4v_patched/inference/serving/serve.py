@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...finetune.preflight import place
+from ...models.find import find_source
+from ...models.placement import place
+from ...models.quantised_weights import check_weights
 from ...printed import pip_install
-from ..model_source import find_source
-from ..quantised_weights import check_weights
 from ..questions import Generation
 from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
@@ -127,9 +127,9 @@ def serve_by_transformers(request: Request) -> None:
 
     import uvicorn
 
+    from ...models.loading import load
     from ...remote.configuration_chatglm import ChatGLMConfig
     from ..answer_worker import Answerer
-    from ..loading import load
     from .app import make_app
     from .engine import Engine
 

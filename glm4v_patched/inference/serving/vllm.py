@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from ...finetune.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
+from ...models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
 from ...models.weights import read_header
 from ...printed import own_command, pip_install
 from ..questions import Generation

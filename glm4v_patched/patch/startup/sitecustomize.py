@@ -1,4 +1,4 @@
-"""Python runs this when it starts if this folder is on PYTHONPATH; see glm4v_patched/run.py.
+"""Python runs this when it starts if this folder is on PYTHONPATH; see patch/run.py.
 
 With GLM4V_PATCHED set, glm-4v is patched as soon as transformers has been imported, and frameworks
 are told of it as soon as those of their modules have been imported that keep models and templates.
@@ -57,7 +57,7 @@ class PatchAfterImport:
     def patch(self):
         sys.meta_path.remove(self)
         try:
-            from glm4v_patched.run import apply_environment
+            from glm4v_patched.patch.run import apply_environment
 
             apply_environment()
         except Exception as error:

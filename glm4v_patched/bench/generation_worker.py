@@ -1,6 +1,6 @@
 """Measures generation: the process that ``speed.py`` starts for each code.
 
-``python -m glm4v_patched.inference.speed_worker SETTINGS OUT``. What it imports at the top must be
+``python -m glm4v_patched.bench.generation_worker SETTINGS OUT``. What it imports at the top must be
 there in the published code's old transformers, too.
 """
 
@@ -66,8 +66,8 @@ def build(settings: dict) -> Any:
     """Ours, with random weights in bf16, made on the device; fp32 on a CPU. Those of the layers are
     then held as the settings say, one after the other."""
     from ..engine.trainable import build_random
+    from ..models.loading import hold
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from .loading import hold
 
     file = settings["config"]
     sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
@@ -118,7 +118,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     inputs = prompts(model.config, settings, batch, device)
     new, caches, positions = settings["new_tokens"], None, 0
     if settings["cache"] == "static" and settings["against"] is None:
-        from .static_cache import StaticCaches
+        from ..inference.decoding.static_cache import StaticCaches
 
         changes = json.loads(settings["compile_options"])
         options = {"changes": changes, "fullgraph": True, "draws_ahead": settings["draw_ahead"]}
@@ -239,7 +239,7 @@ def versions(weights: str | None = None) -> dict[str, str]:
     names = ["torch", "transformers"]
     if weights is not None:
         from ..engine.options import PACKAGES
-        from .quantised_weights import WEIGHTS
+        from ..models.quantised_weights import WEIGHTS
 
         names += PACKAGES[WEIGHTS[weights].package]
     return {"python": sys.version.split()[0]} | {name: version(name) for name in names}

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.trainable import continue_adapters, quantization_options
-from ..finetune.origin import Base
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
+from .base import Base
 
 
 class Loaded(NamedTuple):

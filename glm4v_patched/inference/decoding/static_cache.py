@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import CompileConfig, StaticCache
 
-from ..remote.keywords import named_cache
-from .generation_loop import draw_ahead
-from .quantised_weights import kept_cache
+from ...models.quantised_weights import kept_cache
+from ...remote.keywords import named_cache
+from .loop import draw_ahead
 
 # A step is compiled in about a minute, in which some 2,000 are made without.
 STEPS_THAT_REPAY = 4000

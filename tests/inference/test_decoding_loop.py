@@ -24,9 +24,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from glm4v_patched.inference import generation_loop
-from glm4v_patched.inference.generation_loop import draw_ahead
-from glm4v_patched.inference.static_cache import StaticCaches
+from glm4v_patched.inference.decoding import loop
+from glm4v_patched.inference.decoding.loop import draw_ahead
+from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import (
@@ -73,13 +73,13 @@ def model():
 
 @pytest.fixture(params=[0, 1, 3], ids="{} late".format)
 def late(request, monkeypatch) -> int:
-    monkeypatch.setitem(generation_loop.LATE, "cpu", request.param)
+    monkeypatch.setitem(loop.LATE, "cpu", request.param)
     return request.param
 
 
 @pytest.fixture
 def two_late(monkeypatch) -> None:
-    monkeypatch.setitem(generation_loop.LATE, "cpu", 2)
+    monkeypatch.setitem(loop.LATE, "cpu", 2)
 
 
 def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
@@ -418,7 +418,7 @@ def test_a_transformers_without_the_private_names_is_told(model, monkeypatch):
 def test_a_cache_that_cannot_be_cut_is_told(model, monkeypatch):
     monkeypatch.setattr(StaticCache, "get_seq_length", lambda *_: 999)
     with pytest.raises(RuntimeError, match="holds 999 positions after its last 2 were taken out"):
-        generation_loop._uncache(StaticCache(config=model.config, max_cache_len=64), 30, 2)
+        loop._uncache(StaticCache(config=model.config, max_cache_len=64), 30, 2)
 
 
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
@@ -482,9 +482,9 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
         with pytest.MonkeyPatch.context() as patch:
             for name in ("step", "draw"):
                 patch.setattr(
-                    generation_loop._Drawing,
+                    loop._Drawing,
                     name,
-                    without_a_wait(getattr(generation_loop._Drawing, name)),
+                    without_a_wait(getattr(loop._Drawing, name)),
                 )
             results.append(drawn(**options, custom_generate=draw_ahead))
         results.append(drawn(**options))

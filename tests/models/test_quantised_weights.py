@@ -15,14 +15,15 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
+from glm4v_patched.bench import generation_worker
 from glm4v_patched.cli import main
 from glm4v_patched.engine import trainable
-from glm4v_patched.inference import loading, speed_worker
 from glm4v_patched.inference.answer_worker import Answerer
-from glm4v_patched.inference.loading import load
-from glm4v_patched.inference.model_source import find_source
-from glm4v_patched.inference.quantised_weights import WEIGHTS
 from glm4v_patched.inference.questions import Generation, read_questions
+from glm4v_patched.models import loading
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
+from glm4v_patched.models.quantised_weights import WEIGHTS
 from tests.helpers.tiny import golden_json, tiny_model
 
 PACKAGE = dict.fromkeys(("int8", "fp8"), "torchao") | dict.fromkeys(
@@ -31,9 +32,9 @@ PACKAGE = dict.fromkeys(("int8", "fp8"), "torchao") | dict.fromkeys(
 
 
 def has_package(monkeypatch) -> None:
-    from glm4v_patched.inference import model_source
+    from glm4v_patched.models import find
 
-    monkeypatch.setattr(model_source, "require_packages", lambda *choice: None)
+    monkeypatch.setattr(find, "require_packages", lambda *choice: None)
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
@@ -71,7 +72,7 @@ def built(tmp_path, weights: str | None):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(golden_json("config.json")))
     settings = {"config": str(config), "attn_implementation": "sdpa", "compile_layers": False}
-    return speed_worker.build(settings | {"device": "cpu", "weights": weights})
+    return generation_worker.build(settings | {"device": "cpu", "weights": weights})
 
 
 def bytes_of(weights: str, rows: int, columns: int) -> int:
@@ -87,13 +88,15 @@ def bytes_of(weights: str, rows: int, columns: int) -> int:
 def test_bytes_are_counted_with_scales(tmp_path, weights):
     needs(weights)
     held, plain = built(tmp_path, weights), tiny_model()
-    counted = speed_worker.bytes_a_token(plain)
+    counted = generation_worker.bytes_a_token(plain)
     for name, module in plain.transformer.encoder.named_modules():
         if type(module) is Linear:
             weight = held.transformer.encoder.get_submodule(name).weight
-            assert speed_worker.bytes_held(weight) == bytes_of(weights, *module.weight.shape), name
+            assert generation_worker.bytes_held(weight) == bytes_of(
+                weights, *module.weight.shape
+            ), name
             counted += bytes_of(weights, *module.weight.shape) - 4 * module.weight.numel()
-    assert speed_worker.bytes_a_token(held) == counted
+    assert generation_worker.bytes_a_token(held) == counted
     # Rows and columns of the first layer's projection: 128 and 64.
     assert (
         bytes_of(weights, 128, 64)
@@ -106,7 +109,7 @@ def test_bytes_of_an_unknown_class_are_not_guessed():
         pass
 
     with pytest.raises(RuntimeError, match="how many bytes a Packed of .* has is not known"):
-        speed_worker.bytes_held(Packed(torch.zeros(2)))
+        generation_worker.bytes_held(Packed(torch.zeros(2)))
 
 
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
@@ -124,7 +127,7 @@ def test_what_is_built_holds_its_weights_as_what_is_loaded(tmp_path, weights):
 
     def kinds(model) -> dict[str, tuple]:
         linear = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
-        of = speed_worker.bytes_held
+        of = generation_worker.bytes_held
         return {n: (type(m), type(m.weight), of(m.weight)) for n, m in linear.items()}
 
     assert kinds(own) == kinds(loaded)

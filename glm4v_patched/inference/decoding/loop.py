@@ -37,10 +37,10 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..remote.cached_rows import remember_drawn
-from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
-from ..remote.keywords import CACHE, named_cache
-from ..remote.sharding import must_run_on_every_process
+from ...remote.cached_rows import remember_drawn
+from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
+from ...remote.keywords import CACHE, named_cache
+from ...remote.sharding import must_run_on_every_process
 
 # Tokens that may have been queued before what the device says of one must have come: so many steps
 # are computed in vain after the end. With one, the host has a step's time to queue the next.
@@ -145,7 +145,7 @@ def _private(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
-            "which glm4v_patched.inference.generation_loop needs: install transformers"
+            "which glm4v_patched.inference.decoding.loop needs: install transformers"
             f"{TESTED_TRANSFORMERS}, or leave out custom_generate"
         )
     return getattr(owner, name)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ..bench.settings import Settings
 from ..engine.environment import python_module, run_within, training_environment
 from ..engine.options import require_packages
+from ..inference.command import CACHES, add_weights
+from ..models.quantised_weights import WEIGHTS, check_weights, kept_cache
 from ..option_fields import (
     add_option,
     check_object,
@@ -23,8 +24,7 @@ from ..option_fields import (
     refuse_changed,
 )
 from ..result_files import add_rows, markdown, read_rows
-from .command import CACHES, add_weights
-from .quantised_weights import WEIGHTS, check_weights, kept_cache
+from .settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def measure_speed(options: argparse.Namespace) -> None:
     if options.weights is not None:
         held = WEIGHTS[options.weights]
         require_packages(held.package, held.option)
-    from ..finetune.preflight import place  # imports pydantic
+    from ..models.placement import place  # imports pydantic
 
     place(1, options.device)
     if options.out:
@@ -164,7 +164,7 @@ def table(rows: list[dict]) -> str:
 
 def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     """A row of each batch; ``error`` where there is none. What the process says is printed."""
-    command = python_module("glm4v_patched.inference.speed_worker")
+    command = python_module("glm4v_patched.bench.generation_worker")
     if speed.against is not None and python is not None:
         command = [python, *command[1:]]
     with tempfile.TemporaryDirectory() as folder:

@@ -63,9 +63,11 @@ def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 @parts_of_product.register_kernel("cuda")
 def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    from . import small_batch_matmul_triton
+    from . import small_batch_matmul_triton  # takes Triton
 
-    return small_batch_matmul_triton.parts_of_product(x, weight, parts)
+    blocks = blocks_a_part(x.shape[1], parts)
+    sizes = ROWS, COLUMNS, WIDTH
+    return small_batch_matmul_triton.parts_of_product(x, weight, parts, blocks, sizes)
 
 
 def blocks_a_part(width: int, parts: int) -> int:

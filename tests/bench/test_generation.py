@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from glm4v_patched.bench import generation, generation_worker
 from glm4v_patched.cli import main
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.engine.options import PACKAGES
-from glm4v_patched.finetune import preflight
-from glm4v_patched.inference import generation_loop, speed, speed_worker, static_cache
-from glm4v_patched.inference.quantised_weights import WEIGHTS
+from glm4v_patched.inference.decoding import loop, static_cache
+from glm4v_patched.models import placement
+from glm4v_patched.models.quantised_weights import WEIGHTS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -33,10 +34,10 @@ def in_this_process(monkeypatch):
     """What a process of its own would measure; without its start."""
 
     def run(command: list[str], environment: dict, timeout: float) -> None:
-        assert command[-3] == "glm4v_patched.inference.speed_worker" and timeout == 1200
-        speed_worker.measure(json.loads(command[-2]), Path(command[-1]))
+        assert command[-3] == "glm4v_patched.bench.generation_worker" and timeout == 1200
+        generation_worker.measure(json.loads(command[-2]), Path(command[-1]))
 
-    monkeypatch.setattr(speed, "_run", run)
+    monkeypatch.setattr(generation, "_run", run)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def a_second_a_step(monkeypatch):
         return clock[0]
 
     monkeypatch.setattr(GLM4VForCausalLM, "forward", step)
-    monkeypatch.setattr(speed_worker.time, "perf_counter", now)
+    monkeypatch.setattr(generation_worker.time, "perf_counter", now)
 
 
 @pytest.mark.usefixtures("in_this_process", "a_second_a_step")
@@ -86,7 +87,7 @@ def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, ask
     @wraps(static_cache.draw_ahead)  # generate reads its signature
     def counted(*args, **kwargs):
         calls.append(kwargs)
-        return generation_loop.draw_ahead(*args, **kwargs)
+        return loop.draw_ahead(*args, **kwargs)
 
     monkeypatch.setattr(static_cache, "draw_ahead", counted)
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
@@ -106,7 +107,7 @@ def test_measures_weights_of_torchao(config, tmp_path, capfd, weights, cache):
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
     asked = ["--torchao", weights, "--cache", cache]
     generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
-    plain = speed_worker.bytes_a_token(tiny_model())
+    plain = generation_worker.bytes_a_token(tiny_model())
     for row in json.loads(out.read_text()):
         assert row["weights"] == weights and row["cache"] == cache
         assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
@@ -126,9 +127,9 @@ def test_says_how_weights_are_held_also_where_nothing_was_measured(
         started.append(json.loads(command[-2]))
         return "the process ended with status 1"
 
-    monkeypatch.setattr(speed, "_run", run)
-    monkeypatch.setattr(preflight, "place", lambda *given: None)
-    monkeypatch.setattr(speed, "require_packages", lambda *choice: None)
+    monkeypatch.setattr(generation, "_run", run)
+    monkeypatch.setattr(placement, "place", lambda *given: None)
+    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
     out, asked = tmp_path / "generate.json", WEIGHTS[weights].option
     assert not generate("--config", config, *asked.split(), "--device", "cuda", "--out", out)
     rows = json.loads(out.read_text())
@@ -147,7 +148,7 @@ def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
     out, sizes = tmp_path / "generate.json", ["--new-tokens", 32, "--batch", 1, 2]
     asked = ["--device", "cuda", *WEIGHTS[weights].option.split()]
     generate("--config", config, *sizes, *asked, "--out", out)
-    plain = speed_worker.bytes_a_token(tiny_model()) / 2  # of bf16
+    plain = generation_worker.bytes_a_token(tiny_model()) / 2  # of bf16
     rows = json.loads(out.read_text())
     assert [row["batch"] for row in rows] == [1, 2]
     for row in rows:
@@ -174,7 +175,7 @@ def test_prints_the_table_of_rows(tmp_path, capsys):
 
 def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
     out, failed = tmp_path / "generate.json", "the process ended with status 1"
-    monkeypatch.setattr(speed, "_run", lambda *_: failed)
+    monkeypatch.setattr(generation, "_run", lambda *_: failed)
     for _ in range(2):  # rows are added
         generate("--config", config, "--batch", 8, "--out", out)
     assert [(row["batch"], row["error"]) for row in json.loads(out.read_text())] == [
@@ -188,7 +189,7 @@ def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeyp
 def test_a_token_reads_the_language_model_without_its_embeddings():
     model = tiny_model()
     read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
-    assert speed_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
+    assert generation_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +226,8 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
     ],
 )
 def test_refuses_what_cannot_be_measured(config, arguments, told, capsys, monkeypatch):
-    monkeypatch.setattr(speed, "_run", lambda *_: pytest.fail("a process was started"))
-    monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus((), "no driver"))
+    monkeypatch.setattr(generation, "_run", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(placement, "find_gpus", lambda: Gpus((), "no driver"))
     for choice in ("torchao", "qlora"):
         monkeypatch.setitem(PACKAGES, choice, ["not_there"])
     monkeypatch.chdir(config.parent)
@@ -240,4 +241,4 @@ def test_the_published_code_is_refused_under_a_transformers_that_does_not_run_it
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-known"}))
     settings = {"against": str(tmp_path), "device": "cpu"}
     with pytest.raises(RuntimeError, match="does not run the published code, .*4.44: .*--python"):
-        speed_worker.build_original(settings)
+        generation_worker.build_original(settings)

@@ -1,10 +1,12 @@
 """Finds what is to be loaded; needs no torch, so that mistakes are answered at once."""
 
 import os
+import re
 from pathlib import Path
 
 from ..engine.options import require_packages
-from ..finetune.origin import (
+from ..printed import own_command
+from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Base,
@@ -13,14 +15,26 @@ from ..finetune.origin import (
     pin,
     require_recorded_base,
 )
-from ..finetune.preflight import fault_of_model
-from ..models.weights import quantised_by, require_whole
-from ..printed import own_command
 from .quantised_weights import WEIGHTS
+from .weights import fault_of_model_folder, quantised_by, require_whole
 
+# Names of the Hub: OWNER/NAME, of letters, digits, "-", "_" and ".", neither "--" nor ".." inside.
+HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<![.-])", re.ASCII)
+LONGEST_HUB_ID = 96
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
 OF_ADAPTERS += ["tokenizer.model", "chat_template.jinja"]
 """What is taken of adapters on the Hub; no code."""
+
+
+def fault_of_model(model: str) -> str | None:
+    """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
+    if os.path.isdir(model):
+        return fault_of_model_folder(Path(model))
+    expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
+    if os.path.lexists(model):
+        return f"a file, or a link to nothing; {expected}"
+    is_id = HUB_ID.fullmatch(model) and len(model) <= LONGEST_HUB_ID
+    return None if is_id else f"there is no such folder; {expected}"
 
 
 def find_source(name: str, revision: str | None = None, weights: str | None = None) -> Base:

@@ -8,8 +8,6 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .small_batch_matmul import COLUMNS, ROWS, WIDTH, blocks_a_part
-
 # Blocks of weights on their way at a time, of 16 KiB with the rows' 4.
 STAGES = 4
 
@@ -45,21 +43,30 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
     tl.store(out + (part * rows + row) * columns + column[None, :], total.T, mask=row < rows)
 
 
-def parts_of_product(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """As :func:`small_batch_matmul.parts_of_product`. Raises ``ValueError`` for sizes that the
-    kernel does not take."""
+def parts_of_product(
+    x: Tensor, weight: Tensor, parts: int, blocks: int, sizes: tuple[int, int, int]
+) -> Tensor:
+    """As :func:`small_batch_matmul.parts_of_product`.
+
+    Args:
+        blocks: Of the width, in each part.
+        sizes: Rows, columns and width of a block.
+
+    Raises:
+        ValueError: sizes that the kernel does not take.
+    """
+    most, block_columns, block_width = sizes
     (rows, width), columns = x.shape, len(weight)
-    if rows > ROWS or columns % COLUMNS or width % WIDTH or width != weight.shape[1]:
+    if rows > most or columns % block_columns or width % block_width or width != weight.shape[1]:
         raise ValueError(
             f"a product of ({rows}, {width}) with ({columns}, {weight.shape[1]}).T: expected at "
-            f"most {ROWS} rows, one width that is a multiple of {WIDTH}, and a multiple of "
-            f"{COLUMNS} columns"
+            f"most {most} rows, one width that is a multiple of {block_width}, and a multiple of "
+            f"{block_columns} columns"
         )
     x, weight = x.contiguous(), weight.contiguous()
     out = x.new_empty(parts, rows, columns, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        triton_product_of_few_rows[columns // COLUMNS, parts](
-            x, weight, out, rows, columns, width, blocks_a_part(width, parts),
-            ROWS, COLUMNS, WIDTH, num_warps=4, num_stages=STAGES,
-        )  # fmt: skip
+        triton_product_of_few_rows[columns // block_columns, parts](
+            x, weight, out, rows, columns, width, blocks, *sizes, num_warps=4, num_stages=STAGES
+        )
     return out

@@ -1,0 +1,213 @@
+"""Run a script, module or command as python does, with glm-4v patched in it and in all it starts.
+
+    python -m glm4v_patched.run train.py --lr 1e-5
+    python -m glm4v_patched.run -m package.train --lr 1e-5
+    python -m glm4v_patched.run llamafactory-cli train recipe.yaml
+    torchrun --nproc_per_node 2 -m glm4v_patched.run train.py --lr 1e-5
+    deepspeed --module glm4v_patched.run train.py --lr 1e-5
+
+Processes that the script starts inherit ``GLM4V_PATCHED``, which holds the options, and a
+``PYTHONPATH`` with the folder ``startup``, whose ``sitecustomize.py`` reads it. Where this command
+has no place, the two do without it:
+
+    export GLM4V_PATCHED=1 PYTHONPATH=$(python -m glm4v_patched.run --startup-folder)
+"""
+
+import argparse
+import builtins
+import io
+import json
+import os
+import runpy
+import shlex
+import shutil
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+import glm4v_patched
+
+VARIABLE = "GLM4V_PATCHED"
+STARTUP = Path(__file__).resolve().with_name("startup")
+ENTRY = Path(__file__).resolve().parents[1] / "run.py"
+# DeepSpeed's launcher and torch's older one put these before the script, for the script.
+OF_LAUNCHERS = ("--local_rank", "--local-rank")
+SETTINGS = (".yaml", ".yml", ".json")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Raises whatever the script raises, ``SystemExit`` among it."""
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    if given.pop("startup_folder"):
+        print(STARTUP)
+        return
+    is_module, command = given.pop("m"), given.pop("command")
+    handed_on = [f"{n}={v}" for n in OF_LAUNCHERS if (v := given.pop(n)) is not None]
+    if not command:
+        parser.error("give a script, a command, or -m and a module")
+    name, *rest = command
+    try:
+        target = name if is_module else find_script(name)
+        options = environment_options() | {n: v for n, v in given.items() if v is not None}
+        set_environment(options)
+        glm4v_patched.apply(**options)
+        register_with_frameworks()
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    sys.argv[:] = [target, *handed_on, *rest]
+    sys.excepthook = _without_frames_of_ours(sys.excepthook)
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        _run_script(target)
+
+
+def find_script(name: str) -> str:
+    """A file as it is named, or the path of a command that is a Python script.
+
+    A name without a folder and without ``.py`` is that of a command first, as for a shell: what
+    lies in the folder in which one happens to be does not take its place.
+
+    Raises:
+        ValueError: there is neither; or it is no Python script.
+    """
+    # An environment that is used without being activated has its commands beside its python.
+    path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
+        if name.endswith(SETTINGS):
+            raise ValueError(
+                f"{name} is no script; give it behind the command that reads it. A recipe of ours "
+                f"is trained by: glm4v-patched train {name}"
+            )
+        return name
+    if path is None:
+        raise ValueError(f"there is no file {name} and no command of this name on PATH")
+    with open(path, "rb") as file:
+        # pip writes the interpreter on the second line if it is too long for the first.
+        head = file.readline() + file.readline()
+    if not (head.startswith(b"#!") and b"python" in head):
+        raise ValueError(
+            f"{path} is not a Python script; to patch what it starts: "
+            f"export {VARIABLE}=1 PYTHONPATH={shlex.quote(str(STARTUP))}"
+        )
+    return path
+
+
+def environment_options() -> dict:
+    """The options of ``apply`` that the environment holds.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", "0", "1"):
+        return {}
+    try:
+        options = json.loads(value, object_pairs_hook=_without_repetition)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"{VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
+            'glm4v_patched.apply, each once, such as {"fused_linear_cross_entropy": true}; 0 or '
+            "nothing is off"
+        )
+    return options
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key comes twice")
+    return dict(pairs)
+
+
+def set_environment(options: dict) -> None:
+    """Have the processes that this one starts patched."""
+    os.environ[VARIABLE] = json.dumps(options) if options else "1"
+    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    paths = [str(STARTUP), *(path for path in others if path != str(STARTUP))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def register_with_frameworks() -> None:
+    """Have this process's frameworks told of glm-4v, as the startup file has it in others."""
+    startup = runpy.run_path(str(STARTUP / "sitecustomize.py"), run_name="startup")
+    if not any(type(finder).__name__ == "RegisterAfterImport" for finder in sys.meta_path):
+        sys.meta_path.insert(0, startup["RegisterAfterImport"]())
+
+
+def apply_environment() -> None:
+    """Patch this process as the environment says."""
+    options = environment_options()
+    try:
+        glm4v_patched.apply(**options)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r}: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    introduction, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        "python -m glm4v_patched.run",
+        usage="%(prog)s [options] (script.py | command | -m module) [arguments of the script]",
+        description=introduction,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", action="store_true", help="what follows is the name of a module")
+    parser.add_argument(
+        "--fused-linear-cross-entropy",
+        action="store_true",
+        default=None,
+        help="compute the training loss without holding the logits of all positions",
+    )
+    parser.add_argument(
+        "--attn-implementation", metavar="NAME", help="for models loaded without saying which"
+    )
+    for name in ("rms-norm", "swiglu"):
+        parser.add_argument(
+            f"--{name}", action="store_true", default=None, help="Liger-Kernel's kernel (GPU)"
+        )
+    parser.add_argument(
+        "--startup-folder",
+        action="store_true",
+        help=f"print the folder for PYTHONPATH, for use with {VARIABLE}=1, and end",
+    )
+    for name in OF_LAUNCHERS:
+        parser.add_argument(name, dest=name, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _run_script(path: str) -> None:
+    # Not runpy.run_path, whose __file__ and sys.argv[0] are the same: python's own __file__ is
+    # absolute, and its sys.argv[0] what was typed.
+    absolute = os.path.join(os.getcwd(), path)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", absolute)
+    vars(module).update(
+        __file__=absolute, __builtins__=builtins, __cached__=None, __loader__=loader
+    )
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _without_frames_of_ours(show):
+    """Tracebacks begin where the script does."""
+    ours = (__file__, str(ENTRY), runpy.run_module.__code__.co_filename)
+
+    def excepthook(kind: type, error: BaseException, traceback: TracebackType | None) -> None:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+            traceback = traceback.tb_next
+        show(kind, error.with_traceback(traceback), traceback)
+
+    return excepthook
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Rooms import each other in one direction, and files in none that leads back."""
+
+import ast
+from pathlib import Path
+
+import glm4v_patched
+
+PACKAGE = Path(glm4v_patched.__file__).parent
+# A room imports those before it; files at the root that are no command belong to none.
+ROOMS = ["remote", "engine", "patch", "models", "data", "integrations", "inference", "finetune"]
+ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
+# The rooms that go elsewhere, and what they may import.
+ALONE = {"remote": {"remote"}, "patch": {"remote", "engine"}, "integrations": {"remote", "patch"}}
+# What is imported where it is used, for it takes a package or much time: no circle breaks there.
+ROOT = {"atomic", "printed", "result_files", "option_fields", "installed_versions", "__main__"}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts}
+
+
+def imported_by(module: str) -> set[str]:
+    """Modules of the package that a file imports, wherever in it."""
+    path, found = MODULES[module], set()
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            parts = package[: len(package) + 1 - node.level]
+        elif node.module and node.module.split(".")[0] == PACKAGE.name:
+            parts = []
+        else:
+            continue
+        below = (node.module or "").split(".") if node.level else node.module.split(".")[1:]
+        base = ".".join([*parts, *filter(None, below)])
+        for name in (alias.name for alias in node.names):
+            inner = f"{base}.{name}".lstrip(".")
+            found.add(inner if inner in MODULES else base)
+    return found - {module, ""}
+
+
+def test_rooms_import_in_one_direction():
+    wrong = []
+    for module in MODULES:
+        room = module.partition(".")[0]
+        for other in imported_by(module):
+            to = other.partition(".")[0]
+            if to == room or to in ROOT or to == "__init__" or room in ROOT:
+                continue
+            allowed = ALONE.get(room, {*ROOMS[: ROOMS.index(room)]})
+            if to not in allowed:
+                wrong.append(f"{module} imports {other}")
+    assert not wrong
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Late imports are among them."""
+    graph = {module: imported_by(module) & MODULES.keys() for module in MODULES}
+    done: set[str] = set()
+
+    def walk(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " imports ".join([*above[above.index(module) :], module])
+        if module not in done:
+            for other in graph[module]:
+                walk(other, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        walk(module, ())
