@@ -21,7 +21,7 @@ from glm4v_patched.finetune import launch
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import Origin, Rows, base_of
-from glm4v_patched.finetune.worker import check_data, settings_of
+from glm4v_patched.finetune.plan import Plan, check_data, settings_of
 from glm4v_patched.models.base import identify
 from glm4v_patched.printed import printable
 from tests.helpers.processes import in_plain_shell
@@ -236,8 +236,8 @@ def test_training_continues_from_the_checkpoint_it_names(
     monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
     assert run_train(tmp_path, *options) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
-    assert commands[0][-2] == "--resume-from"
-    assert (tmp_path / commands[0][-1]).samefile(tmp_path / "out" / "checkpoint-4")
+    plan = Plan.read(Path(commands[0][-2]))
+    assert (tmp_path / plan.checkpoint).samefile(tmp_path / "out" / "checkpoint-4")
 
 
 def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
@@ -249,7 +249,7 @@ def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_inco
     assert run_train(tmp_path, "--resume") == 0
     assert "no complete checkpoint in" in capsys.readouterr().out
     assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
-    assert "--resume-from" not in commands[0]
+    assert Plan.read(tmp_path / "out" / "plan.json").checkpoint is None
 
 
 def test_an_incomplete_checkpoint_that_is_named_is_refused(tmp_path, recipe, capsys):

@@ -13,7 +13,6 @@ from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.config import Recipe, located
 from ..finetune.config_file import RecipeError
-from ..finetune.config_trainer import total_steps
 from ..finetune.origin import base_of
 from ..finetune.preflight import examine
 from ..finetune.run_folder import fault_of_lock, require_usable
@@ -24,7 +23,7 @@ from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:
-    from ..data.checked_data import CheckedData
+    from ..finetune.plan import Plan
     from ..remote.configuration_chatglm import ChatGLMConfig
 
 CONFIGS_OF_TOKENIZER = ("tokenizer_config.json", "tokenizer.model")
@@ -107,10 +106,10 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
 
 def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> Iterator[Finding]:
     # Late, for they import torch.
-    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..models.loading import config_of
 
     try:
-        config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+        config = config_of(base)
     except (ValueError, OSError) as error:
         yield finding("model", FAILS, str(error))
         return
@@ -120,19 +119,19 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     if of_processor.verdict == FAILS:
         yield Finding("data, memory", WARNING, "not looked at: the processor has to be right first")
         return
-    checked = None
+    from ..finetune.plan import check_data, make_plan
+    from ..finetune.summary import describe_data
+
     try:
         # It prints which rows are left out, and --json is for programs.
         with redirect_stdout(sys.stderr):
-            from ..finetune.worker import check_data
-
             checked = check_data(recipe, base)
     except (ValueError, OSError) as error:
         yield finding("data", FAILS, str(error))
-    if checked is not None:
-        yield _describe_data(checked)
-    if checked is not None and placement is not None:
-        yield from _check_memory(recipe, config, checked, placement)
+        return
+    yield Finding("data", WARNING if checked.skipped else OK, describe_data(checked))
+    if placement is not None:
+        yield from _check_memory(make_plan(recipe, placement, checked, base), config)
 
 
 def _check_model(recipe: Recipe, base: Base) -> Iterator[Finding]:
@@ -169,48 +168,19 @@ def _check_processor(recipe: Recipe, base: Base, config: "ChatGLMConfig") -> Fin
     return Finding("processor", FAILS, text, f"write {size} into tokenizer_config.json")
 
 
-def _describe_data(checked: "CheckedData") -> Finding:
-    counts = checked.counts
-    text = f"{counts.rows:,} rows, {counts.pictures:,} pictures, {counts.positions:,} positions, "
-    text += f"{counts.learned:,} of them learned"
-    if checked.skipped:
-        text += f"; {checked.skipped:,} rows are left out (data.on_bad: skip)"
-        return Finding("data", WARNING, text)
-    return Finding("data", OK, text)
-
-
-def _check_memory(
-    recipe: Recipe, config: "ChatGLMConfig", checked: "CheckedData", placement: Placement
-) -> Iterator[Finding]:
-    from ..engine.memory_plan import OUTSIDE_TORCH, decide, estimate, offloaded, within_limit
+def _check_memory(plan: "Plan", config: "ChatGLMConfig") -> Iterator[Finding]:
+    from ..engine.memory_plan import OUTSIDE_TORCH, offloaded
     from ..engine.ram import free_ram
-    from ..finetune.worker import batch_of, options_of
+    from ..finetune.summary import describe_policies
 
-    rows = checked.batch_rows()
-    batch = batch_of(recipe, rows, placement.processes)
-    free = 0.0 if placement.on_cpu else _free_on_gpus(placement.processes)
-    free = within_limit(free, recipe.engine.memory_limit)
-    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
-    options = decide(config, options_of(recipe), batch, free, steps)
-    needed = estimate(config, options, batch)
-    told = f"tower {options.tower}, language {options.language}, offload {options.offload}"
-    if placement.on_cpu:
-        needed, room, where = needed * placement.processes, free_ram(), "of the machine's memory"
-    else:
-        room, where = free - OUTSIDE_TORCH, "of each GPU"
-    yield _compare_memory("memory of a step", needed, room, f"{where} ({told})")
-    if options.offload is True:
-        needed = offloaded(config, options)
+    needed, room, where = plan.needed, plan.free - OUTSIDE_TORCH, "of each GPU"
+    if plan.placement.on_cpu:
+        needed, room = needed * plan.placement.processes, free_ram()
+        where = "of the machine's memory"
+    yield _compare_memory("memory of a step", needed, room, f"{where} ({describe_policies(plan)})")
+    if plan.options.offload is True:
+        needed = offloaded(config, plan.options)
         yield _compare_memory("memory of the optimizer", needed, free_ram(), "of the machine's")
-
-
-def _free_on_gpus(processes: int) -> float:
-    """The least, in bytes, of the first so many GPUs; 0 where torch sees fewer."""
-    import torch
-
-    if torch.cuda.device_count() < processes:
-        return 0.0
-    return float(min(torch.cuda.mem_get_info(index)[0] for index in range(processes)))
 
 
 def _compare_memory(check: str, needed: float, room: float, where: str) -> Finding:

@@ -63,6 +63,32 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), memory.value)
 
 
+def free_on_gpus(number: int) -> list[int]:
+    """Bytes free on the first so many GPUs, less what a process of CUDA takes by itself, whose
+    context is given back at once.
+
+    Raises:
+        RuntimeError: there are fewer, or the driver does not say.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = []
+    for index in range(number):
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        status = driver.cuInit(0)
+        status = status or driver.cuDeviceGet(ctypes.byref(device), index)
+        status = status or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if not status:
+            status = driver.cuCtxPushCurrent_v2(context)
+            status = status or driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+            driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+            driver.cuDevicePrimaryCtxRelease_v2(device)
+        if status:
+            raise RuntimeError(f"NVIDIA's driver gave error {status} about GPU {index}'s memory")
+        found.append(free.value)
+    return found
+
+
 def torch_without_cuda() -> bool:
     """Whether the installed torch can use no GPU of NVIDIA; read without importing it."""
     package = importlib.util.find_spec("torch")

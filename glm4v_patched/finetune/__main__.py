@@ -25,7 +25,7 @@ from ..models.placement import Placement, place
 from ..printed import error_text
 from .config import Recipe
 from .config_file import RecipeError
-from .launch import prepared, require_installed
+from .launch import SETTINGS, prepared, require_installed
 from .preflight import check
 from .start_options import add_recipe, add_start
 
@@ -102,13 +102,12 @@ def _run(options: argparse.Namespace, process: Process) -> int:
             resume=options.resume_from or options.resume,
             overwrite=options.overwrite,
             accept_changed_data=options.accept_changed_data,
-        ) as start:
-            told: dict[str, Any] = {"out": str(Path(recipe.out)), "settings": _text(start.settings)}
-            told["checkpoint"] = start.checkpoint and start.checkpoint.name
+        ) as found:
+            told = {"path": str(found.plan.path), "text": _text(found.plan.path)}
             store.set("start", json.dumps(told))
-            _require_all_see(store, process, start.settings)
+            _require_all_see(store, process, found.plan.path)
             store.set("go", "")
-            status = _train(options, start.recipe, start.checkpoint)
+            status = _train(options, found.plan.path)
     except BaseException as error:
         # Whichever they wait for. The store is gone if the launcher has ended.
         with suppress(RuntimeError):
@@ -147,22 +146,19 @@ def _follow(options: argparse.Namespace, process: Process, store: Any) -> int:
     told = json.loads(store.get("start"))
     if "error" in told:
         return _not_begun()
-    settings = Path(told["out"], "recipe.json")
+    path = Path(told["path"])
     fault = ""
     try:
-        recipe = Recipe.read(settings) if _text(settings) == told["settings"] else None
-        if recipe is None:
-            fault = f"{settings.absolute()} is not there, or another file"
+        if _text(path) == told["text"]:
+            require_installed(Recipe.read(path.with_name(SETTINGS)), options.device == "cpu")
         else:
-            require_installed(recipe, options.device == "cpu")
+            fault = f"{path.absolute()} is not there, or another file"
     except (ValueError, RuntimeError) as error:
         fault = str(error)
     store.set(f"seen/{process.rank}", fault and f"{socket.gethostname()}: {fault}")
     if store.get("go"):
         return _not_begun()
-    assert recipe is not None
-    checkpoint = told["checkpoint"] and Path(told["out"], told["checkpoint"])
-    return _leave(_train(options, recipe, checkpoint))
+    return _leave(_train(options, path))
 
 
 def _not_begun() -> int:
@@ -177,26 +173,27 @@ def _text(file: Path) -> str | None:
         return None
 
 
-def _require_all_see(store: Any, process: Process, settings: Path) -> None:
+def _require_all_see(store: Any, process: Process, plan: Path) -> None:
     """Raise ``ValueError`` if a machine does not see what this one has written."""
     told = [store.get(f"seen/{rank}").decode() for rank in range(1, process.world_size)]
     if faults := list(dict.fromkeys(filter(None, told))):
         listed = "".join(f"\n  - {fault}" for fault in faults)
         raise ValueError(
             f"{len(faults)} machines or processes cannot take part; out has to be on a disk that "
-            f"all machines see, under the same path, as {settings} on {socket.gethostname()}"
+            f"all machines see, under the same path, as {plan} on {socket.gethostname()}"
             f"{listed}"
         )
 
 
-def _train(options: argparse.Namespace, recipe: Recipe, checkpoint: Path | None) -> int:
+def _train(options: argparse.Namespace, plan: Path) -> int:
     from .divergence import Diverged
+    from .plan import Plan
     from .worker import require_gpu, train
 
     if options.device != "cpu":
         require_gpu()
     try:
-        train(recipe, checkpoint, options.accept_changed_data)
+        train(Plan.read(plan))
     except Diverged as error:
         if os.environ["RANK"] == "0":
             print(f"glm4v_patched.finetune: {error}", file=sys.stderr)

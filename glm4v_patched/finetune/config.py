@@ -27,6 +27,7 @@ from ..engine.options import (
 )
 from .config_data import Data
 from .config_fields import (
+    MAY_CHANGE,
     AtLeastOne,
     Expected,
     Folder,
@@ -104,10 +105,11 @@ class Engine(Section):
     fp8: bool = False
     """Matrix products in fp8 (GPUs of compute capability 8.9 and newer, bf16 otherwise): faster,
     and rounded more coarsely. What is saved is bf16 as without it."""
-    tower: Policy = "auto"
+    # Under ZeRO-3, to or from selective policies, it changes the rounding.
+    tower: Annotated[Policy, MAY_CHANGE] = "auto"
     """Which activations the vision tower's layers keep; "auto" is the fastest
     for which the GPUs' free memory suffices ("full" on a CPU)."""
-    language: Policy = "auto"
+    language: Annotated[Policy, MAY_CHANGE] = "auto"
     """The same for the language model's layers."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers; "auto": on a GPU, for 300 steps or more. Compiling takes about a minute,
@@ -117,7 +119,7 @@ class Engine(Section):
     offload: bool | Literal["auto"] = "auto"
     """Keep the optimizer's states and the fp32 weights on the CPU; "auto": where nothing else
     fits."""
-    memory_limit: Annotated[float, Field(ge=1, le=1e6)] | None = None
+    memory_limit: Annotated[Annotated[float, Field(ge=1, le=1e6)] | None, MAY_CHANGE] = None
     """GiB that torch may allocate on a GPU, where others use it, too; null: all that is free."""
     zero_hpz_partition_size: AtLeastOne = 1
     """DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the
@@ -146,9 +148,10 @@ def _join_parts(value: Any) -> Any:
 class Recipe(Section):
     """What to train and how."""
 
-    model: Annotated[Text, Expected("a folder or an id of the Hub")]
+    # What is behind model and data.train is compared by its contents.
+    model: Annotated[Text, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """What to start from."""
-    out: Folder
+    out: Annotated[Folder, MAY_CHANGE]
     """For checkpoints and what is trained; of LoRA, the adapters alone."""
     data: Data
     trainer: TrainerFields
@@ -162,12 +165,12 @@ class Recipe(Section):
     parts of the model, as [adapter, language_model]."""
     lora: Lora = Lora()
     engine: Engine = Engine()
-    revision: Annotated[Text, Expected("a branch, tag or commit")] | None = None
+    revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
     """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
     from_scratch: list[Text] = []
     """Beginnings of the names of weights that the model's folder lacks on purpose, and that are
     trained from random ones. Every other weight must be there."""
-    max_nonfinite_steps: AtLeastOne = 3
+    max_nonfinite_steps: Annotated[AtLeastOne, MAY_CHANGE] = 3
     """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
     may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
     NaN, every later step is such a one."""
@@ -277,6 +280,11 @@ def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
             yield from ((f"{name}.{inner}", found) for inner, found in fields(field.annotation))
         else:
             yield name, field
+
+
+def may_change() -> frozenset[str]:
+    """Fields, by their dotted names, that the continuation of a run may have other values of."""
+    return frozenset(name for name, field in fields() if MAY_CHANGE in field.metadata)
 
 
 def describe_fields() -> str:

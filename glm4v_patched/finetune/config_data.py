@@ -4,7 +4,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..data.sets import Source, make_sources
-from .config_fields import AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
+from .config_fields import (
+    MAY_CHANGE,
+    AtLeastOne,
+    AtLeastZero,
+    Expected,
+    Folder,
+    Section,
+    Text,
+    rule,
+)
 
 # isort: split
 # After .fields, which says what to install where it is missing.
@@ -17,35 +26,39 @@ SETS = "a file, a folder, an id of the Hub, a list of sets"
 class Data(Section):
     """What is learned."""
 
-    train: Annotated[Text | list[Any], Expected(SETS)]
+    train: Annotated[Text | list[Any], Expected(SETS), MAY_CHANGE]
     """Conversations: a file (JSONL, JSON, Parquet, Arrow), a folder or an id of the Hub that the
     library datasets reads; or a list of these and of {path: FILE, weight: 2.0}, where weight says
     how often each row comes in an epoch. Of a set may also be given: format, image_folder, ignore,
     allow_urls, and split, subset and revision of what datasets reads."""
     eval: Annotated[
-        Text | list[Any] | Share | None, Expected(f"{SETS}, a number between 0 and 1 or null")
+        Text | list[Any] | Share | None,
+        Expected(f"{SETS}, a number between 0 and 1 or null"),
+        MAY_CHANGE,
     ] = None
     """Conversations to evaluate on, named as those to train on; or the share of the rows that is
     held out, by their digests: always the same rows, and equal rows together."""
-    eval_answers: AtLeastZero = 8
+    eval_answers: Annotated[AtLeastZero, MAY_CHANGE] = 8
     """Of the rows for evaluation, so many are also answered at each evaluation: the share of exact
     answers is logged, and the pictures with answers are drawn to answers.png in out; 0 for none."""
-    eval_max_new_tokens: AtLeastOne = 64
+    eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
     """Tokens of such an answer, at most."""
-    format: Literal["auto", "messages", "conversations", "prompt_completion", "alpaca"] = "auto"
+    format: Annotated[
+        Literal["auto", "messages", "conversations", "prompt_completion", "alpaca"], MAY_CHANGE
+    ] = "auto"
     """Of the rows; "auto": by the keys of a file's first row."""
-    image_folder: Folder | None = None
+    image_folder: Annotated[Folder | None, MAY_CHANGE] = None
     """What paths of pictures are relative to; null: the folder of their file."""
-    ignore: Annotated[list[Text], Expected("a list of names")] = []
+    ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
     """Keys of rows, or columns, that are left out."""
-    allow_urls: bool = False
+    allow_urls: Annotated[bool, MAY_CHANGE] = False
     """Fetch pictures that rows name by http:// or https://, once; they are kept in the cache."""
     pack_to: AtLeastOne | None = None
     """Pack conversations into rows of at most so many positions, none longer; the batch size then
     counts such rows."""
-    on_bad: Literal["fail", "skip"] = "fail"
+    on_bad: Annotated[Literal["fail", "skip"], MAY_CHANGE] = "fail"
     """What to do about rows that cannot be used: end with their list, or leave them out."""
-    reuse_features: bool | Folder = False
+    reuse_features: Annotated[bool | Folder, MAY_CHANGE] = False
     """A picture goes through the vision tower, which must be frozen, only the first time. What came
     out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
     is of use to a single process: others draw other pictures in each epoch."""

@@ -29,6 +29,14 @@ class Expected:
     words: str
 
 
+class MayChange:
+    """Marks a field that the continuation of a run may have another value of: it says where things
+    are kept, how they are told, or how what is computed is computed."""
+
+
+MAY_CHANGE = MayChange()
+
+
 def _check_policy(policy: str) -> str:
     check_policy("layers", policy, or_auto=True)
     return policy

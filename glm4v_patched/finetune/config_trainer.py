@@ -16,6 +16,7 @@ from pydantic import Field, create_model, model_serializer
 from ..engine.options import PARTS, parts_with_rates
 from ..printed import pip_install
 from .config_fields import (
+    MAY_CHANGE,
     AtLeastOne,
     AtLeastZero,
     Expected,
@@ -59,21 +60,21 @@ class DeclaredFields(Section):
     """Gradients are clipped to this norm; 0 for not at all."""
     seed: Seed = 0
     """Of the order of rows, and of adapters."""
-    logging_steps: AtLeastOne | None = None
+    logging_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Log the loss every so many steps; null: about 50 times a run."""
-    save_strategy: Literal["no", "steps", "epoch", "best"] | None = None
+    save_strategy: Annotated[Literal["no", "steps", "epoch", "best"] | None, MAY_CHANGE] = None
     """When to save a checkpoint to continue from; null: "steps" if save_steps is given, else "no".
     None is saved at the last step, where the model itself is."""
-    save_steps: AtLeastOne | None = None
+    save_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Save a checkpoint every so many steps."""
-    save_total_limit: AtLeastOne | None = None
+    save_total_limit: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Keep so many of the newest checkpoints, and the best one if that is to be loaded; null:
     all."""
     eval_strategy: Strategy | None = None
     """When to compute the loss of data.eval; null: "epoch" if there is such data, else "no"."""
     eval_steps: AtLeastOne | None = None
     """Evaluate every so many steps."""
-    per_device_eval_batch_size: AtLeastOne | None = None
+    per_device_eval_batch_size: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """null: as per_device_train_batch_size."""
     load_best_model_at_end: bool = False
     """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
@@ -84,7 +85,7 @@ class DeclaredFields(Section):
     EarlyStoppingCallback, as is the next); null: never."""
     early_stopping_threshold: NotNegative = 0.0
     """By how much the metric has to be better to count as such."""
-    report_to: Text | list[Text] = "none"
+    report_to: Annotated[Text | list[Text], MAY_CHANGE] = "none"
     """Loggers, as tensorboard or wandb."""
 
     @model_serializer(mode="wrap")
@@ -99,15 +100,16 @@ class DeclaredFields(Section):
         return {k: v for k, v in self.model_dump().items() if k not in DeclaredFields.model_fields}
 
 
-# What a continued run may change: how it is logged and saved, and how rows are loaded.
-FREE_FIELDS = {"logging_steps", "logging_strategy", "logging_first_step", "logging_dir"}
-FREE_FIELDS |= {"report_to", "run_name", "project", "log_level", "log_level_replica"}
-FREE_FIELDS |= {"log_on_each_node", "disable_tqdm", "skip_memory_metrics", "ddp_timeout"}
-FREE_FIELDS |= {"trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
-FREE_FIELDS |= {"include_num_input_tokens_seen", "include_tokens_per_second"}
-FREE_FIELDS |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"}
-FREE_FIELDS |= {"dataloader_persistent_workers", "dataloader_multiprocessing_context"}
-FREE_FIELDS |= {"per_device_eval_batch_size", "torch_empty_cache_steps"}
+# What the continuation of a run may change, of the fields that are handed on: how it is logged, and
+# how rows are loaded.
+MAY_CHANGE_TOO = {"logging_strategy", "logging_first_step", "logging_dir"}
+MAY_CHANGE_TOO |= {"run_name", "project", "log_level", "log_level_replica"}
+MAY_CHANGE_TOO |= {"log_on_each_node", "disable_tqdm", "skip_memory_metrics", "ddp_timeout"}
+MAY_CHANGE_TOO |= {"trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
+MAY_CHANGE_TOO |= {"include_num_input_tokens_seen", "include_tokens_per_second"}
+MAY_CHANGE_TOO |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"}
+MAY_CHANGE_TOO |= {"dataloader_persistent_workers", "dataloader_multiprocessing_context"}
+MAY_CHANGE_TOO |= {"torch_empty_cache_steps"}
 
 HANDED_ON = "As transformers' TrainingArguments documents it."
 OUR_DEFAULTS: dict[str, Any] = {"lr_scheduler_type": "cosine"}
@@ -131,13 +133,16 @@ def _with_range(kind: Any) -> Any:
 
 
 def _with_installed(declared: type[DeclaredFields]) -> type[DeclaredFields]:
-    others: dict[str, Any] = {
-        name: (kind, Field(OUR_DEFAULTS[name], description=HANDED_ON))
-        if name in OUR_DEFAULTS
-        else (_with_range(OUR_TYPES.get(name, kind)) | None, Field(None, description=HANDED_ON))
-        for name, kind in installed_fields().items()
-        if name not in declared.model_fields
-    }
+    others: dict[str, Any] = {}
+    for name, kind in installed_fields().items():
+        if name in declared.model_fields:
+            continue
+        default = OUR_DEFAULTS.get(name)
+        if default is None:
+            kind = _with_range(OUR_TYPES.get(name, kind)) | None
+        if name in MAY_CHANGE_TOO:
+            kind = Annotated[kind, MAY_CHANGE]
+        others[name] = kind, Field(default, description=HANDED_ON)
     return create_model("TrainerFields", __base__=declared, __doc__=declared.__doc__, **others)
 
 

@@ -18,18 +18,22 @@ from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import python_module, torch_launcher, training_environment
 from ..engine.options import is_lora, require_packages
-from ..models.base import Base, pin, read_report, require_recorded_base
+from ..models.base import pin, read_report, require_recorded_base
 from ..models.placement import Placement
 from ..models.weights import require_whole
 from ..printed import own_command, pip_install, printable
 from .config import Recipe
-from .config_trainer import save_strategy, total_steps
+from .config_trainer import save_strategy
 from .disk import fault_of_space
 from .origin import base_of, is_longer, length_of
 from .run_folder import begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:
     from ..data.checked_data import CheckedData
+    from .plan import Plan
+
+SETTINGS = "recipe.json"
+"""In ``out``: the recipe, as it is run."""
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -81,21 +85,20 @@ def launch(
     if dry_run:
         with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
             if resume:
-                print(_describe_start(found.recipe, found.checkpoint), flush=True)
+                print(_describe_start(found.plan), flush=True)
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
         return
-    with prepared(recipe, placement, resume, overwrite, accept_changed_data) as start:
-        _train(start, placement, accept_changed_data)
+    with prepared(recipe, placement, resume, overwrite, accept_changed_data) as found:
+        _train(found)
 
 
 @dataclass(frozen=True)
-class Start:
-    """What training processes are given: the recipe's file, and where they continue from."""
+class Checked:
+    """``remove`` is for :func:`run_folder.begin`."""
 
-    recipe: Recipe
-    settings: Path
-    checkpoint: Path | None
-    checked: "CheckedData"
+    plan: "Plan"
+    data: "CheckedData"
+    remove: list[str]
 
 
 @contextmanager
@@ -105,26 +108,17 @@ def prepared(
     resume: bool | Path = False,
     overwrite: bool = False,
     accept_changed_data: bool = False,
-) -> Iterator[Start]:
+) -> Iterator[Checked]:
     """All that comes before the first training process, once for all of them. ``recipe.out`` stays
     locked until they have ended. Takes and raises what :func:`launch` does."""
     with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
-        folder = Path(found.recipe.out)
+        folder = Path(recipe.out)
         begin(folder, found.remove)
         try:
-            yield _write_start(found.recipe, found.checkpoint, found.data, bool(resume))
+            _write_start(found, bool(resume))
+            yield found
         finally:
-            close_record(folder, _has_adapters(found.recipe))
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """``remove`` is for :func:`run_folder.begin`."""
-
-    recipe: Recipe
-    checkpoint: Path | None
-    data: "CheckedData"
-    remove: list[str]
+            close_record(folder, is_lora(recipe.trained))
 
 
 @contextmanager
@@ -134,7 +128,7 @@ def _checked(
     resume: bool | Path,
     overwrite: bool,
     accept_changed_data: bool,
-) -> Iterator[_Checked]:
+) -> Iterator[Checked]:
     """Check all that can be checked, and say what is about to be done; writes nothing."""
     require_installed(recipe, placement.on_cpu)
     engine = recipe.engine
@@ -154,7 +148,7 @@ def _checked(
         inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
         extends = is_longer(read_report(folder).get("length"), length_of(recipe))
         remove = require_usable(
-            folder, inputs, _has_adapters(recipe), bool(resume), overwrite, extends
+            folder, inputs, is_lora(recipe.trained), bool(resume), overwrite, extends
         )
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
@@ -164,8 +158,7 @@ def _checked(
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         # Late, for they import torch: what comes before is answered at once.
-        from .checkpoints import changes_of_data
-        from .worker import check_data, rows_of, starting_point
+        from .plan import check_data, make_plan, starting_point
 
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
@@ -175,28 +168,23 @@ def _checked(
                 "be made longer; to train further, give a new run that folder as model"
             )
         checked = check_data(recipe, base)
-        if checkpoint is not None:
-            rows = rows_of(recipe, checked)
-            if changes := changes_of_data(checkpoint, rows, accept_changed_data):
-                print(_describe_changes(recipe, checkpoint, changes), flush=True)
-        _announce(recipe, base, checked, placement)
-        yield _Checked(recipe, checkpoint, checked, remove)
+        plan = make_plan(recipe, placement, checked, base, checkpoint, accept_changed_data)
+        _announce(plan, checked)
+        yield Checked(plan, checked, remove)
 
 
-def _announce(recipe: Recipe, base: Base, checked: "CheckedData", placement: Placement) -> None:
+def _announce(plan: "Plan", checked: "CheckedData") -> None:
     """Say what is about to be done; raise ``ValueError`` if the disk is too small for it, now that
     the number of steps is known, or the machine's memory."""
-    from .summary import describe, fault_of_memory, plan
+    from .summary import describe, fault_of_memory
 
-    planned = plan(recipe, base, checked, placement)
-    told = describe(recipe, base, checked, placement, planned)
-    print(printable(told, kept="\n\t"), flush=True)
-    if fault := fault_of_memory(planned, placement):
+    if plan.changes:
+        print(_describe_changes(plan), flush=True)
+    print(printable(describe(plan, checked), kept="\n\t"), flush=True)
+    if fault := fault_of_memory(plan):
         raise ValueError(fault)
-    rows = len(checked.batch_rows().lengths)
-    steps = total_steps(recipe.trainer, rows, placement.processes)
-    if text := fault_of_space(recipe.flat(), steps):
-        raise ValueError(f"out is {recipe.out}: {text}")
+    if text := fault_of_space(plan.recipe.flat(), plan.steps):
+        raise ValueError(f"out is {plan.recipe.out}: {text}")
 
 
 def require_installed(recipe: Recipe, on_cpu: bool) -> None:
@@ -212,49 +200,35 @@ def require_installed(recipe: Recipe, on_cpu: bool) -> None:
     require_packages(recipe.engine.optimizer)
 
 
-def _has_adapters(recipe: Recipe) -> bool:
-    return is_lora(recipe.trained)
-
-
-def _write_start(
-    recipe: Recipe, checkpoint: Path | None, checked: "CheckedData", resume: bool
-) -> Start:
+def _write_start(found: Checked, resume: bool) -> None:
     from .checkpoints import set_incomplete_aside, step_of
-    from .worker import CHECKED_DATA
+    from .plan import CHECKED_DATA
 
-    folder = Path(recipe.out)
+    plan, folder = found.plan, Path(found.plan.recipe.out)
     if resume:
-        print(_describe_start(recipe, checkpoint), flush=True)
-        set_incomplete_aside(folder, after_step=0 if checkpoint is None else step_of(checkpoint))
-    settings = folder / "recipe.json"
-    recipe.write(settings)
-    checked.write(folder / CHECKED_DATA)
-    return Start(recipe, settings, checkpoint, checked)
+        print(_describe_start(plan), flush=True)
+        done = 0 if plan.checkpoint is None else step_of(plan.checkpoint)
+        set_incomplete_aside(folder, after_step=done)
+    plan.recipe.write(folder / SETTINGS)
+    found.data.write(folder / CHECKED_DATA)
+    plan.write()
 
 
-def _train(start: Start, placement: Placement, accept_changed_data: bool) -> None:
-    recipe, settings, checkpoint, checked = (
-        start.recipe,
-        start.settings,
-        start.checkpoint,
-        start.checked,
-    )
+def _train(found: Checked) -> None:
+    plan, recipe, placement = found.plan, found.plan.recipe, found.plan.placement
+    settings = Path(recipe.out, SETTINGS)
     processes, on_cpu = placement.processes, placement.on_cpu
     environment = training_environment(processes, on_cpu)
     if not on_cpu and not recipe.engine.zero_stage:
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment |= {"CUDA_VISIBLE_DEVICES": first}
-    trainer = ["glm4v_patched.finetune.worker", str(settings), "--end-with-stdin"]
+    trainer = ["glm4v_patched.finetune.worker", str(plan.path), "--end-with-stdin"]
     command = python_module(*trainer)
     if recipe.engine.zero_stage:
         command = [*torch_launcher(processes), *trainer]
     if not on_cpu:
         command += ["--require-gpu"]
-    if checkpoint is not None:
-        command += ["--resume-from", str(checkpoint)]
-    if accept_changed_data:
-        command += ["--accept-changed-data"]
     try:
         status = _run(command, environment)
     except KeyboardInterrupt as stop:
@@ -270,23 +244,23 @@ def _train(start: Start, placement: Placement, accept_changed_data: bool) -> Non
             f"training on {processes} processes failed with exit status {status}; the first error "
             f"above says why (settings: {settings}){_how_to_resume(recipe, settings, placement)}"
         )
-    if checked.skipped:
-        total = checked.skipped + checked.counts.rows
-        print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
+    if found.data.skipped:
+        total = found.data.skipped + found.data.counts.rows
+        print(f"{found.data.skipped:,} of {total:,} rows were left out", flush=True)
 
 
-def _describe_start(recipe: Recipe, checkpoint: Path | None) -> str:
+def _describe_start(plan: "Plan") -> str:
     from .checkpoints import step_of
 
-    if checkpoint is None:
-        return f"no complete checkpoint in {recipe.out}: training starts from the beginning"
-    return f"training continues from {checkpoint}, after step {step_of(checkpoint)}"
+    if plan.checkpoint is None:
+        return f"no complete checkpoint in {plan.recipe.out}: training starts from the beginning"
+    return f"training continues from {plan.checkpoint}, after step {step_of(plan.checkpoint)}"
 
 
-def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> str:
-    if recipe.data.pack_to is not None:
+def _describe_changes(plan: "Plan") -> str:
+    if plan.recipe.data.pack_to is not None:
         order = "conversations may be packed into other rows, in another order"
-    elif any(" are gone" in change for change in changes):
+    elif any(" are gone" in change for change in plan.changes):
         order = (
             "the order of rows is drawn from the seed and their number: of the epoch that was "
             "stopped, some may come a second time and others not at all"
@@ -296,8 +270,8 @@ def _describe_changes(recipe: Recipe, checkpoint: Path, changes: list[str]) -> s
             "the order of places in the file stays as it was, as their number has not changed: the "
             "epoch that was stopped goes on with what stands there now"
         )
-    listed = "".join(f"\n  - {change}" for change in changes)
-    return f"the data has changed since {checkpoint} was written:{listed}\n{order}"
+    listed = "".join(f"\n  - {change}" for change in plan.changes)
+    return f"the data has changed since {plan.checkpoint} was written:{listed}\n{order}"
 
 
 def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:

@@ -35,7 +35,7 @@ CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z
 CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
 # What a run that was stopped leaves beside checkpoints.
 PLOT, SHEET = "loss.png", "answers.png"
-STATE = [PLOT, SHEET, "recipe.json", "data.json", "data.arrow", "data_eval.arrow"]
+STATE = [PLOT, SHEET, "recipe.json", "plan.json", "data.json", "data.arrow", "data_eval.arrow"]
 
 
 def names_of_run(folder: Path, adapters: bool = True) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from ..data.check import CheckedData
 from ..data.collate import ConversationCollator
@@ -10,93 +9,59 @@ from ..engine import memory_check
 from ..engine.gpus import find_gpus
 from ..engine.memory_plan import (
     OUTSIDE_TORCH,
-    Batch,
     count_parameters,
     count_trained,
-    decide,
-    estimate,
     offloaded,
-    within_limit,
 )
-from ..engine.options import PARTS, EngineOptions, parts_with_rates
+from ..engine.options import PARTS, parts_with_rates
 from ..engine.ram import free_ram
-from ..models.base import Base
-from ..models.loading import load_processor
-from ..models.placement import Placement
+from ..models.loading import config_of, load_processor
 from ..printed import in_bytes
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .config import Recipe
-from .config_trainer import eval_strategy, rate_of, steps_in_epoch, total_steps
+from .config_trainer import eval_strategy, rate_of, steps_in_epoch
 from .config_warnings import find_doubts
 from .disk import needed_space
-from .worker import batch_of, options_of
+from .plan import Plan
 
 GIB = 2**30
 LONGEST_SAMPLE = 1500  # characters
 
 
-class Plan(NamedTuple):
-    """What is trained with, as far as it is known before training."""
-
-    config: ChatGLMConfig
-    options: EngineOptions
-    """Decided."""
-    batch: Batch
-    steps: int
-    free: float
-    """Bytes of each GPU; 0 on a CPU."""
-
-
-def plan(recipe: Recipe, base: Base, checked: CheckedData, placement: Placement) -> Plan:
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    rows = checked.batch_rows()
-    batch = batch_of(recipe, rows, placement.processes)
-    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
-    free = 0.0 if placement.on_cpu else float(min(gpu.memory for gpu in find_gpus().found))
-    free = within_limit(free, recipe.engine.memory_limit)
-    options = decide(config, options_of(recipe), batch, free, steps)
-    return Plan(config, options, batch, steps, free)
-
-
-def describe(
-    recipe: Recipe, base: Base, checked: CheckedData, placement: Placement, planned: Plan
-) -> str:
+def describe(plan: Plan, checked: CheckedData) -> str:
     """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
-    config, options, batch, steps, free = planned
-    rows = len(checked.batch_rows().lengths)
+    recipe, base = plan.recipe, plan.base
+    config = config_of(base)
     told = {
-        "data": _describe_data(checked),
+        "data": describe_data(checked),
         "evaluation": _describe_evaluation(recipe, checked),
-        "steps": _describe_steps(recipe, rows, steps, placement),
-        "trained": _describe_trained(recipe, config, options),
-        "device": _describe_device(recipe, placement),
-        "kept": _describe_policies(options, batch),
-        "memory": _describe_memory(estimate(config, options, batch), free),
-        "optimizer": _describe_offloaded(planned, placement),
-        "disk": _describe_disk(recipe, steps),
+        "steps": _describe_steps(plan),
+        "trained": _describe_trained(plan, config),
+        "device": _describe_device(plan),
+        "kept": describe_policies(plan),
+        "memory": _describe_memory(plan),
+        "optimizer": _describe_offloaded(plan, config),
+        "disk": _describe_disk(plan),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
-    lines += [
-        f"{'doubtful':<12}{text}" for text in find_doubts(recipe, rows, steps, placement.processes)
-    ]
+    doubts = find_doubts(recipe, plan.rows, plan.steps, plan.placement.processes)
+    lines += [f"{'doubtful':<12}{text}" for text in doubts]
     sample = show_sample(load_processor(base), checked.conversations()[0])
     return "\n".join(
         [*lines, "the first row, with what is learned of it between [[ and ]]:", sample]
     )
 
 
-def fault_of_memory(planned: Plan, placement: Placement) -> str:
+def fault_of_memory(plan: Plan) -> str:
     """What to tell the user where the training surely does not fit into this machine; empty where
     it may."""
+    base = plan.base
+    config = config_of(base)
     return memory_check.fault_of_memory(
-        planned.config, planned.options, planned.batch, planned.free, placement.share
+        config, plan.options, plan.batch, plan.free, plan.placement.share
     )
-
-
-def _offloaded_here(planned: Plan, placement: Placement) -> float:
-    return offloaded(planned.config, planned.options) * placement.share
 
 
 def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> str:
@@ -134,7 +99,7 @@ def _places_of_pictures(processor: ChatGLMProcessor, ids: list[int]) -> list[boo
     return inside
 
 
-def _describe_data(checked: CheckedData) -> str:
+def describe_data(checked: CheckedData) -> str:
     counts = checked.counts
     told = f"{counts.rows:,} rows, {counts.pictures:,} pictures; {counts.positions:,} positions, "
     told += f"of which {counts.learned:,} are learned"
@@ -150,20 +115,20 @@ def _describe_evaluation(recipe: Recipe, checked: CheckedData) -> str:
     return f"{told}, on {checked.eval.counts.rows:,} rows"
 
 
-def _describe_steps(recipe: Recipe, rows: int, steps: int, placement: Placement) -> str:
-    asked = recipe.trainer
-    per_epoch = steps_in_epoch(asked, rows, placement.processes)
+def _describe_steps(plan: Plan) -> str:
+    asked, processes = plan.recipe.trainer, plan.placement.processes
+    per_epoch = steps_in_epoch(asked, plan.rows, processes)
     each, times = asked.per_device_train_batch_size, asked.gradient_accumulation_steps
-    together = each * times * placement.processes
     return (
-        f"{steps:,}, {per_epoch:,} an epoch: {steps / per_epoch:.2f} epochs; effective batch "
-        f"{together} (per_device_train_batch_size {each} x gradient_accumulation_steps {times} x "
-        f"{placement.processes} processes)"
+        f"{plan.steps:,}, {per_epoch:,} an epoch: {plan.steps / per_epoch:.2f} epochs; effective "
+        f"batch {each * times * processes} (per_device_train_batch_size {each} x "
+        f"gradient_accumulation_steps {times} x {processes} processes)"
     )
 
 
-def _describe_trained(recipe: Recipe, config: ChatGLMConfig, options: EngineOptions) -> str:
-    number, total = count_trained(config, options), sum(count_parameters(config))
+def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
+    recipe = plan.recipe
+    number, total = count_trained(config, plan.options), sum(count_parameters(config))
     parts = [part for part in PARTS if part in parts_with_rates(recipe.trained)]
     rates = ", ".join(f"{part} {rate_of(recipe.trainer, part):g}" for part in parts)
     if not isinstance(recipe.trainer.learning_rate, dict):
@@ -171,36 +136,37 @@ def _describe_trained(recipe: Recipe, config: ChatGLMConfig, options: EngineOpti
     return f"{recipe.trained}: {number:,} of {total:,} weights; learning rate {rates}"
 
 
-def _describe_device(recipe: Recipe, placement: Placement) -> str:
-    where = "CPU" if placement.on_cpu else find_gpus().found[0].name
-    stage = recipe.engine.zero_stage
+def _describe_device(plan: Plan) -> str:
+    where = "CPU" if plan.placement.on_cpu else find_gpus().found[0].name
+    stage = plan.recipe.engine.zero_stage
     zero = f"ZeRO-{stage}" if stage else "no ZeRO"
-    return f"{placement.processes} x {where}, {recipe.engine.precision}, {zero}"
+    return f"{plan.placement.processes} x {where}, {plan.recipe.engine.precision}, {zero}"
 
 
-def _describe_policies(options: EngineOptions, batch: Batch) -> str:
+def describe_policies(plan: Plan) -> str:
+    options = plan.options
     return (
         f"tower {options.tower}, language {options.language}, offload {options.offload}, compile "
-        f"{options.compile} (for rows of up to {batch.row_length:,} positions)"
+        f"{options.compile} (for rows of up to {plan.batch.row_length:,} positions)"
     )
 
 
-def _describe_memory(needed: float, total: float) -> str:
-    if not total:
+def _describe_memory(plan: Plan) -> str:
+    if not plan.free:
         return ""  # of a machine's own it is not estimated
-    room = (total - OUTSIDE_TORCH) / GIB
-    told = f"{needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB if nothing else uses it"
-    return told + (": it may not suffice" if needed / GIB > room else "")
+    room = (plan.free - OUTSIDE_TORCH) / GIB
+    told = f"{plan.needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB that are free"
+    return told + (": it may not suffice" if plan.needed / GIB > room else "")
 
 
-def _describe_offloaded(planned: Plan, placement: Placement) -> str:
-    if not (needed := _offloaded_here(planned, placement)):
+def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
+    if not (needed := offloaded(config, plan.options) * plan.placement.share):
         return ""
     return f"{in_bytes(needed)} of the machine's memory, of which {in_bytes(free_ram())} are free"
 
 
-def _describe_disk(recipe: Recipe, steps: int) -> str:
-    space = needed_space(recipe.flat(), steps)
+def _describe_disk(plan: Plan) -> str:
+    space = needed_space(plan.recipe.flat(), plan.steps)
     if space is None:
         return "not known for this model"
     told = f"{in_bytes(space.total)}: the model {in_bytes(space.model)}"

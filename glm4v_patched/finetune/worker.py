@@ -1,12 +1,10 @@
 """Fine-tune a glm-4v folder on a file of conversations: what every training process runs.
 
-``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.finetune.worker SETTINGS``,
-where ``SETTINGS`` is a file of :class:`config.Recipe`; ``--resume-from CHECKPOINT`` continues a
-run. :mod:`launch` does that.
+``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.finetune.worker PLAN``, where
+``PLAN`` is a file of :class:`plan.Plan`; :mod:`launch` does that.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -31,110 +29,44 @@ from transformers import (
 )
 
 from ..atomic import write_atomically
-from ..data.check import check_sets
-from ..data.checked_data import BatchRows, CheckedData
+from ..data.checked_data import CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
 from ..data.loading import loader_options, worker_start
 from ..data.packing import PackedRows, PackingCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.fp8 import require_fp8
-from ..engine.memory_plan import GIB, Batch, decide, estimate, free_memory
-from ..engine.options import EngineOptions, is_lora
+from ..engine.memory_plan import GIB
+from ..engine.options import EngineOptions
 from ..engine.prepare import DTYPES, join_processes, prepare_model
-from ..models.base import REPORT, Base, identify, pin
-from ..models.loading import load_processor
-from ..remote.configuration_chatglm import ChatGLMConfig
+from ..models.base import REPORT, Base, identify
+from ..models.loading import config_of, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .checkpoints import (
     CompletionMarker,
-    Manifest,
-    changes_of_data,
-    choose_checkpoint,
     last_complete_checkpoint,
-    require_same_settings,
 )
 from .config import Recipe
 from .config_trainer import (
-    FREE_FIELDS,
     eval_batch_size,
     eval_strategy,
     highest_rate,
     save_strategy,
     steps_in_epoch,
-    total_steps,
     warmup,
 )
 from .divergence import Diverged, as_json
 from .evaluation import Sample
-from .origin import Origin, Rows, base_of, is_longer, length_of
+from .origin import Origin, length_of
+from .plan import Plan
 from .progress import LossPlot, Measurements, ProgressBar
 from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
 from .trainer import RecipeTrainer, Schedule
 
-# What a continued run may change: where things are kept, how often they are saved, and what is
-# computed twice (under ZeRO-3, to or from selective policies, that changes the rounding).
-# What is behind model and data.train is compared by its contents.
-FREE_WHEN_RESUMING = {"model", "revision", "out", "data.train", "data.eval", "data.on_bad"}
-FREE_WHEN_RESUMING |= {"data.eval_answers", "data.eval_max_new_tokens"}
-FREE_WHEN_RESUMING |= {"data.format", "data.image_folder", "data.ignore", "data.allow_urls"}
-FREE_WHEN_RESUMING |= {"trainer.save_strategy", "trainer.save_steps", "trainer.save_total_limit"}
-FREE_WHEN_RESUMING |= {f"trainer.{name}" for name in FREE_FIELDS} | {"max_nonfinite_steps"}
-FREE_WHEN_RESUMING |= {"data.reuse_features", "engine.tower", "engine.language"}
-FREE_WHEN_RESUMING |= {"engine.memory_limit"}
-
-# What was fixed before there was a field for it, where its default is another.
-BEFORE = {"lora.alpha": 8}
-
-CHECKED_DATA = "data.json"
-"""In ``out``: what the check found of the data."""
-
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
-
-
-def starting_point(
-    recipe: Recipe, processes: int, resume: bool | Path, base: Base | None = None
-) -> Path | None:
-    """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
-
-    Args:
-        base: Of :func:`base_of`, which is asked by default.
-
-    Raises:
-        ValueError: none can be chosen, or it is of a run with other settings or another model.
-    """
-    checkpoint = choose_checkpoint(Path(recipe.out), resume)
-    if checkpoint is not None:
-        settings = settings_of(recipe, processes)
-        files = identify(base or base_of(recipe))
-        there = Manifest.read(checkpoint).settings
-        length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
-        if is_longer({name: there[name] for name in length if name in there}, length):
-            settings |= {name: there[name] for name in length}
-        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
-    return checkpoint
-
-
-def settings_of(recipe: Recipe, processes: int) -> dict:
-    """What decides the course of training, and the same for a run and its continuation."""
-    decisive = {k: v for k, v in recipe.flat().items() if k not in FREE_WHEN_RESUMING}
-    if recipe.trainer.max_steps is not None:
-        del decisive["trainer.num_train_epochs"]  # which it overrides
-    if is_lora(recipe.trained) and recipe.lora.alpha is None:
-        decisive["lora.alpha"] = 2 * recipe.lora.rank
-    return decisive | {"processes": processes}
-
-
-def options_of(recipe: Recipe) -> EngineOptions:
-    """What the recipe asks of the engine, "auto" where it leaves that open."""
-    return EngineOptions(
-        trained=recipe.trained,
-        lora=recipe.lora.options(recipe.trained),
-        **recipe.engine.model_dump(),
-    )
 
 
 def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
@@ -156,38 +88,32 @@ def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
 
 
 def arguments_of(
-    recipe: Recipe,
-    options: EngineOptions,
-    rows: int,
-    processes: int,
-    evaluates: bool = False,
-    loading: Mapping[str, Any] = MappingProxyType({}),
+    plan: Plan, evaluates: bool, loading: Mapping[str, Any] = MappingProxyType({})
 ) -> TrainingArguments:
-    """The Trainer's arguments for a recipe, of which the engine has been decided.
+    """The Trainer's arguments.
 
     Args:
-        rows: That are learned in an epoch; packed ones, if they are packed.
         evaluates: Whether there is data to evaluate on.
         loading: Of :func:`loader_options`.
     """
-    asked = recipe.trainer
-    steps = total_steps(asked, rows, processes)
+    recipe, asked = plan.recipe, plan.recipe.trainer
     saved, evaluated = save_strategy(asked.model_dump()), eval_strategy(asked, evaluates)
+    steps_an_epoch = steps_in_epoch(asked, plan.rows, plan.placement.processes)
     return TrainingArguments(
         output_dir=recipe.out,
         # Of epochs, too: schedule, log and estimates agree on them before the first step.
-        max_steps=steps,
+        max_steps=plan.steps,
         per_device_train_batch_size=asked.per_device_train_batch_size,
         per_device_eval_batch_size=eval_batch_size(asked),
         gradient_accumulation_steps=asked.gradient_accumulation_steps,
         learning_rate=highest_rate(asked),
-        warmup_steps=warmup(asked, steps),
+        warmup_steps=warmup(asked, plan.steps),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
         optim=OPTIMIZERS[recipe.engine.optimizer],
         bf16=recipe.engine.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
-        deepspeed=deepspeed_config(options),
+        deepspeed=deepspeed_config(plan.options),
         remove_unused_columns=False,
         prediction_loss_only=True,
         save_strategy=saved,
@@ -198,7 +124,7 @@ def arguments_of(
         metric_for_best_model=asked.metric_for_best_model if evaluates else None,
         restore_callback_states_from_checkpoint=asked.early_stopping_patience is not None,
         report_to=asked.report_to,
-        logging_steps=logging_steps(recipe, steps, steps_in_epoch(asked, rows, processes)),
+        logging_steps=logging_steps(recipe, plan.steps, steps_an_epoch),
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         logging_nan_inf_filter=False,
         seed=asked.seed,
@@ -206,64 +132,22 @@ def arguments_of(
     )
 
 
-def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
-    """Check a recipe's data for its model; :func:`check_sets` has more.
-
-    What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where :func:`train` reads it.
-
-    Args:
-        base: Of :func:`base_of`, which is asked by default.
-    """
-    base = base or base_of(recipe)
-    return check_sets(
-        recipe.data.sources(),
-        load_processor(base),
-        ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length,
-        evaluate=recipe.data.evaluated(),
-        pack_to=recipe.data.pack_to,
-        on_bad=recipe.data.on_bad,
-    )
-
-
-def _read_checked(recipe: Recipe) -> CheckedData:
-    checked = CheckedData.read(Path(recipe.out, CHECKED_DATA))
-    asked: Any = recipe.data.evaluated()
-    if isinstance(asked, tuple):
-        asked = [source.path for source in asked]
-    there = checked.sources, checked.asked, checked.pack_to
-    now = recipe.data.sources(), asked, recipe.data.pack_to
-    if there != now:
-        sets = [" and ".join(source.path for source in sources) for sources, *_ in (there, now)]
-        raise ValueError(
-            f"{sets[0]} was checked, for pack_to {checked.pack_to}, and the recipe has {sets[1]} "
-            f"and {recipe.data.pack_to} (data.eval: {checked.asked} there, {asked} now): start the "
-            "training again, so that it is checked"
-        )
-    return checked
-
-
-def train(
-    recipe: Recipe, checkpoint: Path | None = None, accept_changed_data: bool = False
-) -> None:
-    """Train what the recipe says; save the model, or the adapters, to ``recipe.out``.
+def train(plan: Plan) -> None:
+    """Train what was planned; save the model, or the adapters, to ``out``.
 
     Also writes ``training.json`` there, last: whether the training came to its end, the history of
     loss and gradient norm, speed and memory, how many processes took part, and what is known of the
-    model below.
-
-    Args:
-        checkpoint: Complete checkpoint in ``recipe.out`` to continue from. In fp32 on a CPU the
-            losses and weights are those of a run that was never stopped, to the bit.
-        accept_changed_data: Whether its rows may have been others.
+    model below. In fp32 on a CPU, the losses and weights of a run that was continued are those of
+    one that was never stopped, to the bit.
 
     Raises:
-        ValueError: the data was not checked (:func:`check_data`) or has changed since, or
-            :func:`starting_point` or :func:`changes_of_data` says why.
+        ValueError, RuntimeError: what was planned with is not true here
+            (:meth:`Plan.require_true`), or the data has changed since.
         Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
-            ``recipe.out``. On all processes.
+            ``out``. On all processes.
     """
-    base = pin(base_of(recipe))
-    processor, checked = load_processor(base), _read_checked(recipe)
+    recipe, options, base = plan.recipe, plan.options, plan.base
+    processor, checked = load_processor(base), plan.checked_data()
     conversations: Any = checked.conversations()
     stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
     collator = ConversationCollator(processor, stamps)
@@ -272,34 +156,29 @@ def train(
         conversations = PackedRows(conversations, rows_of_batches.shares)
         collator = PackingCollator(processor, stamps)
     evaluated = None if checked.eval is None else checked.eval.conversations()
-    options = _decide(recipe, base, rows_of_batches)
+    require_fp8(options, config_of(base))
+    if torch.cuda.is_available():
+        join_processes(options)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    loading = _loading(recipe, processor, rows_of_batches)
-    evaluates = evaluated is not None
-    arguments = arguments_of(recipe, options, len(conversations), _processes(), evaluates, loading)
+    arguments = arguments_of(plan, evaluated is not None, _loading(plan, processor))
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
-    assert arguments.world_size == _processes()
-    starting_point(recipe, arguments.world_size, checkpoint or False, base)
-    rows = rows_of(recipe, checked)
-    origin = Origin(settings_of(recipe, arguments.world_size), identify(base), rows)
-    if checkpoint is not None:
-        changes_of_data(checkpoint, rows, accept_changed_data)
+    plan.require_true()
     set_seed(recipe.trainer.seed)  # adapters are random
-    model = build_model(recipe, options, base)
+    model = build_model(options, base)
     trainer = RecipeTrainer(
         model,
         features=features_of(recipe, model),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
         rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
         eval_collator=ConversationCollator(processor, stamps),
-        sample=sample_of(recipe, base, checked, processor),
+        sample=sample_of(plan, checked, processor),
         worker_start=worker_start(options.offload, recipe.trainer.handed_on()),
         args=arguments,
         train_dataset=conversations,
         eval_dataset=evaluated,
         data_collator=collator,
         processing_class=processor,
-        callbacks=callbacks_of(recipe, origin),
+        callbacks=callbacks_of(recipe, plan.origin(checked)),
     )
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
     batch *= arguments.world_size * rows_of_batches.samples_per_row
@@ -309,9 +188,10 @@ def train(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar(batch))
     error = None
+    checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
         if recipe.engine.zero_stage == 0:
@@ -324,7 +204,7 @@ def train(
             remove_weights(Path(recipe.out))
         measured = measurements.found()
         if "peak_allocated_gib" in measured:
-            measured["predicted_gib"] = _predicted(recipe, base, options, rows_of_batches)
+            measured["predicted_gib"] = plan.needed / GIB
         if error is None:
             print(_describe_measured(measured), flush=True)
         known = {"measured": measured, "policies": options.policies}
@@ -345,11 +225,6 @@ def _how_to_go_on(recipe: Recipe) -> str:
         f"\nthe last complete checkpoint is {checkpoint}: to go on from its weights, start a run "
         f"with that folder as model, another out, and {lower}"
     )
-
-
-def _predicted(recipe: Recipe, base: Base, options: EngineOptions, rows: BatchRows) -> float:
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    return estimate(config, options, batch_of(recipe, rows, _processes())) / GIB
 
 
 def _describe_measured(measured: Mapping[str, float | None]) -> str:
@@ -391,54 +266,12 @@ def _write_report(
     write_atomically(Path(cast(str, trainer.args.output_dir), REPORT), text)
 
 
-def _processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
-    """The largest batch of one of so many processes."""
-    return Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(rows.lengths.max()),
-        images_per_row=int(rows.images.max()),
-        processes=processes,
-    )
-
-
-def _loading(recipe: Recipe, processor: ChatGLMProcessor, rows: BatchRows) -> dict[str, Any]:
-    pictures = int(rows.images.max()) * recipe.trainer.per_device_train_batch_size
+def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:
+    asked = plan.recipe.trainer
+    pictures = int(plan.batch.images_per_row) * asked.per_device_train_batch_size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     side = processor.image_processor.size["height"]
-    return loader_options(recipe.trainer.handed_on(), here, pictures, side)
-
-
-def _decide(recipe: Recipe, base: Base, rows: BatchRows) -> EngineOptions:
-    """The options for such rows and this machine; all processes come to the same."""
-    asked = options_of(recipe)
-    if torch.cuda.is_available():
-        join_processes(asked)
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
-    require_fp8(asked, config)
-    batch = batch_of(recipe, rows, _processes())
-    steps = total_steps(recipe.trainer, len(rows.lengths), _processes())
-    options = decide(config, asked, batch, free_memory(asked.memory_limit), steps)
-    if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
-        choice = f"tower {options.tower}, language {options.language}"
-        choice += f", offload {options.offload}, compile {options.compile}"
-        print(f"for rows of {batch.row_length} positions: {choice}", flush=True)
-    return options
-
-
-def rows_of(recipe: Recipe, checked: CheckedData) -> Rows:
-    """What a run that continues has to have the same; rows for evaluation where they decide what
-    is saved, or when the run ends."""
-    asked = recipe.trainer
-    decide = asked.load_best_model_at_end or asked.early_stopping_patience is not None
-    evaluated = None
-    if checked.eval is not None and (decide or asked.save_strategy == "best"):
-        digests = "\n".join(checked.eval.row_digests)
-        evaluated = hashlib.sha256(digests.encode()).hexdigest()
-    return Rows(checked.row_digests, checked.row_lines, evaluated)
+    return loader_options(asked.handed_on(), here, pictures, side)
 
 
 def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
@@ -451,13 +284,12 @@ def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
     return callbacks
 
 
-def sample_of(
-    recipe: Recipe, base: Base, checked: CheckedData, processor: ChatGLMProcessor
-) -> Sample | None:
+def sample_of(plan: Plan, checked: CheckedData, processor: ChatGLMProcessor) -> Sample | None:
     """The rows that are answered at each evaluation, if any are."""
+    recipe, base = plan.recipe, plan.base
     if checked.eval is None or not recipe.data.eval_answers:
         return None
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    config = config_of(base)
     return Sample(
         checked.eval,
         processor,
@@ -469,13 +301,8 @@ def sample_of(
     )
 
 
-def build_model(recipe: Recipe, options: EngineOptions, base: Base | None = None) -> nn.Module:
-    """The recipe's model, loaded and prepared (:func:`prepare_model`).
-
-    Args:
-        base: Of :func:`base_of`, which is asked by default.
-    """
-    base = base or base_of(recipe)
+def build_model(options: EngineOptions, base: Base) -> nn.Module:
+    """The model, loaded and prepared (:func:`prepare_model`)."""
     load = partial(GLM4VForCausalLM.from_pretrained, base.model, revision=base.revision or "main")
     model = prepare_model(options, load, base.adapters)
     adapters: Any = getattr(model, "peft_config", None)
@@ -532,9 +359,7 @@ def leave(status: int = 0) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("settings", type=Path)
-    parser.add_argument("--resume-from", type=Path)
-    parser.add_argument("--accept-changed-data", action="store_true")
+    parser.add_argument("plan", type=Path)
     parser.add_argument("--end-with-stdin", action="store_true")
     parser.add_argument("--require-gpu", action="store_true")
     options = parser.parse_args()
@@ -543,7 +368,7 @@ if __name__ == "__main__":
     if options.end_with_stdin:
         end_with_stdin()
     try:
-        train(Recipe.read(options.settings), options.resume_from, options.accept_changed_data)
+        train(Plan.read(options.plan))
     except Diverged:
         leave(1)  # the launcher prints what is in the report
     leave()

@@ -179,11 +179,10 @@ def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
 
 
 def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
-    from ..models.loading import load_processor
-    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..models.loading import config_of, load_processor
     from .answer_worker import require_room
 
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    config = config_of(base)
     new = request.generation.max_new_tokens
     require_room(load_processor(base), config.seq_length, questions, new)
 

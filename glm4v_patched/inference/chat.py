@@ -52,13 +52,12 @@ def chat(
     placement = place(1, device)
     base = find_source(model, revision, weights)
 
-    from ..models.loading import load
-    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..models.loading import config_of, load
     from .answer_worker import Answerer
     from .decoding.static_cache import chosen
 
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
-    limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
+    limit = config_of(base).seq_length
     generation = generation or Generation()
     where, most = "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens
     kept = chosen(cache, where, most, weights)

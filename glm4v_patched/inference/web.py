@@ -58,8 +58,7 @@ def chat_in_browser(
         port = listener.getsockname()[1]
     bases = [find_source(model, revision, weights) for model in models]
 
-    from ..models.loading import load
-    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..models.loading import config_of, load
     from .answer_worker import Answerer
     from .serving.engine import Engine
 
@@ -67,7 +66,7 @@ def chat_in_browser(
     engines = []
     for base in bases:
         loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
-        config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+        config = config_of(base)
         engines.append(Engine(Answerer(loaded, generation), config.seq_length))
     with tempfile.TemporaryDirectory(prefix="glm4v_patched_web") as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder  # where uploads go, and are gone afterwards

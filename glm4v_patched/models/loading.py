@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.trainable import continue_adapters, quantization_options
+from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .base import Base
@@ -88,6 +89,11 @@ def _hold_by_torchao(model: Any, kind: str, device: str) -> None:
     # Settings of torch's compiler are the process's, and not this model's.
     quantize_(model, kinds[kind](set_inductor_config=False), is_of_layer, device=device)
     model.to(device)
+
+
+def config_of(base: Base) -> ChatGLMConfig:
+    """The model's, which adapters share."""
+    return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
 
 
 def load_processor(base: Base) -> ChatGLMProcessor:

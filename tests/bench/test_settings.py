@@ -17,7 +17,7 @@ from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import TRAINED
-from glm4v_patched.finetune import preflight
+from glm4v_patched.models import placement
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -123,7 +123,7 @@ def test_ligers_kernels_are_taken_where_they_are_asked_for(monkeypatch):
 
 
 def give_machine(monkeypatch, gpus: Gpus, ram: float) -> None:
-    for module in (machine, preflight):
+    for module in (machine, placement):
         monkeypatch.setattr(module, "find_gpus", lambda: gpus)
     monkeypatch.setattr(memory_check, "free_ram", lambda: ram)
 

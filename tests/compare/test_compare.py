@@ -171,7 +171,7 @@ def test_what_a_download_lacks_is_told_before_its_code_runs(original, tmp_path, 
 def test_a_gpu_that_is_not_there_is_told_before_an_environment_is_made(
     original, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("glm4v_patched.finetune.preflight.find_gpus", lambda: Gpus((), "no driver"))
+    monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
     monkeypatch.setattr(command, "require_python", lambda *_: pytest.fail("it was made"))
     new = str(tmp_path / "new")
     asked = ["compare", str(original), "--run-code", "--make-environment", new]

@@ -28,10 +28,11 @@ from glm4v_patched.data.decoding import find_fault, read_facts, read_facts_of_al
 from glm4v_patched.data.rendering import measure_all
 from glm4v_patched.demo.tiny_model import build_processor, tiny_config
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, train
+from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
+from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, planned
 
 HOUR = 3600
 
@@ -728,11 +729,11 @@ def test_the_launcher_checks_the_data_before_any_process_starts(recipe, tmp_path
 
 def test_training_takes_only_rows_that_were_checked_for_it(recipe, tmp_path, launched):
     mine = recipe.override({"out": str(tmp_path / "out")})
+    plan = Plan.read(planned(mine))
+    checked = tmp_path / "out" / CHECKED_DATA
+    check_data(mine.override({"data.pack_to": 99})).write(checked)
+    with pytest.raises(ValueError, match=r"data\.json has rows with digest .* planned with"):
+        train(plan)
+    checked.unlink()
     with pytest.raises(ValueError, match=r"data\.json does not say which rows .*No such file"):
-        train(mine)
-    (tmp_path / "out").mkdir()
-    check_data(mine).write(tmp_path / "out" / CHECKED_DATA)
-    with pytest.raises(ValueError, match="was checked, for pack_to None, and the recipe .* and 99"):
-        train(mine.override({"data.pack_to": 99}))
-    with pytest.raises(ValueError, match=r"the recipe has .*other\.jsonl"):
-        train(mine.override({"data.train": "other.jsonl"}))
+        train(plan)

@@ -19,7 +19,8 @@ from transformers import TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
-from glm4v_patched.finetune.worker import RecipeTrainer, features_of, settings_of
+from glm4v_patched.finetune.plan import settings_of
+from glm4v_patched.finetune.worker import RecipeTrainer, features_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import (

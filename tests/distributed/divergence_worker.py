@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
+from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.worker import RecipeTrainer, leave, train
 
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
@@ -68,10 +68,10 @@ def main(folder: Path) -> None:
     }
     outcomes = {}
     for name, broken in cases.items():
-        recipe = Recipe.read(folder / f"{name}.json")
+        plan = Plan.read(folder / name / "plan.json")
         with broken:
             try:
-                train(recipe)
+                train(plan)
                 outcomes[name] = "trained"
             except Diverged as error:
                 outcomes[name] = str(error)

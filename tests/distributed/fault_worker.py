@@ -1,7 +1,7 @@
 """Trains a recipe with dropout, and dies while writing a checkpoint if it is told to.
 
 Started by test_faults.py: ``python -m torch.distributed.run --nproc_per_node 2 fault_worker.py
-SETTINGS [--resume-from CHECKPOINT] [--die-writing NAME]``, where ``NAME`` is how the path of the
+PLAN [--die-writing NAME]``, where ``NAME`` is how the path of the
 fatal file ends. glm-4v has no dropout of its own; without it, no random number would be drawn while
 training, and states of the generators that were lost would not show.
 """
@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 
 from glm4v_patched.finetune import worker
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
 options = argparse.ArgumentParser()
-options.add_argument("settings", type=Path)
-options.add_argument("--resume-from", type=Path)
+options.add_argument("plan", type=Path)
 options.add_argument("--die-writing")
 
 
@@ -53,5 +52,5 @@ if __name__ == "__main__":
     worker.build_model = build_with_dropout
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
-    worker.train(Recipe.read(arguments.settings), arguments.resume_from)
+    worker.train(Plan.read(arguments.plan))
     worker.leave()

@@ -1,7 +1,7 @@
 """Trains a recipe, and prints how often rank 0 ran the tower.
 
 Started by test_reused_features.py: ``python -m torch.distributed.run --nproc_per_node 2
-frozen_recipe_worker.py SETTINGS``.
+frozen_recipe_worker.py PLAN``.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from glm4v_patched.finetune import worker
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.remote.visual import EVA2CLIPModel
 
 build_model = worker.build_model
@@ -26,7 +26,7 @@ def build_and_count(*arguments) -> torch.nn.Module:
 
 if __name__ == "__main__":
     worker.build_model = build_and_count
-    worker.train(Recipe.read(Path(sys.argv[1])))
+    worker.train(Plan.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")
     worker.leave()

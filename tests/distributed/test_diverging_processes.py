@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.worker import CHECKED_DATA, check_data
-from glm4v_patched.models.base import Base
 from tests.helpers.processes import run_two_processes
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, planned
 
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
 
@@ -29,9 +27,7 @@ def outcomes(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     changes["base"] = {"model": str(broken), "trained": "lora_lm"}
     for name, changed in changes.items():
         mine = recipe.override({"out": str(folder / name)} | changed)
-        Path(mine.out).mkdir()
-        mine.write(folder / f"{name}.json")
-        check_data(mine, Base(mine.model)).write(Path(mine.out, CHECKED_DATA))
+        planned(mine, processes=2)
     run_two_processes("divergence_worker.py", str(folder), seconds=300)
     return folder, [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)]
 

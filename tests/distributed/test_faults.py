@@ -21,7 +21,7 @@ from glm4v_patched.finetune.checkpoints import (
     step_of,
 )
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, starting_point
+from glm4v_patched.finetune.plan import starting_point
 from glm4v_patched.printed import own_command
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.processes import (
@@ -30,7 +30,7 @@ from tests.helpers.processes import (
     heed_ctrl_c,
     run_warm,
 )
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, planned
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
@@ -44,13 +44,9 @@ def recipe(tmp_path_factory) -> Recipe:
     return drawn_recipe(tmp_path_factory.mktemp("faults"), {"trainer.max_steps": 12})
 
 
-def train(recipe: Recipe, *arguments: str):
-    Path(recipe.out).mkdir(exist_ok=True)
-    settings = Path(recipe.out, "recipe.json")
-    recipe.write(settings)
-    check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
-    worker = str(WORKERS / "fault_worker.py")
-    return run_warm(worker, str(settings), *arguments, seconds=SECONDS_TO_RUN)
+def train(recipe: Recipe, *arguments: str, checkpoint: Path | None = None):
+    worker, plan = str(WORKERS / "fault_worker.py"), planned(recipe, checkpoint, processes=2)
+    return run_warm(worker, str(plan), *arguments, seconds=SECONDS_TO_RUN)
 
 
 def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:
@@ -77,7 +73,7 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
 
     # What launch() does before it starts the processes.
     set_incomplete_aside(folder, after_step=4)
-    ended = train(stopped, "--resume-from", str(checkpoint))
+    ended = train(stopped, checkpoint=checkpoint)
     assert ended.status == 0, ended.output[-8000:]
 
     expected_history, expected_weights = result(never_stopped)

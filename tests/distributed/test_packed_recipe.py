@@ -10,17 +10,15 @@ from glm4v_patched.data.sources import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.worker import CHECKED_DATA, check_data
+from glm4v_patched.finetune.plan import check_data
 from tests.helpers.processes import run_warm
+from tests.helpers.recipes import planned
 
 SECONDS_TO_RUN = 300
 
 
 def losses(recipe: Recipe) -> list[float]:
-    Path(recipe.out).mkdir()
-    recipe.write(Path(recipe.out, "recipe.json"))
-    check_data(recipe).write(Path(recipe.out, CHECKED_DATA))
-    trainer = ["-m", "glm4v_patched.finetune.worker", str(Path(recipe.out, "recipe.json"))]
+    trainer = ["-m", "glm4v_patched.finetune.worker", str(planned(recipe))]
     ended = run_warm(*trainer, seconds=SECONDS_TO_RUN, processes=1)
     assert ended.status == 0, ended.output[-8000:]
     history = json.loads(Path(recipe.out, "training.json").read_text())["history"]

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.worker import CHECKED_DATA, check_data
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.processes import WORKERS, run_warm
-from tests.helpers.recipes import drawn_recipe, launch_warm
+from tests.helpers.recipes import drawn_recipe, launch_warm, planned
 
 SECONDS_TO_RUN = 300
 # fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
@@ -200,13 +199,12 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
     """With another policy, from a checkpoint of the days when there was no choice. (Not to a
     selective one under ZeRO-3, which then takes torch's linear layers in place of its own.)"""
 
-    def run(mine: Recipe, *arguments: str) -> dict[str, torch.Tensor]:
-        settings = Path(mine.out, "recipe.json")
-        mine.write(settings)
-        check_data(mine).write(Path(mine.out, CHECKED_DATA))
-        worker = [str(WORKERS / "fault_worker.py"), str(settings), *arguments]
-        processes = 2 if mine.engine.zero_stage else None
-        ended = run_warm(*worker, seconds=SECONDS_TO_RUN, processes=processes)
+    def run(mine: Recipe, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
+        processes = 2 if mine.engine.zero_stage else 1
+        plan = planned(mine, checkpoint, processes=processes)
+        worker = [str(WORKERS / "fault_worker.py"), str(plan)]
+        alone = None if processes == 1 else processes
+        ended = run_warm(*worker, seconds=SECONDS_TO_RUN, processes=alone)
         assert ended.status == 0, ended.output[-8000:]
         (file,) = Path(mine.out).glob("*model.safetensors")
         return load_file(file)
@@ -220,7 +218,7 @@ def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
         {"engine.language": "every 2" if whole.engine.zero_stage else "selective"}
     )
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
-    got = run(resumed, "--resume-from", str(tmp_path / "resumed" / "checkpoint-2"))
+    got = run(resumed, tmp_path / "resumed" / "checkpoint-2")
     assert losses_of(resumed) == losses_of(whole)
     assert got.keys() == want.keys()
     assert [name for name in want if not torch.equal(got[name], want[name])] == []

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.data.feature_cache import digest_weights
-from glm4v_patched.finetune.worker import CHECKED_DATA, check_data
 from tests.helpers.processes import run_two_processes
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, planned
 from tests.helpers.tiny import tiny_model
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
@@ -117,11 +116,8 @@ def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, t
     weights, outputs = [], []
     for name, reuse in {"plain": False, "reusing": str(tmp_path / "features")}.items():
         recipe = plain.override({"out": str(tmp_path / name), "data.reuse_features": reuse})
-        (tmp_path / name).mkdir()
-        recipe.write(tmp_path / name / "recipe.json")
-        check_data(recipe).write(tmp_path / name / CHECKED_DATA)
-        settings = str(tmp_path / name / "recipe.json")
-        outputs.append(run_two_processes("frozen_recipe_worker.py", settings, seconds=300))
+        plan = str(planned(recipe, processes=2))
+        outputs.append(run_two_processes("frozen_recipe_worker.py", plan, seconds=300))
         (saved,) = (tmp_path / name).glob("*model.safetensors")
         weights.append(load_file(saved))
     # In 12 steps, and for the loss that the last weights have.

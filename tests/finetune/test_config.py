@@ -14,16 +14,11 @@ from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.config import Recipe, RecipeError
+from glm4v_patched.finetune.config import Recipe, RecipeError, may_change
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import Origin, Rows, base_of
-from glm4v_patched.finetune.worker import (
-    FREE_WHEN_RESUMING,
-    RecipeTrainer,
-    options_of,
-    settings_of,
-    starting_point,
-)
+from glm4v_patched.finetune.plan import options_of, settings_of, starting_point
+from glm4v_patched.finetune.worker import RecipeTrainer
 from glm4v_patched.models.base import identify
 from glm4v_patched.models.placement import Placement
 from tests.helpers.local_hub import LocalHub
@@ -218,7 +213,7 @@ def test_what_is_kept_of_activations_and_where_the_model_lies_may_change(tmp_pat
         }
     )
     assert settings_of(changed, 2) == settings_of(recipe(same), 2)
-    assert {"model", "revision", "engine.tower", "engine.language"} <= FREE_WHEN_RESUMING
+    assert {"model", "revision", "engine.tower", "engine.language"} <= may_change()
 
 
 def test_a_recipe_reads_back(tmp_path):

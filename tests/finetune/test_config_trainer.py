@@ -21,9 +21,9 @@ from glm4v_patched.finetune.config import Recipe, RecipeError, fields
 from glm4v_patched.finetune.config_trainer import steps_in_epoch, total_steps, warmup
 from glm4v_patched.finetune.disk import checkpoints_at_once
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.finetune.training_arguments import installed_fields, refusal
-from glm4v_patched.finetune.worker import settings_of, starting_point
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
 
@@ -224,7 +224,8 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, tmp_path,
         launch(mine.override({"trainer.num_train_epochs": 1.5}), here, resume=True)
     longer = mine.override({"trainer.num_train_epochs": 3.0})
     launch(longer, here, resume=True)
-    assert str(tmp_path / "out" / "checkpoint-5") in commands[0]
+    plan = Plan.read(tmp_path / "out" / "plan.json")
+    assert str(plan.path) in commands[0] and plan.checkpoint == tmp_path / "out" / "checkpoint-5"
     report = train_here(longer, tmp_path / "out" / "checkpoint-5")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 16)]
     assert report["history"][:5] == history(drawn.out)[:5]

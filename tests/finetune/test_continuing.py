@@ -15,7 +15,8 @@ from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import Rows
-from glm4v_patched.finetune.worker import Schedule, check_data, starting_point
+from glm4v_patched.finetune.plan import check_data, starting_point
+from glm4v_patched.finetune.worker import Schedule
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import built, drawn_recipe, train_here
@@ -161,7 +162,7 @@ def test_a_picture_replaced_under_its_name_is_noticed_and_can_be_accepted(stoppe
         changes_of_data(checkpoint, rows_now(stopped), accept=False)
     with pytest.raises(ValueError, match="run on other data"):
         train_here(stopped, checkpoint)
-    report = train_here(stopped, checkpoint, accept_changed_data=True)
+    report = train_here(stopped, checkpoint, accept=True)
     assert [entry["step"] for entry in report["history"]] == [1, 2, 3, 4]
 
 

@@ -20,10 +20,11 @@ from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import base_of
+from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.run_folder import LOCK, RECORD
-from glm4v_patched.finetune.worker import check_data
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import drawn_recipe
 
 HERE = Placement(1, on_cpu=True)
@@ -127,7 +128,7 @@ def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, m
 
     monkeypatch.setattr(launching, "_run", run)
     launch(recipe, HERE)
-    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "data.json", "data.arrow"}
+    assert seen[0].keys() == {LOCK, RECORD, "recipe.json", "plan.json", "data.json", "data.arrow"}
     assert LOCK not in contents(recipe.out)
 
 
@@ -221,14 +222,15 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
 
     monkeypatch.setattr(launching, "pin", pin)
     monkeypatch.setattr(launching, "require_whole", lambda *given: asked.append(given[:2]))
-    monkeypatch.setattr("glm4v_patched.finetune.worker.check_data", check)
+    monkeypatch.setattr("glm4v_patched.finetune.plan.check_data", check)
+    monkeypatch.setattr("glm4v_patched.finetune.plan.config_of", lambda base: ChatGLMConfig())
     summary = "glm4v_patched.finetune.summary"
-    for name, said in {"plan": None, "describe": "of the Hub", "fault_of_memory": ""}.items():
+    for name, said in {"describe": "of the Hub", "fault_of_memory": ""}.items():
         monkeypatch.setattr(f"{summary}.{name}", lambda *_, said=said: said)
     launch(recipe.override({"model": str(folder)}), HERE)
     # What processes read, and a run that continues.
-    written = Recipe.read(Path(recipe.out, "recipe.json"))
-    assert base_of(written) == Base("our-org/base", "c0ffee", folder)
+    plan = Plan.read(Path(recipe.out, "plan.json"))
+    assert plan.base == base_of(plan.recipe) == Base("our-org/base", "c0ffee", folder)
     assert asked == ["main", ("our-org/base", "c0ffee")]
 
 

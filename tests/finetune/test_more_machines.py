@@ -43,10 +43,7 @@ def world(tmp_path, monkeypatch):
         @contextmanager
         def prepared(*_, **__):
             prepare(tmp_path / "out")
-            checkpoint = tmp_path / "out" / "checkpoint-2"
-            yield SimpleNamespace(
-                recipe=asked, settings=tmp_path / "out" / "recipe.json", checkpoint=checkpoint
-            )
+            yield SimpleNamespace(plan=SimpleNamespace(path=tmp_path / "out" / "plan.json"))
 
         monkeypatch.setattr(machines, "prepared", prepared)
         threads = [
@@ -62,21 +59,20 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "_join_store", lambda: store)
     monkeypatch.setattr(machines, "_read", lambda options, process: asked)
     monkeypatch.setattr(machines, "require_installed", lambda recipe, on_cpu: None)
-    monkeypatch.setattr(
-        machines, "_train", lambda options, given, checkpoint: trained.append(checkpoint) or 0
-    )
+    monkeypatch.setattr(machines, "_train", lambda options, plan: trained.append(plan) or 0)
     monkeypatch.setattr(machines, "_leave", lambda status: status)
     return SimpleNamespace(start=start, recipe=asked)
 
 
-def test_all_begin_when_the_first_has_prepared_and_continue_from_its_checkpoint(world):
+def test_all_begin_when_the_first_has_prepared_with_its_plan(world):
     def prepare(out: Path) -> None:
         out.mkdir()
         world.recipe.write(out / "recipe.json")
+        (out / "plan.json").write_text("{}")
 
     ended, trained = world.start(prepare)
     assert ended == {0: 0, 1: 0, 2: 0}
-    assert [path.name for path in trained] == ["checkpoint-2"] * 3
+    assert [path.name for path in trained] == ["plan.json"] * 3
 
 
 def test_none_begins_where_the_first_finds_a_fault(world, capsys):
@@ -95,6 +91,7 @@ def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
     def prepare(out: Path) -> None:
         out.mkdir()
         world.recipe.write(out / "recipe.json")
+        (out / "plan.json").write_text("{}")
 
     def text(file: Path) -> str | None:
         return real(file) if threading.current_thread().name == "rank 0" else None
@@ -102,7 +99,7 @@ def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
     monkeypatch.setattr(machines, "_text", text)
     ended, trained = world.start(prepare)
     assert "out has to be on a disk that all machines see" in str(ended[0])
-    assert "recipe.json is not there, or another file" in str(ended[0])
+    assert "plan.json is not there, or another file" in str(ended[0])
     assert (ended[1], ended[2]) == (1, 1) and trained == []
 
 

@@ -14,7 +14,7 @@ from glm4v_patched.engine.options import PARTS, EngineOptions, LoraOptions, part
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import base_of
-from glm4v_patched.finetune.worker import BEFORE, settings_of
+from glm4v_patched.finetune.plan import BEFORE, settings_of
 from glm4v_patched.models.weights import COMPUTED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here

@@ -111,7 +111,7 @@ def test_too_few_gpus_are_refused_and_never_replaced_by_the_cpu(
     has_gpus, number, processes, zero_stage, message
 ):
     has_gpus(number, "none here")
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ValueError, match=message):
         place(processes, zero_stage=zero_stage)
 
 
@@ -119,7 +119,7 @@ def test_the_cpu_is_taken_where_it_is_asked_for(has_gpus):
     has_gpus(8)
     assert place(None, "cpu") == Placement(1, on_cpu=True)
     assert place(3, "cpu") == Placement(3, on_cpu=True)
-    with pytest.raises(RecipeError, match="zero_stage 0 on 3 processes"):
+    with pytest.raises(ValueError, match="zero_stage 0 on 3 processes"):
         place(3, "cpu", zero_stage=0)
 
 
@@ -663,5 +663,5 @@ def test_the_demo_runs_without_options_wherever_it_can(
 def test_the_demo_leaves_gpus_for_the_cpu_only_where_that_is_asked_for(has_gpus, monkeypatch):
     has_gpus(2)
     monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
-    with pytest.raises(RecipeError, match="4 processes on 2 GPUs"):
+    with pytest.raises(ValueError, match="4 processes on 2 GPUs"):
         demo.place_demo(4, None)

@@ -19,8 +19,8 @@ from glm4v_patched.engine.options import is_lora
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.config_file import RecipeError
+from glm4v_patched.finetune.plan import options_of
 from glm4v_patched.finetune.shipped_recipes import FOLDER, find_recipe, shipped_names
-from glm4v_patched.finetune.worker import options_of
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import drawn_recipe, train_here
 

@@ -12,14 +12,16 @@ from glm4v_patched.cli import main
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, progress, worker
+from glm4v_patched.finetune import disk, progress, summary, worker
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
-from glm4v_patched.finetune.summary import Plan, fault_of_memory, show_sample
+from glm4v_patched.finetune.summary import fault_of_memory, show_sample
+from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import drawn_recipe, train_here
+from tests.helpers.recipes import drawn_recipe, recipe, train_here
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +108,26 @@ def test_a_machine_with_too_little_memory_for_an_offloaded_optimizer_is_told(
     """16 bytes for each of 13.9 billion weights; the processes of two machines share them."""
     options = EngineOptions(trained="full", zero_stage=3, offload=True)
     batch = Batch(rows=1, row_length=9, processes=4)
-    planned = Plan(ChatGLMConfig(), options, batch, steps=1, free=80e9)
-    placement = Placement(4, local_processes=local)
+    planned = Plan(
+        recipe=recipe(),
+        base=Base("m"),
+        files={},
+        data="",
+        placement=Placement(4, local_processes=local),
+        options=options,
+        batch=batch,
+        rows=1,
+        steps=1,
+        free=80e9,
+        needed=0,
+    )
+    monkeypatch.setattr(summary, "config_of", lambda base: ChatGLMConfig())
     monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
-    told = fault_of_memory(planned, placement)
+    told = fault_of_memory(planned)
     least = rf"takes {needed}\.\d GB of the machine's memory, of which {needed - 1}\.0 GB are free"
     assert re.search(least, told), told
     monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
-    assert fault_of_memory(planned, placement) == ""
+    assert fault_of_memory(planned) == ""
 
 
 def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import torch
 from torch import nn
 
 from glm4v_patched.data.sources import write_conversations
@@ -15,6 +16,7 @@ from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import cpu_environment, run_command_warm
@@ -50,15 +52,33 @@ def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (
     return recipe(drawn | dict(changes))
 
 
-def train_here(recipe: Recipe, *arguments, **options) -> dict:
-    """Train in this process, once the data has been checked; what ``training.json`` says."""
-    from glm4v_patched.finetune.worker import CHECKED_DATA, check_data, train
+def planned(
+    recipe: Recipe, checkpoint: Path | None = None, accept: bool = False, processes: int = 1
+) -> Path:
+    """Check the data, plan, and write both to ``out``; the plan's file.
+
+    Args:
+        accept: Whether the checkpoint's rows may have been others.
+    """
+    from glm4v_patched.finetune.plan import CHECKED_DATA, check_data, make_plan
 
     out = Path(recipe.out)
     out.mkdir(exist_ok=True)
-    check_data(recipe).write(out / CHECKED_DATA)
-    train(recipe, *arguments, **options)
-    return json.loads((out / "training.json").read_text())
+    checked = check_data(recipe)
+    checked.write(out / CHECKED_DATA)
+    placement = Placement(processes, on_cpu=not torch.cuda.is_available())
+    plan = make_plan(recipe, placement, checked, None, checkpoint, accept)
+    plan.write()
+    return plan.path
+
+
+def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = False) -> dict:
+    """Train in this process, once the data has been checked; what ``training.json`` says."""
+    from glm4v_patched.finetune.plan import Plan
+    from glm4v_patched.finetune.worker import train
+
+    train(Plan.read(planned(recipe, checkpoint, accept)))
+    return json.loads(Path(recipe.out, "training.json").read_text())
 
 
 @contextmanager
@@ -111,7 +131,7 @@ def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None)
         images_per_row=1,
         processes=2,
     )
-    from glm4v_patched.finetune.worker import options_of
+    from glm4v_patched.finetune.plan import options_of
 
     steps = asked.trainer.max_steps or 1
     return decide(config or ChatGLMConfig(), options_of(asked), batch, free, steps)
@@ -121,4 +141,4 @@ def built(asked: Recipe) -> nn.Module:
     """The recipe's model, ready to be trained on a CPU."""
     from glm4v_patched.finetune.worker import build_model
 
-    return build_model(asked, decided(asked))
+    return build_model(decided(asked), base_of(asked))

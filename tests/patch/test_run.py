@@ -368,7 +368,7 @@ for name in ({first!r}, "transformers", "transformers"):
 
 
 def test_a_package_that_cannot_be_imported_is_an_error(quick):
-    code = "import sys; sys.modules['glm4v_patched.run'] = None; import transformers"
+    code = "import sys; sys.modules['glm4v_patched.patch.run'] = None; import transformers"
     done = run_hooked(code)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -127,8 +127,7 @@ def serve_by_transformers(request: Request) -> None:
 
     import uvicorn
 
-    from ...models.loading import load
-    from ...remote.configuration_chatglm import ChatGLMConfig
+    from ...models.loading import config_of, load
     from ..answer_worker import Answerer
     from .app import make_app
     from .engine import Engine
@@ -136,7 +135,7 @@ def serve_by_transformers(request: Request) -> None:
     if request.limits.api_key is None and not is_local(request.host):
         print(f"whoever reaches {request.host} may use this server: there is no --api-key")
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
-    limit = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main").seq_length
+    limit = config_of(base).seq_length
     engine = Engine(Answerer(loaded, request.generation), limit, _log)
 
     def tell() -> None:

@@ -1,0 +1,273 @@
+"""What a run will do, decided once.
+
+The launcher makes a :class:`Plan`, says it (:mod:`summary`) and writes it; every process of the
+training reads it and decides nothing. What is printed, also by ``--dry-run`` and ``doctor``, is
+what runs.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ..atomic import write_atomically
+from ..data.check import check_sets
+from ..data.checked_data import BatchRows, CheckedData
+from ..engine.gpus import free_on_gpus
+from ..engine.memory_plan import (
+    GIB,
+    OUTSIDE_TORCH,
+    Batch,
+    decide,
+    estimate,
+    free_memory,
+    within_limit,
+)
+from ..engine.options import EngineOptions, is_lora
+from ..models.base import Base, identify, pin
+from ..models.loading import config_of, load_processor
+from ..models.placement import Placement
+from .checkpoints import Manifest, changes_of_data, choose_checkpoint, require_same_settings
+from .config import Recipe, may_change
+from .config_trainer import total_steps
+from .origin import Origin, Rows, base_of, is_longer, length_of
+
+PLAN, CHECKED_DATA = "plan.json", "data.json"
+"""In ``out``: the plan, and what the check found of the data."""
+
+# What was fixed before there was a field for it, where its default is another.
+BEFORE = {"lora.alpha": 8}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    Args:
+        recipe: What was asked; its ``revision`` is the commit of a model of the Hub.
+        base: The model and the adapters on it, pinned.
+        files: Digests of them (:func:`identify`).
+        data: Digest of what the check found of the rows.
+        placement: On what the processes run.
+        options: Of the engine, decided.
+        batch: The largest of one process.
+        rows: That are learned in an epoch; packed ones, if they are packed.
+        steps: All that are trained, those before the checkpoint among them.
+        free: Bytes free on each GPU when this was decided, the least of them; 0 on a CPU.
+        needed: Bytes of each GPU that a step takes at most, as estimated.
+        checkpoint: What is continued from, in ``out``.
+        changes: Of the rows since the checkpoint was written, which were accepted; a line each.
+    """
+
+    recipe: Recipe
+    base: Base
+    files: dict[str, str]
+    data: str
+    placement: Placement
+    options: EngineOptions
+    batch: Batch
+    rows: int
+    steps: int
+    free: float
+    needed: float
+    checkpoint: Path | None = None
+    changes: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return Path(self.recipe.out, PLAN)
+
+    def write(self) -> None:
+        write_atomically(self.path, _adapter().dump_json(self, indent=2) + b"\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
+        return _adapter().validate_json(path.read_bytes())
+
+    def checked_data(self) -> CheckedData:
+        """What the check found. Raises ``ValueError`` if it is of another check."""
+        path = Path(self.recipe.out, CHECKED_DATA)
+        checked = CheckedData.read(path)
+        if (found := digest_of(checked)) != self.data:
+            raise ValueError(
+                f"{path} has rows with digest {found}, and the run was planned with {self.data}: "
+                "start the training again, so that they are checked"
+            )
+        return checked
+
+    def origin(self, checked: CheckedData) -> Origin:
+        settings = settings_of(self.recipe, self.placement.processes)
+        return Origin(settings, self.files, rows_of(self.recipe, checked))
+
+    def require_true(self) -> None:
+        """See that this process, which has joined the others, finds what was planned with.
+
+        Raises:
+            ValueError: another number of processes, or another model under this path.
+            RuntimeError: less free memory on a GPU.
+        """
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if processes != self.placement.processes:
+            raise ValueError(
+                f"the run was planned for {self.placement.processes} processes, and {processes} "
+                "take part: start the training again"
+            )
+        if (files := identify(self.base)) != self.files:
+            names = sorted(n for n in files | self.files if files.get(n) != self.files.get(n))
+            told = [f"{n}: {self.files.get(n)} planned, {files.get(n)} here" for n in names]
+            raise ValueError(f"{self.base.model} is another model here:\n  " + "\n  ".join(told))
+        if not self.free:
+            return
+        # What is outside of torch is there by now: the driver's context, and NCCL's buffers.
+        free = free_memory(self.recipe.engine.memory_limit)
+        if free < self.free - OUTSIDE_TORCH:
+            raise RuntimeError(
+                f"the run was planned with {self.free / GIB:.1f} GiB free on each GPU, and a GPU "
+                f"has {free / GIB:.1f} GiB now: something else uses it. Start the training again, "
+                "to plan with what is free, or see to it that the GPUs are free"
+            )
+
+
+def _adapter() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
+def make_plan(
+    recipe: Recipe,
+    placement: Placement,
+    checked: CheckedData,
+    base: Base | None = None,
+    checkpoint: Path | None = None,
+    accept_changed_data: bool = False,
+) -> Plan:
+    """Decide all that is open, for such rows and this machine.
+
+    Args:
+        base: Pinned; :func:`base_of` has it.
+        checkpoint: Of :func:`starting_point`.
+        accept_changed_data: Whether the checkpoint's rows may have been others.
+
+    Raises:
+        ValueError: they were, and may not.
+    """
+    base = base or pin(base_of(recipe))
+    config = config_of(base)
+    rows = checked.batch_rows()
+    batch = batch_of(recipe, rows, placement.processes)
+    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
+    here = placement.local_processes or placement.processes
+    free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
+    free = within_limit(free, recipe.engine.memory_limit)
+    options = decide(config, options_of(recipe), batch, free, steps)
+    changes: list[str] = []
+    if checkpoint is not None:
+        changes = changes_of_data(checkpoint, rows_of(recipe, checked), accept_changed_data)
+    return Plan(
+        recipe=recipe,
+        base=base,
+        files=identify(base),
+        data=digest_of(checked),
+        placement=placement,
+        options=options,
+        batch=batch,
+        rows=len(rows.lengths),
+        steps=steps,
+        free=free,
+        needed=estimate(config, options, batch),
+        checkpoint=checkpoint,
+        changes=tuple(changes),
+    )
+
+
+def digest_of(checked: CheckedData) -> str:
+    """sha256 of the rows that are learned and evaluated, their sets and how they are packed."""
+    learned = [repr(checked.sources), repr(checked.asked), repr(checked.pack_to)]
+    learned += checked.row_digests
+    evaluated = [] if checked.eval is None else ["evaluated", *checked.eval.row_digests]
+    return hashlib.sha256("\n".join([*learned, *evaluated]).encode()).hexdigest()
+
+
+def starting_point(
+    recipe: Recipe, processes: int, resume: bool | Path, base: Base | None = None
+) -> Path | None:
+    """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
+
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
+
+    Raises:
+        ValueError: none can be chosen, or it is of a run with other settings or another model.
+    """
+    checkpoint = choose_checkpoint(Path(recipe.out), resume)
+    if checkpoint is not None:
+        settings = settings_of(recipe, processes)
+        files = identify(base or base_of(recipe))
+        there = Manifest.read(checkpoint).settings
+        length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
+        if is_longer({name: there[name] for name in length if name in there}, length):
+            settings |= {name: there[name] for name in length}
+        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
+    return checkpoint
+
+
+def settings_of(recipe: Recipe, processes: int) -> dict:
+    """What decides the course of training, and the same for a run and its continuation."""
+    free = may_change()
+    decisive = {k: v for k, v in recipe.flat().items() if k not in free}
+    if recipe.trainer.max_steps is not None:
+        del decisive["trainer.num_train_epochs"]  # which it overrides
+    if is_lora(recipe.trained) and recipe.lora.alpha is None:
+        decisive["lora.alpha"] = 2 * recipe.lora.rank
+    return decisive | {"processes": processes}
+
+
+def options_of(recipe: Recipe) -> EngineOptions:
+    """What the recipe asks of the engine, "auto" where it leaves that open."""
+    return EngineOptions(
+        trained=recipe.trained,
+        lora=recipe.lora.options(recipe.trained),
+        **recipe.engine.model_dump(),
+    )
+
+
+def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
+    """Check a recipe's data for its model; :func:`check_sets` has more.
+
+    What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where every process reads it.
+
+    Args:
+        base: Of :func:`base_of`, which is asked by default.
+    """
+    base = base or base_of(recipe)
+    return check_sets(
+        recipe.data.sources(),
+        load_processor(base),
+        config_of(base).seq_length,
+        evaluate=recipe.data.evaluated(),
+        pack_to=recipe.data.pack_to,
+        on_bad=recipe.data.on_bad,
+    )
+
+
+def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
+    """The largest batch of one of so many processes."""
+    return Batch(
+        rows=recipe.trainer.per_device_train_batch_size,
+        row_length=int(rows.lengths.max()),
+        images_per_row=int(rows.images.max()),
+        processes=processes,
+    )
+
+
+def rows_of(recipe: Recipe, checked: CheckedData) -> Rows:
+    """What a run that continues has to have the same; rows for evaluation where they decide what
+    is saved, or when the run ends."""
+    asked = recipe.trainer
+    decide = asked.load_best_model_at_end or asked.early_stopping_patience is not None
+    evaluated = None
+    if checked.eval is not None and (decide or asked.save_strategy == "best"):
+        digests = "\n".join(checked.eval.row_digests)
+        evaluated = hashlib.sha256(digests.encode()).hexdigest()
+    return Rows(checked.row_digests, checked.row_lines, evaluated)

@@ -1,0 +1,112 @@
+"""A run is decided once: what is printed is what every process reads and does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.cli import main
+from glm4v_patched.engine.memory_plan import GIB, Batch
+from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune import plan as planning
+from glm4v_patched.finetune import worker
+from glm4v_patched.finetune.config import Recipe, may_change
+from glm4v_patched.finetune.plan import Plan, check_data, make_plan
+from glm4v_patched.finetune.summary import describe_policies
+from glm4v_patched.models.placement import Placement
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.recipes import drawn_recipe, planned
+
+HERE = Placement(1, on_cpu=True)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Recipe:
+    changes = {"trainer.max_steps": 2, "engine.zero_stage": 0, "trained": "lora_lm"}
+    return drawn_recipe(tmp_path_factory.mktemp("plan"), changes)
+
+
+def test_a_plan_reads_back_as_it_was_written(drawn, tmp_path):
+    recipe = drawn.override({"out": str(tmp_path), "lora.targets": ["dense"]})
+    for accelerator in (HERE, Placement(4, local_processes=2, on_cpu=True)):
+        plan = make_plan(recipe, accelerator, check_data(recipe), checkpoint=None)
+        plan = replace(plan, checkpoint=tmp_path / "checkpoint-4", changes=("rows: others",))
+        plan.write()
+        assert Plan.read(plan.path) == plan
+    assert json.loads(plan.path.read_text())["options"]["lora"]["targets"] == ["dense"]
+
+
+def test_it_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(drawn, tmp_path, monkeypatch):
+    """Of the real size, on GPUs of which others use some."""
+    recipe = drawn.override({"out": str(tmp_path), "engine.language": "auto"})
+    checked = check_data(recipe)
+    real = ChatGLMConfig()
+    monkeypatch.setattr(planning, "config_of", lambda base: real)
+    batch = Batch(rows=4, row_length=2114, processes=1)
+    monkeypatch.setattr(planning, "batch_of", lambda *_: batch)
+    found = []
+    for free in (140 * GIB, 75 * GIB):
+        monkeypatch.setattr(planning, "free_on_gpus", lambda number, free=free: [free] * number)
+        plan = make_plan(recipe, Placement(1), checked)
+        assert plan.free == free >= plan.needed
+        found.append(plan.options.language)
+    assert found[0] != found[1]
+
+
+def test_what_is_printed_is_what_runs(drawn, tmp_path, monkeypatch, capsys):
+    """The summary, --dry-run and doctor, and the engine of the process that trains."""
+    recipe = drawn.override({"out": str(tmp_path / "out")})
+    recipe.write(tmp_path / "recipe.json")
+    command = [str(tmp_path / "recipe.json"), "--device", "cpu"]
+    assert main(["train", *command, "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    main(["doctor", *command])
+    told_by_doctor = " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(launching, "_run", lambda command, environment: 0)
+    assert main(["train", *command]) == 0
+    told = capsys.readouterr().out
+    plan = Plan.read(tmp_path / "out" / "plan.json")
+    for text in (dry, told, told_by_doctor):
+        assert describe_policies(plan) in text
+    options = []
+    monkeypatch.setattr(worker, "prepare_model", lambda given, *_: options.append(given) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.train(plan)
+    assert options == [plan.options]
+
+
+def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(drawn, tmp_path, monkeypatch):
+    plan = Plan.read(planned(drawn.override({"out": str(tmp_path)})))
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "3")
+        with pytest.raises(ValueError, match="planned for 1 processes, and 3 take part"):
+            plan.require_true()
+    other = replace(plan, files=plan.files | {"model.safetensors": "another"})
+    with pytest.raises(ValueError, match=r"model\.safetensors: another planned, [0-9a-f]+ here"):
+        other.require_true()
+    monkeypatch.setattr(planning, "free_memory", lambda limit: 40 * GIB)
+    replace(plan, free=41 * GIB).require_true()
+    with pytest.raises(RuntimeError, match=r"with 78\.0 GiB free .* has 40\.0 GiB now"):
+        replace(plan, free=78 * GIB).require_true()
+
+
+def test_rows_that_were_checked_again_are_no_longer_those_of_the_plan(drawn, tmp_path):
+    plan = Plan.read(planned(drawn.override({"out": str(tmp_path)})))
+    rows = Path(drawn.data.train).read_text().splitlines()
+    other = tmp_path / "others.jsonl"
+    other.write_text(
+        "\n".join(rows[:5]).replace("pictures/", f"{Path(drawn.model).parent}/pictures/")
+    )
+    recipe = drawn.override({"out": str(tmp_path), "data.train": str(other)})
+    check_data(recipe).write(tmp_path / planning.CHECKED_DATA)
+    with pytest.raises(ValueError, match="data.json has rows with digest .* was planned with"):
+        plan.checked_data()
+
+
+def test_each_field_that_may_change_on_continuation_says_so_itself():
+    """What decides the course of a training may not."""
+    fixed = {"trained", "lora.rank", "engine.zero_stage", "engine.precision", "trainer.seed"}
+    fixed |= {"trainer.learning_rate", "trainer.per_device_train_batch_size", "data.pack_to"}
+    assert not fixed & may_change()
+    assert {"out", "model", "data.train", "trainer.save_steps", "engine.tower"} <= may_change()
