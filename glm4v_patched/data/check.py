@@ -43,6 +43,8 @@ PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
 KEPT_AT_ONCE = 1000
 # Rendered in as many seconds as a process takes to start, which imports torch.
 ROWS_A_PROCESS = 10_000
+# Whose ids take a second. With one id for 100 blanks they would fit into 8,192 positions.
+MOST_CHARACTERS = 2**20
 # A file that changes twice within a tick of its file system's clock has one time for both.
 NANOSECONDS_UNTIL_SURE = 2 * 10**9
 
@@ -200,9 +202,14 @@ def _read(sources: Sources, path: Path) -> _Read:
             if isinstance(row, Fault):
                 faults[-1].append(row)
                 continue
+            text = ENCODER.encode(row.messages)
+            if len(text) > MOST_CHARACTERS:
+                told = f"has {len(text):,} characters; expected {MOST_CHARACTERS:,} at most"
+                faults[-1].append(Fault(row.line, f"{told}: shorten the conversation"))
+                continue
             pictures |= dict.fromkeys(row.pictures)
             writer.add(
-                messages=ENCODER.encode(row.messages),
+                messages=text,
                 source=number,
                 line=row.line,
                 digest=_digest_messages(row.messages, lambda path: ""),

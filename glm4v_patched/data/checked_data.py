@@ -20,7 +20,7 @@ from .sets import Source
 from .sources import place
 from .stored_rows import Conversations, StoredRows
 
-RULES = 4
+RULES = 5
 """Raised with every change after which what was good may no longer be."""
 
 

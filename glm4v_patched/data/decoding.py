@@ -18,6 +18,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from ..engine.environment import python_module
 from .workers import Ended, answer_until_input_ends, ask_all
 
+MOST_PIXELS = 120 * 10**6
+"""More than the 108 megapixels of a telephone; half a gigabyte where it is decoded."""
+MOST_BYTES = 2**29
+SMALLER = "make it smaller (the model sees 1120 x 1120 pixels)"
 NAME = "glm4v_patched.data.decoding"
 
 
@@ -42,11 +46,16 @@ def read_facts(path: str) -> Facts:
             return NOT_READ._replace(fault="is not a file")
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
+            if found.st_size > MOST_BYTES:
+                told = f"has {found.st_size:,} bytes; expected {MOST_BYTES:,} at most"
+                return NOT_READ._replace(fault=f"{told}: {SMALLER}")
             content = file.read()
     except FileNotFoundError:
         return NOT_READ._replace(fault="does not exist")
     except (OSError, ValueError, MemoryError) as error:
-        return NOT_READ._replace(fault=f"cannot be read: {error}")
+        # Without the name, which may be as long as the row.
+        reason = getattr(error, "strerror", None) or error
+        return NOT_READ._replace(fault=f"cannot be read: {reason}")
     digest = hashlib.sha256(content).hexdigest()
     return Facts(len(content), found.st_mtime_ns, found.st_ctime_ns, digest, find_fault(content))
 
@@ -64,6 +73,8 @@ def find_fault(content: bytes) -> str | None:
         with Image.open(io.BytesIO(content)) as image:
             if image.format == "EPS":
                 return "is PostScript (EPS), which a program would have to run: save it as PNG"
+            if image.width * image.height > MOST_PIXELS:
+                raise Image.DecompressionBombError(f"{image.width:,} x {image.height:,} pixels")
             deep = _file_of_16_bits(image)
             image.load()
             if deep or image.mode.startswith("I") or image.mode == "F":
@@ -71,7 +82,13 @@ def find_fault(content: bytes) -> str | None:
                     f"has the mode {deep or image.mode}, which does not say what number is "
                     "white; expected 8 bits a channel: scale it to them"
                 )
-            ImageOps.exif_transpose(image).convert("RGB")
+            # Where nothing changes they would copy it: a large one is as many gigabytes.
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.mode != "RGB":
+                image.convert("RGB")
+    except Image.DecompressionBombError as error:  # Pillow raises it for still larger ones
+        told = str(error).partition(" exceeds")[0]
+        return f"is too large ({told}); expected {MOST_PIXELS:,} pixels at most: {SMALLER}"
     except UnidentifiedImageError:
         return "cannot be decoded: it is no picture of a kind that Pillow knows"
     except Exception as error:  # Pillow raises whatever a broken file makes its readers raise

@@ -46,14 +46,19 @@ KEYS = ("role", "content", PICTURES, "metadata", "tools", "train")
 
 # How other trainers' files write the place of a picture in a text: <image>, <image 1>, [IMG],
 # <|image_pad|>, <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. Not
-# HTML's <img src=...> and Markdown's ![...](...), which are words.
+# HTML's <img src=...> and Markdown's ![...](...), which are words. What was matched is not tried in
+# another way (++): words of 60,000 blanks would take a minute, "<image" with 40 digits for ever.
 PLACE = re.compile(
-    r"(?:<|\[|&lt;)\s*[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
-    r"(?:here|[\s_:-]*(?:pad|soft|token|placeholder|start|end|\d+))*[|_]*\s*/?\s*(?:>|\]|&gt;)"
-    r"|<img>[^<]*</img>",
+    r"(?:<|\[|&lt;)\s*+[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
+    r"(?:here|[\s_:-]*+(?:pad|soft|token|placeholder|start|end|\d++))*+"
+    r"[|_]*\s*+/?\s*+(?:>|\]|&gt;)"
+    r"|<img>[^<]*+</img>",
     re.IGNORECASE,
 )
-PLACES_AT_THE_ENDS = re.compile(r"\A\s*(?:<image>\s*)+|(?:\s*<image>)+\s*\Z", re.IGNORECASE)
+PLACES_AT_THE_ENDS = re.compile(
+    r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
+)
+MOST_KEYS_LISTED = 20
 KINDS = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
 
 # Pictures may be bytes.
@@ -170,10 +175,15 @@ def refuse_keys(
             "; ".join(
                 f"the key {keys[0]} is not read: {cure}"
                 if len(keys) == 1
-                else f"the keys {', '.join(keys)} are not read: {cure}"
+                else f"the keys {_listed(keys)} are not read: {cure}"
                 for cure, keys in by_cure.items()
             )
         )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = len(keys) - MOST_KEYS_LISTED
+    return ", ".join(keys[:MOST_KEYS_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _checked_message(message: dict, path_of: PathOf) -> dict:
@@ -358,4 +368,6 @@ def as_words(value: Any) -> str:
     if isinstance(value, (dict, list)):
         kind = kind_of(value)
         return f"{'an' if kind == 'object' else 'a'} {kind}" if value else f"an empty {kind}"
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
     return quoted(value) if isinstance(value, str) else json.dumps(value, default=str)

@@ -58,19 +58,29 @@ def fault_of_path(path: str) -> str | None:
     if not os.path.lexists(path):
         return "there is no such file" if Source(path).is_local else None
     if os.path.isdir(path):
-        if is_saved(path) or next(Path(path).rglob("*.parquet"), None):
+        files = [file for file in Path(path).rglob("*") if file.suffix in OF_FILES]
+        for file in files:
+            if not (file.is_file() or file.is_dir()):
+                return f"{file} is {_no_file(file)}"
+        if is_saved(path) or any(file.suffix == ".parquet" for file in files):
             return None
         return (
             "a folder without a data set; expected a file, or a folder that datasets has saved "
             "(save_to_disk) or with *.parquet files below it"
         )
     if not os.path.isfile(path):
-        return "no file, but a link to nothing" if os.path.islink(path) else "no file"
+        return _no_file(path)
     if not os.access(path, os.R_OK):
         return "it may not be read"
     if path.lower().endswith(OF_TEXT):
         return csv_cure(path)
     return None if os.path.getsize(path) else "it is empty"
+
+
+def _no_file(path: str | Path) -> str:
+    if not os.path.exists(path):
+        return "no file, but a link to nothing"
+    return "no file, but a pipe, a socket or a device: write its rows to a file"
 
 
 def is_saved(path: str) -> bool:

@@ -8,9 +8,11 @@ import codecs
 import json
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -18,9 +20,11 @@ from ..printed import shorten
 from .formats import FORMATS, ReadRow, find_format
 from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures
 from .pictures import PictureFiles
-from .sets import OF_TEXT, Source, csv_cure, fault_of_fields
+from .sets import Source, fault_of_set
 
 MOST_FAULTS_LISTED = 20
+MOST_RANGES = 8  # of the rows that have one fault
+OF_MESSAGE = re.compile(r"\Amessage \d+ of \d+: ")  # one fault, in whichever message
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
 BINARY = {
     b"\x1f\x8b": "gzip",
@@ -29,6 +33,14 @@ BINARY = {
     b"\x89PNG": "a picture (PNG)",
 }
 PARQUET, ARROW = b"PAR1", b"ARROW1"
+MOST_DIGITS = 300  # Python itself neither reads nor writes more than 4,300
+MOST_CHARACTERS = 2**27
+"""Of a row, which is held in memory several times."""
+TOO_LONG = (
+    f"has {MOST_CHARACTERS:,} characters or more: make files of its pictures, or close its quotes"
+)
+BLANK = re.compile(r"[ \t\r\n]*")
+A_WORD = 16  # of JSON, such as -Infinity, which is one fault where it is cut
 CHARACTERS_AT_ONCE = 2**20
 CHARACTERS_TO_TELL = 2**16  # what a file is
 EXPECTED = 'expected a row a line: {"messages": [...]}'
@@ -118,17 +130,36 @@ def cure_of(faults: str, folder: str = "data.image_folder") -> str:
 
 
 def describe_faults(path: str | Path | Source, faults: list[Fault], number: int | None) -> str:
-    """Up to 20 of them with file and line, and how many of ``number`` rows they are; None, if they
-    are the first rows, and it is not known how many there are."""
+    """Up to 20 of them with file and line, each once, and how many of ``number`` rows they are;
+    None, if they are the first rows, and it is not known how many there are."""
     source = as_source(path)
     told = f"none of its first {len(faults):,} rows can be used"
     if number is not None:
         told = f"{len(faults):,} of {number:,} rows cannot be used"
     lines = [f"{source.path}: {told}:"]
-    lines += [f"  {place(source, line)}: {text}" for line, text in faults[:MOST_FAULTS_LISTED]]
-    if len(faults) > MOST_FAULTS_LISTED:
-        lines.append(f"  and {len(faults) - MOST_FAULTS_LISTED:,} more")
+    same: dict[str, list[Fault]] = {}
+    for fault in faults:
+        same.setdefault(OF_MESSAGE.sub("", fault.text), []).append(fault)
+    listed = [*same.values()][:MOST_FAULTS_LISTED]
+    for (line, text), *others in listed:
+        also = _ranges([other.line for other in others])
+        kind = "line" if _has_lines(source) else "row"
+        also = f"; also {kind}{'s' * (len(others) > 1)} {also}" if others else ""
+        lines.append(f"  {place(source, line)}: {text}{also}")
+    if more := len(faults) - sum(map(len, listed)):
+        lines.append(f"  and {more:,} more")
     return "\n".join(lines)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers in rising order, for people: "2 to 20, 22 and 34 more"."""
+    runs = groupby(enumerate(numbers), lambda numbered: numbered[1] - numbered[0])
+    ranges = [[number for _, number in run] for _, run in runs]
+    told = ", ".join(
+        f"{first}{f' to {rest[-1]}' if rest else ''}" for first, *rest in ranges[:MOST_RANGES]
+    )
+    more = sum(map(len, ranges[MOST_RANGES:]))
+    return told + (f" and {more:,} more" if more else "")
 
 
 def place(source: Source, number: int) -> str:
@@ -178,7 +209,7 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
                 read_row = FORMATS[find_format(row)][1]
             yield Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
         except ValueError as error:
-            yield Fault(line, str(error))
+            yield Fault(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
             yield Fault(line, "objects or lists are nested too deeply")
 
@@ -199,8 +230,6 @@ def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
     """The number of each row and its value as it stands, or a fault."""
     path = Path(source.path)
     kind = _kind_of(source)
-    if fault := fault_of_fields(source):
-        raise ValueError(f"{path}: {fault}")
     if kind == "table":
         from .tables import read_table  # the library is imported only where it is needed
 
@@ -210,6 +239,8 @@ def _given_rows(source: Source) -> Iterator[tuple[int, Any]]:
 
 def _kind_of(source: Source) -> str:
     path = Path(source.path)
+    if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
+        raise ValueError(f"{path}: {fault}")
     return _kind(path) if source.is_local and not path.is_dir() else "table"
 
 
@@ -224,8 +255,6 @@ def _kind(path: Path) -> str:
             head = file.read(6)
             if head.startswith(PARQUET) or head.startswith(ARROW) or path.suffix == ".arrow":
                 return "table"
-            if path.suffix.lower() in OF_TEXT:
-                raise ValueError(f"{path}: {csv_cure(str(path))}")
             _require_text(path, head[:4])
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
             # A whole array may stand in one line.
@@ -253,16 +282,24 @@ class _Json:
     def __init__(self) -> None:
         self.fault: str | None = None
         self.decoder = json.JSONDecoder(
-            object_pairs_hook=self._object, parse_constant=self._constant
+            object_pairs_hook=self._object, parse_int=self._integer, parse_constant=self._constant
         )
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict:
         values = dict(pairs)
         if len(values) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            self.fault = f"the key {quoted(twice)} stands {keys.count(twice)} times in one object"
+            [(twice, times)] = Counter(key for key, _ in pairs).most_common(1)
+            self.fault = f"the key {quoted(twice)} stands {times} times in one object"
         return values
+
+    def _integer(self, digits: str) -> int:
+        if len(digits) <= MOST_DIGITS:
+            return int(digits)
+        self.fault = (
+            f"a number has {len(digits):,} characters; expected {MOST_DIGITS} at most: write it as "
+            "text"
+        )
+        return 0
 
     def _constant(self, name: str) -> None:
         self.fault = f"{name} is no value of JSON"
@@ -282,8 +319,13 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     # Bytes that are no UTF-8 become surrogates, which UTF-8 never holds: a fault of their line.
     # Not splitlines(): JSON strings may hold other line separators.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-        for line, text in enumerate(lines, start=1):
-            if text.strip():
+        read_line = partial(lines.readline, MOST_CHARACTERS)
+        for line, text in enumerate(iter(read_line, ""), start=1):
+            if len(text) == MOST_CHARACTERS and text[-1] != "\n":
+                yield line, Fault(line, TOO_LONG)
+                while text and text[-1] != "\n":
+                    text = read_line()
+            elif text.strip():
                 yield line, _parse(line, text, read)
 
 
@@ -335,8 +377,9 @@ class _ArrayText:
     def next_character(self) -> str:
         """The next that is not blank; empty at the end."""
         while True:
-            blank = len(self.text) - self.at - len(self.text[self.at :].lstrip(" \t\r\n"))
-            self._pass_over(blank)
+            blank = BLANK.match(self.text, self.at)
+            assert blank is not None  # it may be empty
+            self._pass_over(len(blank[0]))
             if self.at < len(self.text) or not self._read_more():
                 return self.text[self.at : self.at + 1]
 
@@ -357,7 +400,11 @@ class _ArrayText:
             try:
                 value, end = self.read.decoder.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
-                if self._read_more():
+                # Else all of a large file would be read before its first fault is told.
+                cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - A_WORD
+                if cut and len(self.text) - self.at > MOST_CHARACTERS:
+                    raise ValueError(f"{self.path}:{self.line}: row {number} {TOO_LONG}") from None
+                if cut and self._read_more():
                     continue
                 line = self.line + self.text.count("\n", self.at, error.pos)
                 raise ValueError(

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..printed import pip_install
-from .sets import Source, fault_of_set, is_saved
+from .sets import Source, is_saved
 
 PLAIN = re.compile(r"[\w./ -]+")
 
@@ -46,8 +46,6 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
 @contextmanager
 def _open(datasets: Any, source: Source) -> Iterator[Any]:
     path = Path(source.path)
-    if fault := fault_of_set(source):
-        raise ValueError(f"{path}: {fault}")
     if not path.exists():
         options = {"revision": source.revision, "streaming": True}
         split = source.split or "train"

@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..data.decoding import find_fault
+from ..data.decoding import read_facts
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
@@ -67,11 +66,7 @@ def chat(
 
 def check_picture(path: str) -> None:
     """Raise ``ValueError`` if a picture is not there or cannot be decoded."""
-    try:
-        fault = find_fault(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"the image {path} cannot be read: {error.strerror or error}") from None
-    if fault is not None:
+    if (fault := read_facts(path).fault) is not None:
         raise ValueError(f"the image {path} {fault}")
 
 

@@ -274,9 +274,83 @@ def test_pictures_of_every_kind_are_taken(tmp_path, processor, run):
 
 def test_a_picture_too_large_to_decode_is_refused(tmp_path, run, monkeypatch):
     path = write(tmp_path, turns(str(draw(tmp_path / "a.png"))))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 30 // 2 - 1)
-    with pytest.raises(ValueError, match="decompression bomb"):
+    limit = r"expected 120,000,000 pixels at most: make it smaller \(the model sees 1120 x 1120"
+    with monkeypatch.context() as patched:
+        patched.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 30 // 2 - 1)
+        with pytest.raises(ValueError, match=rf":1: .*a\.png is too large \(.*1200.*\); {limit}"):
+            run(path)
+    monkeypatch.setattr(decoding, "MOST_BYTES", 10)
+    with pytest.raises(
+        ValueError, match=r":1: .*a\.png has \d+ bytes; expected 10 at most: make it"
+    ):
         run(path)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "TIFF", "WEBP", "JPEG", "ICO"])
+def test_a_picture_of_169_megapixels_is_told_by_its_header(tmp_path, kind):
+    """It took 2 GB of memory, and 10 seconds."""
+    (tmp_path / "a").write_bytes(with_sides_of_13_000(kind))
+    fault, megabytes = looked_at(tmp_path / "a")
+    assert fault.startswith("is too large (13,000 x 13,000 pixels); expected 120,000,000 pixels")
+    assert megabytes < 300
+
+
+def looked_at(path: Path) -> tuple[str, float]:
+    """What a process finds of a picture, and what it takes in memory."""
+    script = "import re, sys; from glm4v_patched.data.decoding import read_facts; "
+    script += (
+        "most = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]); "
+    )
+    script += (
+        "before = most(); print(read_facts(sys.argv[1]).fault, (most() - before) / 1024, sep='\\n')"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    fault, megabytes = told.splitlines()
+    return fault, float(megabytes)
+
+
+def with_sides_of_13_000(kind: str) -> bytes:
+    side = 13_000
+    if kind in ("PNG", "ICO"):
+        chunks = [(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))]
+        chunks += [(b"IDAT", zlib.compress(bytes(side * (side // 8 + 1)))), (b"IEND", b"")]
+        content = b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+            for name, data in chunks
+        )
+        directory = struct.pack("<HHHBBBBHHII", 0, 1, 1, 64, 64, 0, 0, 1, 32, len(content), 22)
+        return directory + content if kind == "ICO" else content
+    options = {"compression": "group4"} if kind == "TIFF" else {}
+    buffer = io.BytesIO()
+    if kind == "WEBP":  # its header alone: to write one takes a minute
+        Image.new("RGB", (64, 48)).save(buffer, kind, lossless=True)
+        content = bytearray(buffer.getvalue())
+        content[21:25] = struct.pack("<I", (side - 1) | (side - 1) << 14)
+        return bytes(content)
+    Image.new("1" if kind == "TIFF" else "L", (side, side)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def test_a_picture_of_108_megapixels_is_taken_and_is_in_memory_once(tmp_path):
+    Image.new("L", (12_000, 9_000)).convert("RGB").save(tmp_path / "a.jpg")
+    fault, megabytes = looked_at(tmp_path / "a.jpg")
+    assert fault == "None" and megabytes < 700
+
+
+def test_a_name_as_long_as_a_file_is_told_in_short(tmp_path, run):
+    with pytest.raises(ValueError, match="cannot be read: File name too long") as refused:
+        run(write(tmp_path, turns("x" * 10**6)))
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_row_with_words_for_a_minute_of_rendering_is_not_rendered(tmp_path, run):
+    path = write(tmp_path, turns(answer="red " * 2**22), turns())
+    with pytest.raises(
+        ValueError, match=r"1 of 2 .*\n.*:1: has 16,777,\d+ characters; expected 1,04"
+    ):
+        run(path)
+    assert run(path, on_bad="skip").row_lines == (2,)
 
 
 def test_a_picture_that_is_not_there_is_refused(tmp_path, run):

@@ -1,14 +1,19 @@
 """Reading rows: what is taken, and that all else is refused with file, line and cure."""
 
 import json
+import os
 import shlex
+import socket
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from glm4v_patched.data.messages import ROLES, pictures_of, text_of
+from glm4v_patched.data import sources
+from glm4v_patched.data.messages import ROLES, _without_places, pictures_of, text_of
 from glm4v_patched.data.sets import Source
 from glm4v_patched.data.sources import (
     read_conversations,
@@ -495,6 +500,19 @@ REFUSED = {
         row(said("system", tools=[{"name": "f", "\ud800": 1}]), said("user"), ANSWER),
         "message 1 of 3: holds",
     ),
+    "number of 5,000 digits": ("9" * 5000, "a number has 5,000 characters; expected 300 at most"),
+    "long number in a tool": (
+        row(said("system", tools=[{"name": "x"}]), ANSWER).replace('"x"', f"[-{'9' * 5000}]"),
+        "a number has 5,001 characters; .* write it as text",
+    ),
+    "60,000 keys, one twice": (
+        "{" + "".join(f'"k{n}": 1, ' for n in range(60_000)) + '"k59999": 1}',
+        'the key "k59999" stands 2 times',
+    ),
+    "60,000 keys": (
+        json.dumps(json.loads(GOOD) | {f"k{n}": 1 for n in range(60_000)}),
+        '"k0", .*, "k19" and 59,980 more are not read: .{,150}$',
+    ),
     "no UTF-8": (GOOD.replace('"a"', '"\xe9"').encode("latin-1"), "is the byte 0xe9, which is no"),
 }  # fmt: skip
 
@@ -524,7 +542,7 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
             r'is one object with 2 rows under "data"; .*write that list alone: \[\{\.\.\.\}',
         ),
         (f'{{"data": [\n{GOOD}]}}', "is one JSON object over several lines; .*write that list al"),
-        ("", "0 conversations; expected at least 1 line"),
+        ("", "it is empty"),
         ("\n \n", "0 conversations; expected at least 1 line"),
     ],
     ids=range(14),
@@ -555,8 +573,59 @@ def test_csv_is_refused_with_the_command_that_makes_a_table_of_it(tmp_path, monk
     assert read_conversations(tmp_path / made) == [[said("user", "q", image=picture), ANSWER]]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<image" + "1" * 60 + " and more",
+        "<image" + " " * 200_000 + "and more",
+        "<image>which" + " " * 200_000 + "one",
+    ],
+    ids=range(3),
+)
+def test_places_are_looked_for_once(content):
+    """Each took minutes or more, where it was tried in all ways that there are."""
+    start = time.perf_counter()
+    pictures = content.count("<image>")
+    _without_places(content, "user", pictures)
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize("how", ["pipe", "link to a pipe", "socket", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, request, how):
+    path = tmp_path / "a.jsonl"
+    if how == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif how == "device":
+        path.symlink_to("/dev/null")
+    else:
+        made = path if how == "pipe" else tmp_path / "made"
+        os.mkfifo(made)
+        # Who would wait for it is let go, and fails.
+        writer = threading.Timer(10, lambda: os.close(os.open(made, os.O_WRONLY | os.O_NONBLOCK)))
+        writer.start()
+        request.addfinalizer(writer.cancel)
+        if made != path:
+            path.symlink_to(made)
+    for read_them in (read_conversations, lambda path: require_first_rows([Source(str(path))])):
+        with pytest.raises(
+            ValueError, match=r"a\.jsonl: no file, but a pipe, .* write its rows to"
+        ):
+            read_them(path)
+
+
+def test_a_line_that_never_ends_is_not_read_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_CHARACTERS", 1000)
+    path = tmp_path / "a.jsonl"
+    for end in ("\n", ""):
+        path.write_text(f"{GOOD}\n{'x' * 999}\n{'x' * 5000}\n{GOOD}\n{'x' * 1000}{end}")
+        found = [(of.line, getattr(of, "text", "")[:12]) for of in read_rows(path)]
+        long, short = "has 134,217,", "no JSON (Exp"
+        assert found == [(1, ""), (2, short), (3, long), (4, ""), (5, long)]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no.jsonl cannot be read: No such file"):
+    with pytest.raises(ValueError, match="no.jsonl: there is no such file"):
         read_conversations(tmp_path / "no.jsonl")
     with pytest.raises(ValueError, match=f"{tmp_path.name}: a folder without a data set; expect"):
         read_conversations(tmp_path)
@@ -564,13 +633,32 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_up_to_20_faults_are_listed_and_all_are_counted(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text(f"{GOOD}\n" + "5\n" * 23)
+    path.write_text(f"{GOOD}\n" + "".join(f'{{"k{n}": 1}}\n' for n in range(23)))
     with pytest.raises(ValueError) as refused:
         read_conversations(path)
     lines = str(refused.value).splitlines()
     assert lines[0] == f"{path}: 23 of 24 rows cannot be used:"
     assert [line.split(": ")[0] for line in lines[1:-1]] == [f"  {path}:{n}" for n in range(2, 22)]
     assert lines[-1] == "  and 3 more"
+
+
+def test_what_is_wrong_with_many_rows_is_told_once_with_all_of_them(tmp_path):
+    path = tmp_path / "data.jsonl"
+    human = [row(*[said("human"), ANSWER] * n) for n in (1, 2, 3)]
+    often = [line for n in range(20) for line in ("[]", f'{{"k{n}": 1}}')]
+    path.write_text("\n".join([GOOD, *["5"] * 23, GOOD, "6", *human, *often]))
+    with pytest.raises(ValueError) as refused:
+        read_conversations(path)
+    number, role, list_, first, *others, last = str(refused.value).splitlines()[1:]
+    assert number.startswith(f"  {path}:2: is a number; ")
+    assert number.endswith("; also lines 3 to 24, 26")
+    assert ":27: message 1 of 2: the role " in role and role.endswith("; also lines 28 to 29")
+    assert list_.endswith("; also lines 32, 34, 36, 38, 40, 42, 44, 46 and 11 more")
+    assert ':31: the key "k0"' in first and "; also" not in first
+    assert len(others) == 16 and last == "  and 3 more"
+    (tmp_path / "a.json").write_text(f"[{GOOD}, 5, 5]")
+    with pytest.raises(ValueError, match=r"a\.json, row 2: is a number; .*; also row 3$"):
+        read_conversations(tmp_path / "a.json")
 
 
 def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder):
@@ -590,8 +678,8 @@ def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder):
     assert "data.jsonl:2: the image" in told(bad, lost) and "no.png does not exist" in told(lost)
     assert told(lost).endswith("data.image_folder names another one)")
     many = told(*[bad] * 21, *[GOOD] * 5)
-    assert "none of its first 20 rows can be used" in many and ":20: " in many
-    assert ":21: " not in many and many.endswith("\ncorrect them")
+    assert "none of its first 20 rows can be used" in many
+    assert many.endswith("; also lines 2 to 20\ncorrect them")
     # Nothing is fetched for this, and no library loaded.
     (folder / "data.jsonl").write_text(bad)
     require_first_rows([replace(source, allow_urls=True), Source("someone/rows")])

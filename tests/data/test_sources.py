@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import socket
 import threading
 import time
@@ -96,6 +97,43 @@ def test_an_array_that_is_none_is_refused_with_its_line(tmp_path, content, messa
         read_conversations(tmp_path / "a.json")
 
 
+def test_a_long_number_is_a_fault_of_its_row_wherever_the_text_is_cut(tmp_path, monkeypatch):
+    good, long = json.dumps({"messages": turns()}), "9" * 5000
+    (tmp_path / "a.json").write_text(f"[{good}, {long}, [{long}.5, {long}], {good}]")
+    for at_once in (100, 2**20):
+        monkeypatch.setattr(sources, "CHARACTERS_AT_ONCE", at_once)
+        rows = [*read_rows(tmp_path / "a.json")]
+        assert [isinstance(row, Fault) for row in rows] == [False, True, True, False]
+        assert {row.text[:34] for row in rows[1:3]} == {"a number has 5,000 characters; exp"}
+
+
+def test_after_a_fault_or_an_endless_row_no_more_of_an_array_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_CHARACTERS", 2**20)
+    path = tmp_path / "a.json"
+    row = json.dumps({"messages": turns("q" * 1000)})
+    for content, message in [
+        ('{"messages": [}]' + f",\n{row}" * 20_000, "is no JSON: Expecting value"),
+        ('{"messages": "' + "q" * 20 * 2**20, "has .* characters or more: .* close its quotes"),
+    ]:
+        path.write_text(f"[{content}]")
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=f"a.json:1: row 1 {message}"):
+                read_conversations(path)
+            assert tracemalloc.get_traced_memory()[1] < 15 * 2**20
+        finally:
+            tracemalloc.stop()
+
+
+def test_rows_behind_a_long_one_are_not_copied_with_it(tmp_path):
+    """For each, all that was read behind it was copied: 20 MB."""
+    rows = ['"' + "q" * 2**24 + '"', *["5"] * 20_000]
+    (tmp_path / "a.json").write_text(f"[{(', ' + ' ' * 1000).join(rows)}]")
+    start = time.perf_counter()
+    assert sum(1 for _ in read_rows(tmp_path / "a.json")) == 20_001
+    assert time.perf_counter() - start < 15
+
+
 # Tables
 
 
@@ -142,6 +180,14 @@ def test_tables_with_pictures_in_them_are_read(tmp_path, cache, how):
         assert read_conversations(Source(path, split="test")) == [turns()]
         with pytest.raises(ValueError, match="has the splits train, test and not val: name one"):
             read_conversations(Source(path, split="val"))
+
+
+@pytest.mark.parametrize("how", ["arrow", "folder of parquet"])
+def test_a_pipe_among_the_files_of_a_table_is_not_waited_for(tmp_path, how):
+    saved(tmp_path, "folder" if how == "arrow" else how)
+    os.mkfifo(tmp_path / "table" / ("b.parquet" if how != "arrow" else "b.arrow"))
+    with pytest.raises(ValueError, match=r"table: .*\.(arrow|parquet) is no file, but a pipe"):
+        read_conversations(tmp_path / "table")
 
 
 FOLDER = "folder of parquet"
@@ -239,7 +285,7 @@ def test_an_id_of_the_hub_is_read_by_datasets(tmp_path, monkeypatch):
     assert len([*read_rows(source)]) == 1
     options = {"split": "test", "revision": "abc", "streaming": True}
     assert asked == [(("someone/pictures", "en"), options)]
-    with pytest.raises(ValueError, match="no/file.jsonl cannot be read: No such file"):
+    with pytest.raises(ValueError, match="no/file.jsonl: there is no such file"):
         read_conversations("no/file.jsonl")
 
 
