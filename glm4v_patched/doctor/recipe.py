@@ -16,7 +16,7 @@ from ..finetune.config_trainer import total_steps
 from ..finetune.origin import Base, base_of, pin
 from ..finetune.preflight import Device, Placement, examine
 from ..finetune.run_folder import fault_of_lock, require_apart, require_usable
-from ..models.weights import require_whole
+from ..models.weights import require_readable, require_whole
 from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
@@ -107,6 +107,7 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     try:
+        require_readable(base.model, base.revision)
         config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     except (ValueError, OSError) as error:
         yield finding("model", FAILS, str(error))

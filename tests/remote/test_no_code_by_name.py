@@ -163,3 +163,44 @@ def test_adapters_name_no_module_to_be_imported(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | megatron))
     with pytest.raises(ValueError, match=r"megatron_config is .* imports the module 'planted'"):
         base_of_adapters(tmp_path)
+
+
+BROKEN = [
+    ("config.json", {"quantization_config": "evil"}, "quantization_config"),
+    ("config.json", {"quantization_config": {"quant_method": ["x"]}}, "quantization_config"),
+    ("config.json", {"quantization_config": {"quant_method": "evil"}}, "quantization_config"),
+    ("config.json", {"dtype": "evil"}, "dtype"),
+    ("config.json", {"transformers_weights": "../other.safetensors"}, "transformers_weights"),
+    ("generation_config.json", {"watermarking_config": {"evil": 1}}, "watermarking_config"),
+    ("generation_config.json", {"watermarking_config": "evil"}, "watermarking_config"),
+    ("generation_config.json", {"max_new_tokens": "evil"}, "max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "key"), BROKEN, ids=str)
+def test_settings_that_transformers_does_not_take_are_named(folder, name, values, key):
+    plant(folder / name, values)
+    with pytest.raises(ValueError, match=rf"{folder}: {name} has {key} .*take it out"):
+        require_whole(str(folder))
+
+
+UNREADABLE = [
+    ("additional_chat_templates/x.jinja", b"\xff", "x.jinja cannot be read"),
+    ("additional_chat_templates/x.jinja", None, "x.jinja cannot be read"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
+    ("chat_template.jinja", b"{% if", "chat template: unexpected 'end of template'"),
+    ("chat_template.jinja", b"{{ messages.__class__.__mro__ }}", "chat template: .* is unsafe"),
+    ("processor_config.json", b"[]", "processor_config.json holds a list"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "fault"), UNREADABLE, ids=str)
+def test_files_of_the_processor_that_cannot_be_read_are_named(folder, name, content, fault):
+    file = folder / name
+    if content is None:
+        file.mkdir(parents=True)
+    else:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=fault):
+        load_processor(Base(str(folder), None))
