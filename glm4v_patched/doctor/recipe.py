@@ -18,7 +18,7 @@ from ..finetune.preflight import examine
 from ..finetune.run_folder import fault_of_lock, require_usable
 from ..models.base import Base, pin
 from ..models.placement import Device, Placement
-from ..models.weights import require_whole
+from ..models.weights import require_readable, require_whole
 from ..printed import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
@@ -109,6 +109,7 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     from ..models.loading import config_of
 
     try:
+        require_readable(base.model, base.revision)
         config = config_of(base)
     except (ValueError, OSError) as error:
         yield finding("model", FAILS, str(error))

@@ -65,6 +65,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
             f"{model!r}; expected LORA, and where the model under the adapters lies"
         )
+    if megatron := config.get("megatron_config"):
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: megatron_config is {megatron!r}, by which peft imports "
+            f"the module {config.get('megatron_core')!r}; expected null"
+        )
     weights = folder / ADAPTER_WEIGHTS
     if not weights.is_file():
         raise ValueError(f"{weights} is missing: expected adapters as safetensors")

@@ -3,15 +3,20 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..engine.trainable import continue_adapters, quantization_options
+from ..patch.config_json import read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .base import Base
+
+UNUSABLE = (SecurityError, TemplateSyntaxError)
 
 
 class Loaded(NamedTuple):
@@ -97,7 +102,30 @@ def config_of(base: Base) -> ChatGLMConfig:
 
 
 def load_processor(base: Base) -> ChatGLMProcessor:
-    """That of the adapters; of a model, or of adapters that have none beside them, the model's."""
+    """That of the adapters; of a model, or of adapters that have none beside them, the model's.
+
+    Raises:
+        ValueError: a file of it cannot be read, or its chat template cannot be rendered.
+    """
+    place, revision = str(base.model), base.revision or "main"
     if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
-        return ChatGLMProcessor.from_pretrained(base.adapters)
-    return ChatGLMProcessor.from_pretrained(base.model, revision=base.revision or "main")
+        place, revision = str(base.adapters), "main"
+    try:
+        processor = ChatGLMProcessor.from_pretrained(place, revision=revision)
+        # Of a template, what is wrong shows when it is rendered.
+        processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except Exception as error:  # of transformers' own, of every kind, and few name the file
+        if isinstance(error, TemplateError) and not isinstance(error, UNUSABLE):
+            return processor  # wants another conversation
+        what = "its chat template: " if isinstance(error, UNUSABLE) else ""
+        raise ValueError(_unreadable_file(Path(place)) or f"{place}: {what}{error}") from error
+    return processor
+
+
+def _unreadable_file(folder: Path) -> str | None:
+    for file in sorted([*folder.glob("*.json"), *folder.rglob("*.jinja")]):
+        try:
+            read_object(file) if file.suffix == ".json" else file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            return str(error) if file.suffix == ".json" else f"{file} cannot be read: {error}"
+    return None

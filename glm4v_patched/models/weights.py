@@ -7,12 +7,14 @@ weights it has.
 import json
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from ..engine.options import part_of, parts_trained
-from ..patch.config_json import is_glm4v
+from ..patch.config_json import is_glm4v, read_object
 from ..printed import listed
 
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
@@ -174,6 +176,7 @@ def require_whole(
     from ..remote.configuration_chatglm import ChatGLMConfig
     from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
+    require_readable(model, revision)
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
     with torch.device("meta"):
         built = GLM4VForCausalLM(config)
@@ -197,6 +200,50 @@ def require_whole(
         found = compared._replace(missing=missing)
         raise ValueError(f"{model}: {_describe(found, wanted)}; {_guess(found, wanted, model)}")
     return len(wanted) - len(allowed)
+
+
+def require_readable(model: str, revision: str | None = None) -> None:
+    """See that transformers takes the settings of a model, before it loads any weight.
+
+    Its own errors are of every kind, and few name the file or the key.
+
+    Raises:
+        ValueError: it does not; names the file and the key.
+    """
+    from transformers import GenerationConfig
+    from transformers.quantizers.auto import AutoQuantizationConfig
+    from transformers.utils import cached_file
+
+    from ..remote.configuration_chatglm import ChatGLMConfig
+
+    def read_config(values: dict) -> None:
+        ChatGLMConfig.from_dict(values)
+        if values.get("transformers_weights"):
+            raise ValueError(f"the weights are in {WHOLE}, or in the files of {INDEX}")
+        if (quantised := values.get("quantization_config")) is not None:
+            with suppress(ImportError):  # a package that is missing is told by whoever loads
+                AutoQuantizationConfig.from_dict(quantised)
+
+    for name, read in (
+        ("config.json", read_config),
+        ("generation_config.json", GenerationConfig.from_dict),
+    ):
+        silent = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
+        options = {f"_raise_exceptions_for_{error}": raised for error, raised in silent.items()}
+        if file := cached_file(model, name, revision=revision, **options):
+            _require_readable(read, read_object(Path(file)), f"{model}: {name}")
+
+
+def _require_readable(read: Callable[[dict], Any], values: dict, place: str) -> None:
+    try:
+        read(deepcopy(values))
+    except Exception as error:
+        for key in values:
+            with suppress(Exception):
+                read({name: deepcopy(value) for name, value in values.items() if name != key})
+                place += f" has {key} {json.dumps(values[key])[:60]}"
+                break
+        raise ValueError(f"{place}, which cannot be read ({error}): take it out") from None
 
 
 def quantised_by(model: str, revision: str | None = None) -> str | None:

@@ -46,8 +46,10 @@ def check_transformers(found: str) -> None:
 check_transformers(transformers.__version__)
 
 
+# Without the package of flash attention, transformers fetches it from the Hub: a folder names none.
 OWN_IMPLEMENTATIONS = {"eager", "sdpa", "flex_attention"}
-OWN_IMPLEMENTATIONS |= {f"flash_attention_{version}" for version in (2, 3, 4)}
+# Whose kernels some tested transformers fetches from the Hub.
+FETCHED_QUANTISERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
 
 
 def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
@@ -57,6 +59,9 @@ def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
     """
     for key, value in values.items():
         fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
+        fetches |= key == "quant_method" and value in FETCHED_QUANTISERS
+        # compressed-tensors takes a name "file.py:class" for one that it has to import.
+        fetches |= key in ("format", "type") and ":" in str(value)
         if str(key).endswith(("_implementation", "_implementation_internal")):
             named = [*value.values()] if isinstance(value, dict) else [value]
             own = {None, *OWN_IMPLEMENTATIONS}

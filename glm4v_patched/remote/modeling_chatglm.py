@@ -907,6 +907,23 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             layer._is_hf_initialized = True  # post_init would draw its weights anew
         self.transformer.output_layer = value
 
+    def load_custom_generate(
+        self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs
+    ):
+        """As usual, for a caller who says that the code is trusted.
+
+        transformers 4.57 runs ``custom_generate/generate.py`` of any folder, unasked.
+
+        Raises:
+            OSError: the caller does not; for ``from_pretrained`` this is a folder without.
+        """
+        where = pretrained_model_name_or_path
+        if not trust_remote_code:
+            raise OSError(
+                f"custom_generate of {where} is code: pass trust_remote_code=True to run it"
+            )
+        return super().load_custom_generate(where, trust_remote_code=True, **kwargs)
+
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
         return self.transformer.get_image_features(pixel_values, **options)

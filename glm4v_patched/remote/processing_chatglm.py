@@ -82,6 +82,12 @@ class ChatGLMProcessor(ProcessorMixin):
         return [*self.tokenizer.model_input_names, *self.image_processor.model_input_names]
 
     @classmethod
+    def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """As usual. Raises ``ValueError`` for files with an audio tokenizer."""
+        reader: Any = super(ChatGLMProcessor, _WithoutAudio)
+        return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
     def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
         """Load both parts as this file's siblings, so that no second trust question arises."""
         tokenizer = ChatGLM4Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -367,6 +373,18 @@ class ChatGLMProcessor(ProcessorMixin):
                     "or leave the image out"
                 )
         return slice(first, last)
+
+
+class _WithoutAudio(ChatGLMProcessor):
+    """Reads a folder's files. Of these, only an audio tokenizer makes transformers ask for a class,
+    of any name, to load from wherever the file says."""
+
+    @staticmethod
+    def get_possibly_dynamic_module(module_name):
+        raise ValueError(
+            f"processor_config.json has an audio_tokenizer, {module_name}, which would be fetched "
+            "from where it says; this model has no sound: take it out"
+        )
 
 
 def _merge_options(

@@ -1,0 +1,206 @@
+"""No file of a model's folder makes transformers run, import or fetch what it names.
+
+The rows are those of the table in docs/model.md. Where a key is refused, the error names it; where
+it is ignored, the folder loads. Either way nothing is fetched, and the planted code does not run.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import transformers.utils.hub
+from glm4v_patched.models.loading import load_processor
+from transformers import AutoModelForCausalLM, AutoProcessor
+
+import glm4v_patched
+from glm4v_patched.models.base import Base, base_of_adapters
+from glm4v_patched.models.weights import require_whole
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.helpers.legacy_repository import remote_code_under
+from tests.helpers.tiny import tiny_model
+
+CODE = "from pathlib import Path\nPath({marker!r}).touch()\ndef generate(model, **given): pass\n"
+PLANTED = "planted.py:Evil"
+QUANTISERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
+NAMED_CODE = {"AutoConfig": "someone/repo--planted.Evil", "AutoModelForCausalLM": "planted.Evil"}
+AUDIO = {"audio_tokenizer_class": "AutoTokenizer", "audio_tokenizer_name_or_path": "someone/repo"}
+
+
+def quantised(**values) -> dict:
+    return {"quantization_config": {"quant_method": "compressed-tensors"} | values}
+
+
+# File, what is put into it, and what the error says: None where the key is ignored.
+ROWS = [
+    ("config.json", {"attn_implementation": "someone/repo"}, "attn_implementation"),
+    ("config.json", {"attn_implementation": "flash_attention_2"}, "attn_implementation"),
+    ("config.json", {"experts_implementation": "someone/repo"}, "experts_implementation"),
+    ("config.json", {"kernel_config": {"RMSNorm": "someone/repo"}}, "kernel_config"),
+    ("config.json", {"use_kernels": True}, "use_kernels"),
+    ("config.json", {"custom_generate": "someone/repo"}, "custom_generate"),
+    *[
+        ("config.json", {"quantization_config": {"quant_method": method}}, "quant_method")
+        for method in QUANTISERS
+    ],
+    ("config.json", quantised(format=PLANTED), "format"),
+    ("config.json", quantised(sparsity_config={"format": PLANTED}), "format"),
+    (
+        "config.json",
+        quantised(transform_config={"config_groups": {"u": {"type": PLANTED, "apply": []}}}),
+        "type",
+    ),
+    ("config.json", {"auto_map": NAMED_CODE}, None),
+    ("config.json", {"trust_remote_code": True, "auto_map": NAMED_CODE}, None),
+    ("config.json", {"custom_pipelines": {"evil": {"impl": "planted.Evil"}}}, None),
+    ("config.json", {"use_timm_backbone": True, "backbone": "someone/repo"}, None),
+    ("config.json", {"tokenizer_class": "Evil", "processor_class": "Evil"}, None),
+    ("config.json", {"assistant_model": "someone/repo"}, None),
+    ("config.json", {"_name_or_path": "someone/repo"}, None),
+    ("generation_config.json", {"compile_config": {"backend": "evil"}}, "compile_config"),
+    ("generation_config.json", {"cache_implementation": "someone/repo"}, "cache_implementation"),
+    ("generation_config.json", {"custom_generate": "someone/repo"}, None),
+    ("generation_config.json", {"assistant_model": "someone/repo"}, None),
+    ("custom_generate/generate.py", CODE, None),
+    ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["planted.Evil", None]}}, None),
+    ("tokenizer_config.json", {"tokenizer_class": "Evil", "trust_remote_code": True}, None),
+    ("processor_config.json", {"audio_tokenizer": AUDIO}, "audio_tokenizer"),
+    ("processor_config.json", {"processor_class": "Evil"}, None),
+    ("audio_tokenizer_config.json", AUDIO, "audio_tokenizer"),
+    ("preprocessor_config.json", {"image_processor_type": "Evil"}, None),
+    ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "planted.Evil"}}, None),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, small_backend) -> Path:
+    from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+    from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_model().save_pretrained(folder)
+    tokenizer = ChatGLM4Tokenizer(tokenizer_object=small_backend)
+    ChatGLMProcessor(ChatGLMImageProcessor(size=56), tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """What is asked of the Hub, of which nothing comes."""
+    names: list = []
+
+    def record(*given, **options):
+        names.append((given, options))
+        raise OSError("nothing is fetched in this test")
+
+    for module in (huggingface_hub, transformers.utils.hub):
+        for name in ("hf_hub_download", "snapshot_download"):
+            monkeypatch.setattr(module, name, record)
+    return names
+
+
+@pytest.fixture
+def folder(saved, tmp_path, monkeypatch):
+    """A copy with code in it, which is also the working directory."""
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (copy / "planted.py").write_text(CODE.format(marker=str(tmp_path / "it ran")))
+    monkeypatch.chdir(copy)
+    with remote_code_under(tmp_path / "modules"):
+        yield copy
+
+
+def plant(file: Path, values) -> None:
+    file.parent.mkdir(exist_ok=True)
+    if isinstance(values, str):
+        file.write_text(values.format(marker=str(file.parents[2] / "it ran")))
+        return
+    there = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(there | values))
+
+
+def by_class(folder: Path) -> None:
+    GLM4VForCausalLM.from_pretrained(folder)
+    ChatGLMProcessor.from_pretrained(folder)
+
+
+def by_command(folder: Path) -> None:
+    require_whole(str(folder))
+    GLM4VForCausalLM.from_pretrained(folder)
+    load_processor(Base(str(folder), None))
+
+
+def by_auto_class(folder: Path) -> None:
+    """Trusted as scripts of others say it; what is trusted is then our code."""
+    with glm4v_patched.applied():
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("load", [by_class, by_command, by_auto_class])
+@pytest.mark.parametrize(("name", "values", "refused"), ROWS, ids=str)
+def test_a_folder_names_no_code(folder, tmp_path, asked, name, values, refused, load):
+    plant(folder / name, values)
+    if refused is None:
+        load(folder)
+    else:
+        with pytest.raises(ValueError, match=refused):
+            load(folder)
+    assert not (tmp_path / "it ran").exists() and asked == []
+
+
+def test_whoever_trusts_a_folder_gets_its_generate(folder, tmp_path):
+    plant(folder / "custom_generate" / "generate.py", CODE)
+    GLM4VForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert (tmp_path / "it ran").exists()
+
+
+def test_adapters_name_no_module_to_be_imported(tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "our-org/base"}
+    megatron = {"megatron_config": {"a": 1}, "megatron_core": "planted"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | megatron))
+    with pytest.raises(ValueError, match=r"megatron_config is .* imports the module 'planted'"):
+        base_of_adapters(tmp_path)
+
+
+BROKEN = [
+    ("config.json", {"quantization_config": "evil"}, "quantization_config"),
+    ("config.json", {"quantization_config": {"quant_method": ["x"]}}, "quantization_config"),
+    ("config.json", {"quantization_config": {"quant_method": "evil"}}, "quantization_config"),
+    ("config.json", {"dtype": "evil"}, "dtype"),
+    ("config.json", {"transformers_weights": "../other.safetensors"}, "transformers_weights"),
+    ("generation_config.json", {"watermarking_config": {"evil": 1}}, "watermarking_config"),
+    ("generation_config.json", {"watermarking_config": "evil"}, "watermarking_config"),
+    ("generation_config.json", {"max_new_tokens": "evil"}, "max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "key"), BROKEN, ids=str)
+def test_settings_that_transformers_does_not_take_are_named(folder, name, values, key):
+    plant(folder / name, values)
+    with pytest.raises(ValueError, match=rf"{folder}: {name} has {key} .*take it out"):
+        require_whole(str(folder))
+
+
+UNREADABLE = [
+    ("additional_chat_templates/x.jinja", b"\xff", "x.jinja cannot be read"),
+    ("additional_chat_templates/x.jinja", None, "x.jinja cannot be read"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
+    ("chat_template.jinja", b"{% if", "chat template: unexpected 'end of template'"),
+    ("chat_template.jinja", b"{{ messages.__class__.__mro__ }}", "chat template: .* is unsafe"),
+    ("processor_config.json", b"[]", "processor_config.json holds a list"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "fault"), UNREADABLE, ids=str)
+def test_files_of_the_processor_that_cannot_be_read_are_named(folder, name, content, fault):
+    file = folder / name
+    if content is None:
+        file.mkdir(parents=True)
+    else:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=fault):
+        load_processor(Base(str(folder), None))
