@@ -11,11 +11,11 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import transformers.utils.hub
-from glm4v_patched.models.loading import load_processor
 from transformers import AutoModelForCausalLM, AutoProcessor
 
 import glm4v_patched
 from glm4v_patched.models.base import Base, base_of_adapters
+from glm4v_patched.models.loading import load_processor
 from glm4v_patched.models.weights import require_whole
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
