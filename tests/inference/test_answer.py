@@ -457,7 +457,7 @@ MISTAKES = {
     "--load-in-4bit needs a GPU": ["model", "--load-in-4bit"],
     "expected at least 1": ["model", "--max-new-tokens", "0"],
     "--top-p 2.0: expected": ["model", "--top-p", "2"],
-    "none.jsonl cannot be read": ["model", "--data", "none.jsonl"],
+    "none.jsonl: there is no such file": ["model", "--data", "none.jsonl"],
     "--format llama: expected one of auto": ["model", "--format", "llama"],
     "--image-folder none: there is no": ["model", "--image-folder", "none"],
     "has no revisions": ["model", "--revision", "main"],
