@@ -5,8 +5,13 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+SECONDS_BETWEEN_WORDS = 5
 
 
 def own_command(*arguments: str) -> str:
@@ -52,6 +57,29 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
     return printable(str(error), kept="\n\t")
+
+
+@contextmanager
+def doing(what: str, tells: bool = True) -> Iterator[None]:
+    """Say on standard error what is being done, at once and then every few seconds.
+
+    Args:
+        tells: False, to say nothing.
+    """
+    ended = threading.Event()
+
+    def tell() -> None:
+        start = time.monotonic()
+        while not ended.wait(SECONDS_BETWEEN_WORDS):
+            print(f"{what}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+    if tells:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _program(name: str, module: str) -> list[str]:

@@ -233,7 +233,7 @@ def test_training_continues_from_the_checkpoint_it_names(
     monkeypatch.chdir(tmp_path)
     add_checkpoint(tmp_path, 4)
     commands = []
-    monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
+    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or "")
     assert run_train(tmp_path, *options) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
     plan = Plan.read(Path(commands[0][-2]))
@@ -245,7 +245,7 @@ def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_inco
 ):
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     commands = []
-    monkeypatch.setattr(launch, "_run", lambda command, environment: commands.append(command) or 0)
+    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or "")
     assert run_train(tmp_path, "--resume") == 0
     assert "no complete checkpoint in" in capsys.readouterr().out
     assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
@@ -273,10 +273,10 @@ def test_a_training_that_failed_says_how_to_continue(
     path = os.pathsep.join([str(Path(sys.executable).parent)] * activated + [os.defpath])
     monkeypatch.setenv("PATH", path)
     add_checkpoint(tmp_path, 4)
-    monkeypatch.setattr(launch, "_run", lambda command, environment: 1)
+    monkeypatch.setattr(launch, "_run", lambda command, _: "process 0 ended with status 1")
     assert run_train(tmp_path, "--resume") == 1
     message = capsys.readouterr().err
-    assert "failed with exit status 1" in message
+    assert "failed: process 0 ended with status 1" in message
     told, _, command = message.rstrip("\n").rpartition(":\n  ")
     assert told.endswith(f"to continue from {tmp_path / 'out' / 'checkpoint-4'}")
 

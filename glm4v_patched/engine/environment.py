@@ -4,6 +4,7 @@ One for the recipe, the bench and the loss curves. Needs no torch.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,18 @@ def torch_launcher(processes: int) -> list[str]:
     # Port 0: the launcher picks a free one, so that two trainings can run side by side.
     place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
     return python_module("torch.distributed.run", "--nproc_per_node", str(processes), *place)
+
+
+def environments_of_ranks(processes: int) -> list[dict[str, str]]:
+    """What tells each of so many processes of this machine which one it is, and where to meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), **size, **place} for rank in range(processes)
+    ]
 
 
 def run_within(

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ import psutil
 from ..atomic import require_apart
 from ..data.sources import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
-from ..engine.environment import python_module, torch_launcher, training_environment
+from ..engine.environment import environments_of_ranks, python_module, training_environment
 from ..engine.options import is_lora, require_packages
 from ..models.base import pin, read_report, require_recorded_base
 from ..models.placement import Placement
 from ..models.weights import require_whole
-from ..printed import own_command, pip_install, printable
+from ..printed import doing, own_command, pip_install, printable
 from .config import Recipe
 from .config_trainer import save_strategy
 from .disk import fault_of_space
@@ -117,8 +118,11 @@ def prepared(
         try:
             _write_start(found, bool(resume))
             yield found
-        finally:
-            close_record(folder, is_lora(recipe.trained))
+        except BaseException:
+            with suppress(OSError):  # of a full disk, the first error is the one to be told
+                close_record(folder, is_lora(recipe.trained))
+            raise
+        close_record(folder, is_lora(recipe.trained))
 
 
 @contextmanager
@@ -157,8 +161,9 @@ def _checked(
         require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
-        # Late, for they import torch: what comes before is answered at once.
-        from .plan import check_data, make_plan, starting_point
+        # Late: what comes before is answered at once.
+        with doing("loading torch and transformers"):
+            from .plan import check_data, make_plan, starting_point
 
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
@@ -167,7 +172,8 @@ def _checked(
                 f"the training in {folder} is finished and left no checkpoint, so that it cannot "
                 "be made longer; to train further, give a new run that folder as model"
             )
-        checked = check_data(recipe, base)
+        with doing("reading rows and pictures"):
+            checked = check_data(recipe, base)
         plan = make_plan(recipe, placement, checked, base, checkpoint, accept_changed_data)
         _announce(plan, checked)
         yield Checked(plan, checked, remove)
@@ -218,31 +224,31 @@ def _train(found: Checked) -> None:
     plan, recipe, placement = found.plan, found.plan.recipe, found.plan.placement
     settings = Path(recipe.out, SETTINGS)
     processes, on_cpu = placement.processes, placement.on_cpu
-    environment = training_environment(processes, on_cpu)
-    if not on_cpu and not recipe.engine.zero_stage:
-        # The Trainer would spread a single process over all GPUs that it sees.
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        environment |= {"CUDA_VISIBLE_DEVICES": first}
-    trainer = ["glm4v_patched.finetune.worker", str(plan.path), "--end-with-stdin"]
-    command = python_module(*trainer)
-    if recipe.engine.zero_stage:
-        command = [*torch_launcher(processes), *trainer]
+    common = training_environment(processes, on_cpu)
+    environments = [common | each for each in environments_of_ranks(processes)]
+    if not recipe.engine.zero_stage:
+        environments = [common]
+        if not on_cpu:
+            # The Trainer would spread a single process over all GPUs that it sees.
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
+    command = python_module("glm4v_patched.finetune.rank", str(plan.path), "--end-with-stdin")
     if not on_cpu:
         command += ["--require-gpu"]
     try:
-        status = _run(command, environment)
+        ended = _run(command, environments)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
         raise TrainingStopped(
             f"training was stopped by {number.name}{_how_to_resume(recipe, settings, placement)}",
             number,
         ) from None
-    if status and (error := read_report(settings.parent).get("error")):
+    if ended and (error := read_report(settings.parent).get("error")):
         raise RuntimeError(f"{error} (settings: {settings})")
-    if status:
+    if ended:
         raise RuntimeError(
-            f"training on {processes} processes failed with exit status {status}; the first error "
-            f"above says why (settings: {settings}){_how_to_resume(recipe, settings, placement)}"
+            f"training on {processes} processes failed: {ended} (settings: {settings})"
+            f"{_how_to_resume(recipe, settings, placement)}"
         )
     if found.data.skipped:
         total = found.data.skipped + found.data.counts.rows
@@ -289,37 +295,65 @@ def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     return f"\nto continue {place}:\n  {command}"
 
 
-def _run(command: list[str], environment: dict[str, str]) -> int:
-    """The exit status of a command whose processes all end with this one."""
-    with _sigterm_as_exception():
+def _run(command: list[str], environments: list[dict[str, str]]) -> str:
+    """Run a command in so many processes, which all end with this one.
+
+    Returns:
+        How the first one failed, if one did; the others are ended then.
+    """
+    with _signals_as_exceptions():
         # Only this process holds the other end of their standard input. In a session of its own,
-        # Ctrl-C reaches torch's launcher through us alone.
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, start_new_session=True
-        )
+        # Ctrl-C reaches each of them through us alone.
+        ranks = [
+            subprocess.Popen(command, env=each, stdin=subprocess.PIPE, start_new_session=True)
+            for each in environments
+        ]
         started: list[psutil.Process] = []
         try:
             while True:
-                try:
-                    return process.wait(SECONDS_TO_LOOK)
-                except subprocess.TimeoutExpired:
-                    started = _descendants(process)
+                end = time.monotonic() + SECONDS_TO_LOOK
+                while time.monotonic() < end:
+                    statuses = [rank.poll() for rank in ranks]
+                    if any(statuses) or None not in statuses:
+                        return _describe_statuses(statuses, ranks)
+                    time.sleep(0.05)
+                started = [child for rank in ranks for child in _descendants(rank)]
         finally:
-            _end(process, started)
+            _end(ranks, started)
 
 
-def _end(process: subprocess.Popen, started: list[psutil.Process]) -> None:
-    """End torch's launcher and its processes.
+def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]) -> str:
+    failed = [(status, number) for number, status in enumerate(statuses) if status]
+    if not failed:
+        return ""
+    status, number = min(
+        failed
+    )  # a signal is a number below 0, and the others' end its consequence
+    process = f"process {number} (PID {ranks[number].pid})"
+    if status == -signal.SIGKILL:
+        return (
+            f"{process} was killed (SIGKILL), as the system does where memory is short: free some, "
+            "or lower trainer.per_device_train_batch_size or trainer.dataloader_num_workers"
+        )
+    if status < 0:
+        return f"{process} was ended by {signal.Signals(-status).name}"
+    return f"{process} ended with status {status}; the first error above says why"
 
-    They end by themselves when their standard input does. One that cannot, as it is stopped
-    (SIGSTOP) or hangs in a driver, is killed after a while. Whoever has lost its parents is known
-    from before, by its number and when it started.
+
+def _end(ranks: list[subprocess.Popen], started: list[psutil.Process]) -> None:
+    """End processes and what they started.
+
+    The latter end by themselves with their parents. One that cannot, as it is stopped (SIGSTOP) or
+    hangs in a driver, is killed after a while. Whoever has lost its parents is known from before,
+    by its number and when it started.
     """
-    started = started + _descendants(process)
-    process.kill()  # told to end, it would print a traceback of its own
-    process.wait()
-    assert process.stdin is not None  # a pipe
-    process.stdin.close()
+    started = started + [child for rank in ranks for child in _descendants(rank)]
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait()
+        assert rank.stdin is not None  # a pipe
+        rank.stdin.close()
     _, alive = psutil.wait_procs(started, SECONDS_TO_END)
     for descendant in alive:
         with suppress(psutil.NoSuchProcess):
@@ -334,8 +368,9 @@ def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 @contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """In the main thread, where alone Python lets signals be handled."""
+def _signals_as_exceptions() -> Iterator[None]:
+    """In the main thread, where alone Python lets signals be handled; SIGHUP, too, unless it is to
+    be ignored (nohup)."""
 
     def stop(number: int, frame) -> None:
         raise TrainingStopped("", signal.Signals(number))
@@ -343,8 +378,12 @@ def _sigterm_as_exception() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, stop)
+    handled = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handled.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,13 +4,14 @@ import importlib.util
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import ProgressCallback, TrainerCallback
 
-from ..printed import pip_install
+from ..printed import doing, pip_install
 from .plots import plot_loss
 from .run_folder import PLOT
 
@@ -18,6 +19,23 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_PLOTS = 30
 GIB = 2**30
+
+
+class FirstStep(TrainerCallback):
+    """Says that the first step goes on, which may take a minute."""
+
+    def __init__(self, compiles: bool):
+        self.what = "the first step, which compiles the layers" if compiles else "the first step"
+        self.words = ExitStack()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.words.enter_context(doing(self.what, tells=state.is_world_process_zero))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.words.close()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.words.close()
 
 
 class ProgressBar(ProgressCallback):

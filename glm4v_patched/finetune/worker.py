@@ -1,14 +1,11 @@
 """Fine-tune a glm-4v folder on a file of conversations: what every training process runs.
 
-``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.finetune.worker PLAN``, where
-``PLAN`` is a file of :class:`plan.Plan`; :mod:`launch` does that.
+:mod:`launch` starts it by way of :mod:`rank`, and ``__main__`` on several machines.
 """
 
-import argparse
 import json
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,6 +38,7 @@ from ..engine.options import EngineOptions
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..models.base import REPORT, Base, identify
 from ..models.loading import config_of, load_processor
+from ..printed import doing
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .checkpoints import (
@@ -60,7 +58,7 @@ from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .origin import Origin, length_of
 from .plan import Plan
-from .progress import LossPlot, Measurements, ProgressBar
+from .progress import FirstStep, LossPlot, Measurements, ProgressBar
 from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
 from .trainer import RecipeTrainer, Schedule
@@ -164,7 +162,8 @@ def train(plan: Plan) -> None:
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     plan.require_true()
     set_seed(recipe.trainer.seed)  # adapters are random
-    model = build_model(options, base)
+    with doing("loading the model", tells=arguments.process_index == 0):
+        model = build_model(options, base)
     trainer = RecipeTrainer(
         model,
         features=features_of(recipe, model),
@@ -178,7 +177,7 @@ def train(plan: Plan) -> None:
         eval_dataset=evaluated,
         data_collator=collator,
         processing_class=processor,
-        callbacks=callbacks_of(recipe, plan.origin(checked)),
+        callbacks=[*callbacks_of(recipe, plan.origin(checked)), FirstStep(options.compile is True)],
     )
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
     batch *= arguments.world_size * rows_of_batches.samples_per_row
@@ -329,22 +328,6 @@ def require_gpu() -> None:
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
 
 
-def end_with_stdin() -> None:
-    """End this process when its standard input ends: when whoever holds the other end is gone.
-
-    The kernel closes that end however the holder dies, which no handler and, outside Linux, no
-    death signal can promise; and torch elastic gives each process a session of its own, so that no
-    signal to a group reaches it.
-    """
-
-    def wait_for_end() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_for_end, daemon=True).start()
-
-
 def leave(status: int = 0) -> None:
     """End this process without waiting for threads of DeepSpeed and inductor, when all is saved.
 
@@ -355,20 +338,3 @@ def leave(status: int = 0) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--end-with-stdin", action="store_true")
-    parser.add_argument("--require-gpu", action="store_true")
-    options = parser.parse_args()
-    if options.require_gpu:
-        require_gpu()
-    if options.end_with_stdin:
-        end_with_stdin()
-    try:
-        train(Plan.read(options.plan))
-    except Diverged:
-        leave(1)  # the launcher prints what is in the report
-    leave()

@@ -219,7 +219,9 @@ def serve(text: str) -> None:
     job = Job.from_json(text)
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout, sys.stderr
-    answerer = Answerer(load(job.base, job.device, job.weights), job.generation, job.cache)
+    answerer = Answerer(
+        load(job.base, job.device, job.weights, tells=False), job.generation, job.cache
+    )
 
     def answer(question: dict) -> dict:
         try:

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from ..printed import doing
+
 # static: one size for all steps, which are compiled on a GPU; auto: where that pays.
 CACHES = ("auto", "static", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
@@ -215,7 +217,8 @@ def _merge(options: argparse.Namespace) -> None:
     from .merge import merge
 
     asked = options.adapters, options.out, options.revision, options.device, options.check
-    difference = merge(*asked)
+    with doing("merging the adapters into their model"):
+        difference = merge(*asked)
     print(f"model {options.out}\n{difference or 'its logits were not compared (--no-check)'}")
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ..engine.options import require_packages
-from ..printed import own_command
+from ..printed import doing, own_command, printable
 from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -61,9 +61,10 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
                 f"{WEIGHTS[weights].option} does not take adapters ({name}): merge them first "
                 f"({merge}), or take --load-in-8bit"
             )
-    base = pin(base)
-    require_recorded_base(base)
-    require_whole(base.model, base.revision)
+    with doing(f"looking at {printable(name)}"):  # transformers is imported, and files are read
+        base = pin(base)
+        require_recorded_base(base)
+        require_whole(base.model, base.revision)
     if method := quantised_by(base.model, base.revision):
         require_packages(method, f"{base.model}, which was saved quantised by {method},")
     return base

@@ -11,6 +11,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..engine.trainable import continue_adapters, quantization_options
 from ..patch.config_json import read_object
+from ..printed import doing
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -26,13 +27,16 @@ class Loaded(NamedTuple):
     processor: ChatGLMProcessor
 
 
-def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded:
+def load(
+    base: Base, device: str = "cuda", weights: str | None = None, tells: bool = True
+) -> Loaded:
     """Load what :func:`source.find_source` found, in the dtype that it was saved in.
 
     Args:
         device: As torch takes it. Weights go straight to a GPU.
         weights: How those of the layers are held: one of :data:`weights.WEIGHTS`, or None for as
             they were saved. Of vision adapter, embeddings and output layer they stay as they are.
+        tells: Say that it is being done.
 
     Raises:
         RuntimeError: torch has no such device.
@@ -43,9 +47,11 @@ def load(base: Base, device: str = "cuda", weights: str | None = None) -> Loaded
             "the CPU all the same: --device cpu"
         )
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
-    model = hold(partial(GLM4VForCausalLM.from_pretrained, base.model, **options), device, weights)
-    if base.adapters is not None:
-        model = continue_adapters(model, base.adapters)
+    build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
+    with doing("loading the model", tells):
+        model = hold(build, device, weights)
+        if base.adapters is not None:
+            model = continue_adapters(model, base.adapters)
     return Loaded(model.eval().requires_grad_(False), load_processor(base))
 
 

@@ -778,7 +778,7 @@ def launched(monkeypatch, tmp_path):
     """Launch a recipe whose processes do nothing; their commands."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     commands = []
-    monkeypatch.setattr(launching, "_run", lambda command, env: commands.append(command) or 0)
+    monkeypatch.setattr(launching, "_run", lambda command, _: commands.append(command) or "")
     return commands
 
 

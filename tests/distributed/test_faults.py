@@ -201,8 +201,8 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
     worker.kill()
     assert run.status() == 1
     run.require_none_alive()
-    assert f"Signal 9 (SIGKILL) received by PID {worker.pid}" in run.output
-    assert "rank      : 1" in run.output
+    assert f"process 1 (PID {worker.pid}) was killed (SIGKILL), as the system does" in run.output
+    assert "Traceback" not in run.output.rpartition("training on 2 processes failed")[2]
     checkpoint = last_complete_checkpoint(run.folder)
     settings = str(run.folder / "recipe.json")
     monkeypatch.setenv("PATH", cpu_environment()["PATH"])  # where the run was started
@@ -212,7 +212,7 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
     run = start(endless, "--resume")
     run.wait_for_checkpoint(after_step=step_of(checkpoint))
     assert f"training continues from {checkpoint}, after step" in run.output
-    assert len(run.alive()) == 4  # the command line, torch's launcher, two ranks
+    assert len(run.alive()) == 3  # the command line, two ranks
     run.process.kill()
     assert run.status() == -signal.SIGKILL
     run.require_none_alive()
@@ -220,7 +220,11 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP)),
+    ],
 )
 def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
     number, endless, start
@@ -234,11 +238,11 @@ def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
     assert "--resume" in run.output and "Traceback" not in run.output
 
 
-@pytest.mark.slow
-def test_a_killed_launcher_of_torch_leaves_no_process(endless, start):
+def test_ranks_end_at_once_with_a_launcher_that_is_killed_while_they_import(endless, start):
     run = start(endless)
-    run.wait_for(lambda: run.rank(0) and run.rank(1), SECONDS_TO_RUN)
-    run.rank(0).parent().kill()
-    assert run.status() == 1
+    ranks = run.wait_for(lambda: (a := run.rank(0)) and (b := run.rank(1)) and [a, b], 60)
+    run.process.kill()
+    # 2 s on idle cores; an extension that is being loaded holds Python.
+    _, alive = psutil.wait_procs(ranks, timeout=8)
+    assert not alive, run.output[-2000:]
     run.require_none_alive()
-    assert "failed with exit status -9" in run.output

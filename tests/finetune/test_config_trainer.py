@@ -217,7 +217,7 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, tmp_path,
     mine = drawn.override({"out": str(tmp_path / "out")})
     here = Placement(1, on_cpu=True)
     commands = []
-    monkeypatch.setattr(launching, "_run", lambda command, _: commands.append(command) or 0)
+    monkeypatch.setattr(launching, "_run", lambda command, _: commands.append(command) or "")
     with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
         launch(mine, here, resume=True)
     with pytest.raises(ValueError, match="is finished"):

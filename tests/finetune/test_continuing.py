@@ -114,7 +114,7 @@ def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
 def test_adapters_whose_base_has_changed_since_are_refused(stopped, tmp_path, monkeypatch):
     from glm4v_patched.finetune import launch as launching
 
-    monkeypatch.setattr(launching, "_run", lambda command, environment: 0)
+    monkeypatch.setattr(launching, "_run", lambda command, _: "")
     first = stopped.override({"out": str(tmp_path / "first")})
     train_here(first)
     changes = {"model": first.out, "out": str(tmp_path / "more")}
@@ -169,7 +169,7 @@ def test_a_picture_replaced_under_its_name_is_noticed_and_can_be_accepted(stoppe
 def test_a_mended_row_is_said_and_the_next_checkpoints_are_of_it(stopped, capfd, monkeypatch):
     from glm4v_patched.finetune import launch as launching
 
-    monkeypatch.setattr(launching, "_run", lambda command, environment: 0)
+    monkeypatch.setattr(launching, "_run", lambda command, _: "")
     data = Path(stopped.data.train)
     lines = data.read_text().splitlines()
     lines[6] = lines[6].replace('"}]}', ' indeed."}]}')

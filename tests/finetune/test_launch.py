@@ -46,12 +46,12 @@ def processes(recipe, monkeypatch) -> list[list[str]]:
     """In the place of training processes, which leave adapters; their commands."""
     commands = []
 
-    def run(command, environment) -> int:
+    def run(command, environments) -> str:
         commands.append(command)
         out = Path(recipe.out)
         (out / "adapter_model.safetensors").write_text(f"weights of run {len(commands)}")
         (out / "training.json").write_text('{"finished": true}')
-        return 0
+        return ""
 
     monkeypatch.setattr(launching, "_run", run)
     return commands
@@ -118,13 +118,13 @@ def test_a_run_never_removes_what_its_model_s_links_lead_to(
 def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(recipe, monkeypatch):
     seen = []
 
-    def run(command, environment) -> int:
+    def run(command, environments) -> str:
         with pytest.raises(ValueError, match=f"another run writes to .*process {os.getpid()} on"):
             launch(recipe, HERE, overwrite=True)
         with pytest.raises(ValueError, match=f"another run writes to .*process {os.getpid()} on"):
             launch(recipe, HERE, resume=True)
         seen.append(contents(recipe.out))
-        return 0
+        return ""
 
     monkeypatch.setattr(launching, "_run", run)
     launch(recipe, HERE)
@@ -154,31 +154,31 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
 
 
 def test_a_diverged_training_is_told_by_what_its_processes_said(recipe, monkeypatch):
-    def run(command, environment) -> int:
+    def run(command, environments) -> str:
         report = {"finished": False, "error": "training diverged: in step 7"}
         Path(recipe.out, "training.json").write_text(json.dumps(report))
-        return 1
+        return "process 0 ended with status 1"
 
     monkeypatch.setattr(launching, "_run", run)
     with pytest.raises(RuntimeError, match=r"^training diverged: in step 7 \(settings: .*json\)$"):
         launch(recipe, HERE)
     # A report of before is no report of a run that dies without one.
-    monkeypatch.setattr(launching, "_run", lambda command, environment: 1)
-    with pytest.raises(RuntimeError, match="failed with exit status 1"):
+    monkeypatch.setattr(launching, "_run", lambda command, _: "process 0 ended with status 1")
+    with pytest.raises(RuntimeError, match="failed: process 0 ended with status 1"):
         launch(recipe, HERE, overwrite=True)
 
 
-def stop(command, environment) -> int:
+def stop(command, environments) -> str:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("run", [stop, lambda command, environment: 1])
+@pytest.mark.parametrize("run", [stop, lambda command, _: "process 0 ended with status 1"])
 def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(recipe, monkeypatch, run):
     out = Path(recipe.out)
 
-    def write(command, environment) -> int:
+    def write(command, environments) -> str:
         (out / "adapter_config.json").write_text("{}")
-        return run(command, environment)
+        return run(command, environments)
 
     monkeypatch.setattr(launching, "_run", write)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
@@ -270,7 +270,7 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
     monkeypatch.setattr(launching, "_descendants", stop_the_child)
     command = f"{sys.executable} -c '{PARENT}' > {file}"
     with nullcontext() if parent_dies else pytest.raises(KeyboardInterrupt):
-        launching._run(["/bin/sh", "-c", f"exec {command}"], dict(os.environ))
+        launching._run(["/bin/sh", "-c", f"exec {command}"], [dict(os.environ)])
     end = time.monotonic() + 10
     try:
         while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:

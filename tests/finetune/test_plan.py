@@ -63,7 +63,7 @@ def test_what_is_printed_is_what_runs(drawn, tmp_path, monkeypatch, capsys):
     dry = capsys.readouterr().out
     main(["doctor", *command])
     told_by_doctor = " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(launching, "_run", lambda command, environment: 0)
+    monkeypatch.setattr(launching, "_run", lambda command, _: "")
     assert main(["train", *command]) == 0
     told = capsys.readouterr().out
     plan = Plan.read(tmp_path / "out" / "plan.json")

@@ -19,7 +19,7 @@ from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from tests.helpers.processes import cpu_environment, run_command_warm
+from tests.helpers.processes import cpu_environment, run_command_warm, run_warm
 
 LEAST = {
     "model": "m",
@@ -83,16 +83,18 @@ def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = Fa
 
 @contextmanager
 def launching_warm() -> Iterator[None]:
-    """:func:`launch` on the CPU, with forks of warm processes in place of those of torch's
-    launcher."""
+    """:func:`launch` on the CPU, with forks of warm processes in place of those that it
+    starts."""
     from glm4v_patched.finetune import launch
 
-    def run(command: list[str], environment: dict[str, str]) -> int:
+    def run(command: list[str], environments: list[dict[str, str]]) -> str:
         command.remove("--end-with-stdin")  # theirs is empty
-        ended = run_command_warm(command, 300, environment)
+        module = command[command.index("-m") :]
+        processes = len(environments) if "RANK" in environments[0] else None
+        ended = run_warm(*module, seconds=300, processes=processes, environment=environments[0])
         print(ended.output)
         assert ended.status is not None, "it hung"
-        return ended.status
+        return f"it ended with status {ended.status}" if ended.status else ""
 
     with (
         mock.patch.dict(os.environ, cpu_environment()),
