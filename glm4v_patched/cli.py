@@ -13,7 +13,7 @@ from .doctor.command import add_arguments as add_doctor_arguments
 from .finetune.start_options import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
-from .printed import error_text
+from .printed import doing, error_text
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
@@ -145,7 +145,8 @@ def _train(options: argparse.Namespace) -> int:
 
     overrides = [*options.overrides, *options.rest]
     try:
-        recipe, placement = check(options.recipe, overrides, options.processes, options.device)
+        with doing("reading the recipe"):
+            recipe, placement = check(options.recipe, overrides, options.processes, options.device)
     except RecipeError as error:
         print(error, file=sys.stderr)  # each line begins with where it is
         return 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-SECONDS_BETWEEN_WORDS = 5
+SECONDS_TO_FIRST_WORD, SECONDS_BETWEEN_WORDS = 0.5, 5
 
 
 def own_command(*arguments: str) -> str:
@@ -61,7 +61,7 @@ def error_text(error: Exception) -> str:
 
 @contextmanager
 def doing(what: str, tells: bool = True) -> Iterator[None]:
-    """Say on standard error what is being done, at once and then every few seconds.
+    """Say on standard error what is being done, if it is not done at once, and every few seconds.
 
     Args:
         tells: False, to say nothing.
@@ -70,11 +70,12 @@ def doing(what: str, tells: bool = True) -> Iterator[None]:
 
     def tell() -> None:
         start = time.monotonic()
+        if not ended.wait(SECONDS_TO_FIRST_WORD):
+            print(f"{what} ...", file=sys.stderr, flush=True)
         while not ended.wait(SECONDS_BETWEEN_WORDS):
             print(f"{what}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
     if tells:
-        print(f"{what} ...", file=sys.stderr, flush=True)
         threading.Thread(target=tell, daemon=True).start()
     try:
         yield

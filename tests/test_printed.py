@@ -3,12 +3,14 @@
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import glm4v_patched
-from glm4v_patched.printed import in_bytes, own_command, pip_install
+from glm4v_patched import printed
+from glm4v_patched.printed import doing, in_bytes, own_command, pip_install, printable
 from tests.helpers.processes import in_plain_shell
 
 VERSION = f"glm4v-patched {glm4v_patched.__version__}"
@@ -70,3 +72,22 @@ def test_sizes_have_the_unit_that_suits_them():
     sizes = (27.8e9, 10**9, 512.7e6, 24_600, 999, 0)
     shown = ["27.8 GB", "1.0 GB", "512.7 MB", "24.6 kB", "999 bytes", "0 bytes"]
     assert [in_bytes(size) for size in sizes] == shown
+
+
+def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
+    monkeypatch.setattr(printed, "SECONDS_TO_FIRST_WORD", 0.1)
+    monkeypatch.setattr(printed, "SECONDS_BETWEEN_WORDS", 0.02)
+    with doing("reading"):
+        pass
+    with doing("reading", tells=False):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+    with doing("reading"):
+        time.sleep(0.5)
+    assert capsys.readouterr().err.startswith("reading ...\nreading: 0 s\nreading: 0 s\n")
+
+
+def test_nothing_that_is_printed_moves_a_terminal():
+    odd = "a\x1b[2J\u202eb\n\tc\udc80"
+    assert printable(odd) == r"a\x1b[2J\u202eb\n\tc\udc80"
+    assert printable(odd, kept="\n\t") == "a\\x1b[2J\\u202eb\n\tc\\udc80"

@@ -156,9 +156,10 @@ def _checked(
         )
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
-        base = pin(base)
-        require_recorded_base(base)
-        require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+        with doing("looking at the model"):  # transformers is imported
+            base = pin(base)
+            require_recorded_base(base)
+            require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         # Late: what comes before is answered at once.
@@ -326,9 +327,7 @@ def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]
     failed = [(status, number) for number, status in enumerate(statuses) if status]
     if not failed:
         return ""
-    status, number = min(
-        failed
-    )  # a signal is a number below 0, and the others' end its consequence
+    status, number = min(failed)  # of a signal below 0: the others end in consequence
     process = f"process {number} (PID {ranks[number].pid})"
     if status == -signal.SIGKILL:
         return (

@@ -1,5 +1,6 @@
 """What is looked at before training processes start, and what is left when they have ended."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -166,6 +168,28 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(recipe, monkeypa
     monkeypatch.setattr(launching, "_run", lambda command, _: "process 0 ended with status 1")
     with pytest.raises(RuntimeError, match="failed: process 0 ended with status 1"):
         launch(recipe, HERE, overwrite=True)
+
+
+def test_a_full_disk_hides_neither_the_cause_nor_how_to_continue(recipe, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "run.json")
+
+    monkeypatch.setattr(launching, "_run", lambda command, _: "process 1 ended with status 1")
+    monkeypatch.setattr(launching, "close_record", full)
+    saving = recipe.override({"trainer.save_steps": 1})
+    with pytest.raises(RuntimeError, match=r"(?s)process 1 ended.*to continue .*--resume$"):
+        launch(saving, HERE)
+
+
+def test_it_is_told_where_a_process_was_killed_for_memory():
+    """Whichever ended first: the others fail in consequence."""
+    ranks = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
+    told = launching._describe_statuses([1, -signal.SIGKILL], ranks)
+    assert told.startswith(
+        "process 1 (PID 8) was killed (SIGKILL), as the system does where memory"
+    )
+    assert launching._describe_statuses([None, 3], ranks).startswith("process 1 (PID 8) ended with")
+    assert launching._describe_statuses([0, 0], ranks) == ""
 
 
 def stop(command, environments) -> str:
