@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import _http
 
 from glm4v_patched.patch.repository import host_of
-from glm4v_patched.printed import printable
+from glm4v_patched.printed import listed, printable
 
 # A server may take its time over a commit; without the client's variable, so many seconds.
 LONGEST_SILENCE = 60
@@ -93,5 +93,4 @@ def without_secrets(message: str) -> str:
 
 def shorten(names: Iterable[str], limit: int = 3) -> str:
     """A few of many names, and how many there are."""
-    names = sorted(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" * (len(names) > limit))
+    return listed(sorted(names), limit)

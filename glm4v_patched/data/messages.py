@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..printed import shorten
+from ..printed import listed, shorten
 
 ROLES = ("system", "user", "assistant", "observation")
 OTHER_ROLES = {
@@ -175,15 +175,10 @@ def refuse_keys(
             "; ".join(
                 f"the key {keys[0]} is not read: {cure}"
                 if len(keys) == 1
-                else f"the keys {_listed(keys)} are not read: {cure}"
+                else f"the keys {listed(keys, MOST_KEYS_LISTED)} are not read: {cure}"
                 for cure, keys in by_cure.items()
             )
         )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = len(keys) - MOST_KEYS_LISTED
-    return ", ".join(keys[:MOST_KEYS_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _checked_message(message: dict, path_of: PathOf) -> dict:

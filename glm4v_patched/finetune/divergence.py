@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..engine.deepspeed.internals import is_sharded, own_shard
+from ..printed import listed
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +157,7 @@ def name_not_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str:
 def describe(names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"in {len(names)} tensors: {', '.join(names[:NAMED])}{more}"
+    return f"in {len(names)} tensors: {listed(names, NAMED)}"
 
 
 def _are_not_finite(parts: list[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
 from ..models.base import REPORT, read_report
+from ..printed import listed
 
 LOCK = "run.lock"
 RECORD = "run.json"
@@ -176,7 +177,7 @@ def fault_of_pictures(folder: Path) -> str | None:
     if not found:
         return None
     return (
-        f"it holds pictures ({_listed(found, 2)}), among which the run would write its files; "
+        f"it holds pictures ({listed(found, 2)}), among which the run would write its files; "
         "expected a new folder"
     )
 
@@ -222,8 +223,8 @@ def require_usable(
         ours = {*STATE} if recorded is None else {*STATE, REPORT, *recorded}
         if others := [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in ours]:
             raise ValueError(
-                f"{folder} holds {_listed(others)}, which no run wrote and this one would replace; "
-                "give it another folder (out), or move them away"
+                f"{folder} holds {listed(others, 6)}, which no run wrote and this one would "
+                "replace; give it another folder (out), or move them away"
             )
         _require_own_record(folder, recorded)
         return []
@@ -239,8 +240,8 @@ def require_usable(
         )
     if foreign:
         raise ValueError(
-            f"--overwrite removes only what runs wrote, and {folder} holds {_listed(foreign)}, of "
-            "which no run says so; move them away, or give the new run another folder (out)"
+            f"--overwrite removes only what runs wrote, and {folder} holds {listed(foreign, 6)}, "
+            "of which no run says so; move them away, or give the new run another folder (out)"
         )
     _require_own_record(folder, recorded)
     return present
@@ -261,7 +262,7 @@ def begin(folder: Path, remove: list[str]) -> None:
     if remove := [name for name in remove if name not in STATE]:
         for name in remove:
             _remove(folder / name)
-        print(f"removed from {folder}: {_listed(remove, most=100)}", flush=True)
+        print(f"removed from {folder}: {listed(remove, most=100)}", flush=True)
     present = names_of_run(folder)
     ours = read_record(folder) is not None
     if ours or all(CHECKPOINTS.fullmatch(name) or name in STATE for name in present):
@@ -313,15 +314,10 @@ def _describe(names: list[str]) -> str:
     }
     kinds |= {name: True for name in names if CHECKPOINTS.fullmatch(name)}
     found = [kind for kind, there in kinds.items() if there]
-    return _listed(found or names)
+    return listed(found or names, 6)
 
 
 def _or_resume(present: list[str]) -> str:
     if REPORT not in present and any(CHECKPOINTS.fullmatch(name) for name in present):
         return ", or continue what was stopped there (--resume)"
     return ""
-
-
-def _listed(names: list[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
