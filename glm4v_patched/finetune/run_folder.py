@@ -57,7 +57,8 @@ def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
 def locked(folder: Path, command: str | None = None) -> Iterator[None]:
     """Make a folder where there is none, and keep other runs out of it meanwhile.
 
-    The lock is the kernel's, and gone with this process however that ends.
+    The lock is the kernel's, and gone with this process however that ends. Not filelock's, which
+    does not say who holds it, and writes to a file of somebody else's.
 
     Raises:
         ValueError: another run holds it, or nothing can be written there; says who, or why.
