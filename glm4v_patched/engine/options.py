@@ -120,7 +120,7 @@ class EngineOptions:
     norms_in_place: bool = True
     """ZeRO-3 takes norms of gradients without copies (:mod:`deepspeed.gradient_norm`)."""
     layers_ahead: int = 3
-    """Layers that the CPU may be ahead of the GPU under ZeRO-3 (:mod:`deepspeed.throttle`); 0 for
+    """Layers that the CPU may be ahead of the GPU under ZeRO-3 (:mod:`deepspeed.run_ahead`); 0 for
     any number."""
 
     @property

@@ -22,7 +22,7 @@ from .deepspeed.gather import gather_in_place, gather_whole_layers, wait_for_eve
 from .deepspeed.gradient_buffer import keep_gradients_on_gpu
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
-from .deepspeed.throttle import limit_run_ahead
+from .deepspeed.run_ahead import limit_run_ahead
 from .fp8 import use_fp8
 from .memory_plan import GIB
 from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages

@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 
 from ..engine.deepspeed.internals import CHECKPOINT_ENGINE, IN_CHECKPOINTS, resolve
-from ..patch.swap import PatchSet, Swap
+from ..patch.patch_set import PatchSet, Swap
 
 
 @contextmanager

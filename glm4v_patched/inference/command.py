@@ -264,7 +264,7 @@ def _chat_in_browser(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace) -> None:
     from .serving.limits import MOST_MEGAPIXELS, Limits
-    from .serving.serve import Request, api_key_of, hosts_of, serve
+    from .serving.serve import ServeOptions, api_key_of, hosts_of, serve
 
     key = api_key_of(options.api_key, "GLM4V_PATCHED_API_KEY")
     if options.max_picture_megapixels > MOST_MEGAPIXELS:
@@ -281,7 +281,7 @@ def _serve(options: argparse.Namespace) -> None:
         allow_urls=options.allow_urls,
     )
     serve(
-        Request(
+        ServeOptions(
             model=options.model,
             name=options.served_model_name or options.model,
             revision=options.revision,

@@ -20,7 +20,7 @@ from .serving.pictures import require_size
 from .serving.serve import is_installed, listen
 
 if TYPE_CHECKING:
-    from .serving.engine import Engine
+    from .serving.answer_queue import AnswerQueue
 
 HOST = "127.0.0.1"
 TITLE = "glm-4v"
@@ -60,14 +60,14 @@ def chat_in_browser(
 
     from ..models.loading import config_of, load
     from .answer_worker import Answerer
-    from .serving.engine import Engine
+    from .serving.answer_queue import AnswerQueue
 
     generation = generation or Generation()
     engines = []
     for base in bases:
         loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
         config = config_of(base)
-        engines.append(Engine(Answerer(loaded, generation), config.seq_length))
+        engines.append(AnswerQueue(Answerer(loaded, generation), config.seq_length))
     with tempfile.TemporaryDirectory(prefix="glm4v_patched_web") as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder  # where uploads go, and are gone afterwards
         page = make_page(Conversations(models, engines, generation, system))
@@ -101,7 +101,7 @@ class Conversations:
     def __init__(
         self,
         names: Sequence[str],
-        engines: "Sequence[Engine]",
+        engines: "Sequence[AnswerQueue]",
         generation: Generation,
         system: str | None = None,
     ):
@@ -139,9 +139,9 @@ class Conversations:
                 every[number] = [*prompt, {"role": "assistant", "content": text}]
                 yield [*every]
 
-    def _stream(self, engine: "Engine", prompt: list[dict]) -> Iterator[str]:
+    def _stream(self, engine: "AnswerQueue", prompt: list[dict]) -> Iterator[str]:
         """The answer so far, again and again."""
-        from .serving.engine import Ask, Ended, Event, Failed, Text
+        from .serving.answer_queue import Ask, Ended, Event, Failed, Text
         from .serving.requests import Wanted
 
         events: queue.Queue[Event] = queue.Queue()

@@ -37,7 +37,7 @@ from transformers import AutoProcessor
 import glm4v_patched
 
 from ..patch.config_json import is_glm4v
-from ..patch.swap import PatchSet, Swap
+from ..patch.patch_set import PatchSet, Swap
 from ..remote.image_processing_chatglm import as_picture
 from .api_check import require_members
 from .image_places import BEGIN, END, PLACE, UNGROWN, images_first

@@ -38,8 +38,8 @@ from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from .adapter_names import answer_names
 from .liger_kernels import kernel_swaps
+from .patch_set import PatchSet, Swap
 from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
-from .swap import PatchSet, Swap
 
 logger = logging.getLogger(__name__)
 

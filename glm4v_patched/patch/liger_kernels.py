@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..printed import pip_install
 from ..remote.modeling_chatglm import MLP, RMSNorm
-from .swap import Swap
+from .patch_set import Swap
 
 MODELING = "glm4v_patched.remote.modeling_chatglm"
 

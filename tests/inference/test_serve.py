@@ -24,7 +24,7 @@ from PIL import Image
 from glm4v_patched.cli import main
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving.engine import Ask, Ended, Engine, Failed
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue, Ask, Ended, Failed
 from glm4v_patched.inference.serving.limits import Limits
 from glm4v_patched.inference.serving.requests import read_request
 from glm4v_patched.models import loading
@@ -281,7 +281,7 @@ def test_only_errors_of_the_messages_are_the_clients(endless, answerer, monkeypa
     def fail(*given, **options):
         raise ValueError("no good")
 
-    engine = Engine(answerer, 1024, lambda line: None)
+    engine = AnswerQueue(answerer, 1024, lambda line: None)
     monkeypatch.setattr(answerer, "generate", fail)
     assert (failed().status, failed().param) == (500, None)
     monkeypatch.setattr(answerer, "encode", fail)

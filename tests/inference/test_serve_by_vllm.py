@@ -135,7 +135,7 @@ def test_what_vllm_cannot_do_is_refused(files, executed, capsys, arguments, mess
 
 def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(files, executed, monkeypatch):
     def chosen(**changes) -> str:
-        return serve.choose_engine(serve.Request(model="m", name="m", **changes))[0]
+        return serve.choose_engine(serve.ServeOptions(model="m", name="m", **changes))[0]
 
     assert chosen() == "vllm"
     assert chosen(device="cpu") == chosen(engine="transformers") == "transformers"

@@ -12,8 +12,8 @@ from PIL import Image
 
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import pictures
+from glm4v_patched.inference.serving.answer_queue import Answer, Ask, Ended, Started
 from glm4v_patched.inference.serving.app import make_app
-from glm4v_patched.inference.serving.engine import Answer, Ask, Ended, Started
 from glm4v_patched.inference.serving.errors import ApiError
 from glm4v_patched.inference.serving.guard import Guard
 from glm4v_patched.inference.serving.limits import Limits

@@ -12,7 +12,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.inference import web
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving.engine import Engine
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue
 from glm4v_patched.inference.web import Conversations
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
@@ -32,7 +32,7 @@ def answerers(files) -> list[Answerer]:
 
 @pytest.fixture(scope="module")
 def conversations(answerers):
-    engines = [Engine(answerer, 1024, log=lambda line: None) for answerer in answerers]
+    engines = [AnswerQueue(answerer, 1024, log=lambda line: None) for answerer in answerers]
     yield Conversations(["model", "adapters"], engines, Generation(max_new_tokens=NEW))
     for engine in engines:
         engine.stop()

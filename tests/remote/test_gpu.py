@@ -10,7 +10,7 @@ from glm4v_patched.bench.settings import Settings
 from glm4v_patched.bench.worker import measure
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
-from glm4v_patched.engine.deepspeed.throttle import limit_run_ahead
+from glm4v_patched.engine.deepspeed.run_ahead import limit_run_ahead
 from glm4v_patched.engine.memory_plan import count_parameters
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM

@@ -1,4 +1,4 @@
-"""The application: OpenAI's chat completions and list of models, on an :class:`engine.Engine`."""
+"""The application: OpenAI's chat completions and list of models, on an :class:`AnswerQueue`."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from ...data.messages import as_words
 from ..questions import Generation
-from .engine import Ask, Ended, Engine, Event, Failed, Started, Text
+from .answer_queue import AnswerQueue, Ask, Ended, Event, Failed, Started, Text
 from .errors import ApiError
 from .guard import BODY, Guard
 from .limits import Limits
@@ -29,7 +29,7 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def make_app(
-    engine: Engine,
+    engine: AnswerQueue,
     name: str,
     defaults: Generation,
     limits: Limits,
@@ -63,7 +63,7 @@ def make_app(
 
 
 class _Server:
-    def __init__(self, engine: Engine, name: str, defaults: Generation, limits: Limits):
+    def __init__(self, engine: AnswerQueue, name: str, defaults: Generation, limits: Limits):
         self.engine, self.name, self.defaults, self.limits = engine, name, defaults, limits
         self.created = int(time.time())
         # One for each: where pictures are fetched, slow hosts keep no other request waiting.

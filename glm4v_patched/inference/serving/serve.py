@@ -27,7 +27,7 @@ SECONDS_TO_END = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ServeOptions:
     """What the command line asks for.
 
     Args:
@@ -49,7 +49,7 @@ class Request:
     limits: Limits = Limits()
 
 
-def serve(request: Request) -> None:
+def serve(request: ServeOptions) -> None:
     """Serve until the process is told to end.
 
     Raises:
@@ -63,7 +63,7 @@ def serve(request: Request) -> None:
         serve_by_transformers(request)
 
 
-def choose_engine(request: Request) -> tuple[str, str]:
+def choose_engine(request: ServeOptions) -> tuple[str, str]:
     """ "vllm" or "transformers", and vLLM's program.
 
     Raises:
@@ -93,7 +93,7 @@ def choose_engine(request: Request) -> tuple[str, str]:
     return "vllm", program
 
 
-def serve_by_vllm(request: Request, program: str) -> None:
+def serve_by_vllm(request: ServeOptions, program: str) -> None:
     """Become vLLM's server.
 
     Raises:
@@ -112,7 +112,7 @@ def serve_by_vllm(request: Request, program: str) -> None:
         os.execve(command[0], command, environment_of(limits))
 
 
-def serve_by_transformers(request: Request) -> None:
+def serve_by_transformers(request: ServeOptions) -> None:
     """Serve with this package's own code.
 
     Raises:
@@ -129,14 +129,14 @@ def serve_by_transformers(request: Request) -> None:
 
     from ...models.loading import config_of, load
     from ..answer_worker import Answerer
+    from .answer_queue import AnswerQueue
     from .app import make_app
-    from .engine import Engine
 
     if request.limits.api_key is None and not is_local(request.host):
         print(f"whoever reaches {request.host} may use this server: there is no --api-key")
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
     limit = config_of(base).seq_length
-    engine = Engine(Answerer(loaded, request.generation), limit, _log)
+    engine = AnswerQueue(Answerer(loaded, request.generation), limit, _log)
 
     def tell() -> None:
         print(f"{request.name} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)

@@ -56,7 +56,7 @@ class Ask:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
-class Engine:
+class AnswerQueue:
     """A queue before a model.
 
     Args:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from glm4v_patched.patch.swap import PatchSet, Swap
+from glm4v_patched.patch.patch_set import PatchSet, Swap
 
 
 @pytest.fixture
