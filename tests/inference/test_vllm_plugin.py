@@ -13,7 +13,8 @@ import torch
 import glm4v_patched
 from glm4v_patched.inference import vllm_plugin
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
-from glm4v_patched.remote.sequence import ImageFormat, grow_rows
+from glm4v_patched.remote.image_checks import ImageFormat
+from glm4v_patched.remote.image_layout import grow_rows
 from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
+from glm4v_patched.remote.image_checks import ImageFormat
+from glm4v_patched.remote.image_layout import grow_rows
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.remote.sequence import ImageFormat, grow_rows
 from tests.helpers.tiny import (
     BOI,
     EOI,
