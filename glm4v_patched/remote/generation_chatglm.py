@@ -24,7 +24,7 @@ from .cached_rows import (
 )
 from .configuration_chatglm import ChatGLMConfig
 from .image_checks import check_position
-from .image_layout import GrownRows, count_images, grow_rows, unmask_images
+from .image_layout import GivenRows, GrownRows, count_images, grow_rows, unmask_images
 from .keywords import (
     CACHE,
     EMBEDS_ARE_CUT,
@@ -164,15 +164,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
             # positions without a mask would say that rows are packed.
             attention_mask = torch.ones_like(input_ids)
         is_drawing = prompt_length is not None and input_ids.shape[1] > prompt_length
-        return grow_rows(
+        given = GivenRows(
             input_ids,
-            self.transformer.image_format,
-            num_images=possible_numbers(images, cache, past_length, is_drawing),
+            attention_mask,
+            _continued(position_ids, input_ids.shape[1]),
             num_cached=past_length,
-            attention_mask=attention_mask,
-            position_ids=_continued(position_ids, input_ids.shape[1]),
-            prompt_length=prompt_length,
         )
+        num_images = possible_numbers(images, cache, past_length, is_drawing)
+        return grow_rows(given, self.transformer.image_format, num_images, prompt_length)
 
     def _inputs_of_drawn(
         self, prompt: GrownPrompt, input_ids: Tensor, cache: Cache, num_new: int

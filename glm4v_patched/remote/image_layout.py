@@ -13,7 +13,7 @@ inner side, and there are no labels to learn it from.
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,29 +63,11 @@ class GrownRows(NamedTuple):
     plain_from: int
 
 
-def grow_rows(
-    input_ids: Tensor,
-    image_format: ImageFormat,
-    num_images: int | Collection[tuple[int, int]] | None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    labels: Tensor | None = None,
-    past_length: int = 0,
-    next_position: Tensor | None = None,
-    prompt_length: int | None = None,
-    allow_unpaired: bool = False,
-    label_after: Tensor | None = None,
-    num_items_in_batch: Tensor | int | None = None,
-    num_cached: int = 0,
-) -> GrownRows:
-    """Bring rows of either form, with any number of images each, to the grown form.
+class GivenRows(NamedTuple):
+    """Rows of either form, and what comes with each of their ids.
 
-    Rows that end up shorter than the longest are filled up on the left, where generation wants it.
-
-    Args:
+    Attributes:
         input_ids: ``(B, L)`` int64.
-        num_images: Pictures that come with these rows; or what may be, pairs of all images and of
-            those that begin after ``num_cached`` grown positions. ``None`` skips that check.
         attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for rows that
             need no growing. See :func:`unmask_images`.
         position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
@@ -94,13 +76,62 @@ def grow_rows(
             row begins; a mask of ones beside them says nothing and is left out.
         labels: ``(B, L)`` int64. With them, every begin and end id of the prompt must be an
             image's.
+        label_after: ``(B, 1)`` int64, the label of what follows the last id, if there is one.
         past_length: ``P``, positions already in the cache.
         next_position: ``(B, 1)``, the position that follows the cache, -1 where it is not known;
             default ``past_length``.
+        num_cached: How many of these rows' own grown positions a cache holds.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    labels: Tensor | None = None
+    label_after: Tensor | None = None
+    past_length: int = 0
+    next_position: Tensor | None = None
+    num_cached: int = 0
+
+
+class _ImageSpans(NamedTuple):
+    """``(B, L)`` each. Only begin and end ids of the prompt that belong together count."""
+
+    is_prompt: Tensor
+    is_begin: Tensor
+    is_inside: Tensor
+    is_end: Tensor
+    is_placeholder: Tensor
+    inner_length: Tensor  # at begin ids: how many ids lie before the end
+
+
+class _ReadRows(NamedTuple):
+    """Rows before they grow; ``padding_mask`` ``(B, P + L)`` and ``current_mask`` ``(B, L)``."""
+
+    facts: Facts
+    padding_mask: Tensor | None
+    current_mask: Tensor | None
+    positions: Tensor
+    width: Tensor
+
+
+def grow_rows(
+    given: GivenRows,
+    image_format: ImageFormat,
+    num_images: int | Collection[tuple[int, int]] | None,
+    prompt_length: int | None = None,
+    allow_unpaired: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> GrownRows:
+    """Bring rows of either form, with any number of images each, to the grown form.
+
+    Rows that end up shorter than the longest are filled up on the left, where generation wants it.
+
+    Args:
+        num_images: Pictures that come with these rows; or what may be, pairs of all images and of
+            those that begin after ``num_cached`` grown positions. ``None`` skips that check.
         prompt_length: Columns from here on were drawn by generation: a begin or end id among them
             is an ordinary token. Default: all columns are the prompt.
         allow_unpaired: Take begin and end ids that enclose no image for ordinary tokens too.
-        label_after: ``(B, 1)`` int64, the label of what follows the last id, if there is one.
         num_items_in_batch: What the summed loss will be divided by, if that was given.
 
     Raises:
@@ -109,60 +140,70 @@ def grow_rows(
             ``RuntimeError`` when the graph runs says that they are not, or that they have a fault
             (on a GPU a device-side assertion).
     """
-    check_shapes(input_ids, attention_mask, position_ids, labels, past_length)
-    labels, label_after = [
-        None if values is None else values.to(input_ids.device, torch.long)
-        for values in (labels, label_after)
-    ]
-    if next_position is not None:
-        next_position = next_position.to(input_ids.device)
-    given = {
-        "input_ids": input_ids,
-        "image_format": image_format,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "past_length": past_length,
-        "next_position": next_position,
-        "labels": labels,
-        "label_after": label_after,
-        "num_cached": num_cached,
-    }
-    spans, rows = _find_and_read(given, num_images, prompt_length, allow_unpaired)
-    check_rows(rows.facts, rows.padding_mask, image_format, labels, past_length, num_items_in_batch)
-
-    current_mask, positions, width = rows.current_mask, rows.positions, rows.width
-    padding_mask, length = rows.padding_mask, rows.facts.length
-    is_packed = position_ids is not None and past_length == 0
-    if padding_mask is not None:
+    check_shapes(
+        given.input_ids, given.attention_mask, given.position_ids, given.labels, given.past_length
+    )
+    given = _beside_ids(given)
+    spans, read = _find_and_read(given, image_format, num_images, prompt_length, allow_unpaired)
+    facts, labels, past_length = read.facts, given.labels, given.past_length
+    check_rows(facts, read.padding_mask, image_format, labels, past_length, num_items_in_batch)
+    is_packed = _are_packed(given, read)
+    if is_packed:
         # A mask of ones cannot tell the samples apart that the positions tell apart.
-        is_packed &= rows.facts.restarts > 0
-        if is_packed:
-            padding_mask = current_mask = None
-        attention_mask = padding_mask
+        read = read._replace(padding_mask=None, current_mask=None)
+        attention_mask = None
     else:
-        is_packed &= attention_mask is None
-    image_mask = spans.is_inside | spans.is_begin | spans.is_end
+        attention_mask = given.attention_mask if read.padding_mask is None else read.padding_mask
     if labels is not None:
-        unlearned = spans.is_inside | _starts(positions, current_mask, is_packed)
+        unlearned = spans.is_inside | _starts(read.positions, read.current_mask, is_packed)
         labels = labels.masked_fill(unlearned, -100)
+    rows = GrownRows(
+        input_ids=given.input_ids,
+        position_ids=read.positions,
+        image_mask=spans.is_inside | spans.is_begin | spans.is_end,
+        attention_mask=attention_mask,
+        labels=labels,
+        packed_position_ids=None,
+        images_end=facts.images_end,
+        last_position=facts.last_position,
+        has_padding=attention_mask is not None and facts.masked > 0,
+        plain_from=facts.plain_from,
+    )
+    if facts.length != given.input_ids.shape[1]:
+        rows = _grow(rows, read, past_length, is_packed)
+    return rows._replace(
+        labels=_followed_by(rows.labels, given.label_after),
+        packed_position_ids=_count_within_samples(rows.position_ids) if is_packed else None,
+    )
 
-    if length == input_ids.shape[1]:
-        packed_ids = _count_within_samples(positions) if is_packed else None
-        labels = _followed_by(labels, label_after)
-        return GrownRows(
-            *(input_ids, positions, image_mask, attention_mask, labels, packed_ids),
-            images_end=rows.facts.images_end,
-            last_position=rows.facts.last_position,
-            has_padding=attention_mask is not None and rows.facts.masked > 0,
-            plain_from=rows.facts.plain_from,
-        )
 
-    if attention_mask is not None and padding_mask is None:
+def _beside_ids(given: GivenRows) -> GivenRows:
+    """With labels and positions on the device of the ids."""
+    device = given.input_ids.device
+    labels, label_after = [
+        None if values is None else values.to(device, torch.long)
+        for values in (given.labels, given.label_after)
+    ]
+    follows = None if given.next_position is None else given.next_position.to(device)
+    return given._replace(labels=labels, label_after=label_after, next_position=follows)
+
+
+def _are_packed(given: GivenRows, read: _ReadRows) -> bool:
+    if given.position_ids is None or given.past_length:
+        return False
+    return given.attention_mask is None if read.padding_mask is None else read.facts.restarts > 0
+
+
+def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -> GrownRows:
+    """``rows``, which are as long as given, with every image at its full length."""
+    input_ids, facts, current_mask = rows.input_ids, read.facts, read.current_mask
+    length, given_length = facts.length, input_ids.shape[1]
+    if rows.attention_mask is not None and current_mask is None:
         raise ValueError(
-            f"a {attention_mask.ndim}D attention_mask cannot be grown with its rows (from "
-            f"{input_ids.shape[1]} to {length} positions): give a 2D mask, or grown rows"
+            f"a {rows.attention_mask.ndim}D attention_mask cannot be grown with its rows (from "
+            f"{given_length} to {length} positions): give a 2D mask, or grown rows"
         )
-    ends = width.cumsum(dim=1)
+    ends = read.width.cumsum(dim=1)
     left_fill = length - ends[:, -1:]
     columns = torch.arange(length, device=input_ids.device).repeat(len(input_ids), 1)
     source = torch.searchsorted(ends + left_fill, columns, right=True)
@@ -171,8 +212,8 @@ def grow_rows(
     def grow(values: Tensor, fill) -> Tensor:
         return values.gather(1, source).masked_fill(is_fill, fill)
 
-    grown_positions = grow(positions, 0)
-    is_uneven = rows.facts.shortest != length
+    padding_mask = read.padding_mask
+    is_uneven = facts.shortest != length
     if padding_mask is None and is_uneven:
         if is_packed:
             raise ValueError(
@@ -180,22 +221,17 @@ def grow_rows(
                 f"lengths (up to {length}): pack grown rows, or give an attention_mask"
             )
         current_mask = torch.ones_like(input_ids)
-        padding_mask = current_mask.new_ones(len(input_ids), past_length + input_ids.shape[1])
+        padding_mask = current_mask.new_ones(len(input_ids), past_length + given_length)
     if padding_mask is not None and current_mask is not None:
         padding_mask = torch.cat((padding_mask[:, :past_length], grow(current_mask, 0)), dim=1)
-    if labels is not None:
-        labels = _followed_by(grow(labels, -100), label_after)
-    return GrownRows(
+    return rows._replace(
         input_ids=grow(input_ids, 0),
-        position_ids=grown_positions,
-        image_mask=grow(image_mask, False),
+        position_ids=grow(rows.position_ids, 0),
+        image_mask=grow(rows.image_mask, False),
         attention_mask=padding_mask,
-        labels=labels,
-        packed_position_ids=_count_within_samples(grown_positions) if is_packed else None,
-        images_end=rows.facts.images_end,
-        last_position=rows.facts.last_position,
-        has_padding=padding_mask is not None and (is_uneven or rows.facts.masked > 0),
-        plain_from=max(rows.facts.plain_from, length - rows.facts.shortest),
+        labels=None if rows.labels is None else grow(rows.labels, -100),
+        has_padding=padding_mask is not None and (is_uneven or facts.masked > 0),
+        plain_from=max(facts.plain_from, length - facts.shortest),
     )
 
 
@@ -222,17 +258,6 @@ def count_images(input_ids: Tensor, image_format: ImageFormat, num_images: int) 
         others = counts if sound is None else sound.is_begin.sum(dim=1).tolist()
         counts = others if sum(others) == num_images else counts
     return counts
-
-
-class _ImageSpans(NamedTuple):
-    """``(B, L)`` each. Only begin and end ids of the prompt that belong together count."""
-
-    is_prompt: Tensor
-    is_begin: Tensor
-    is_inside: Tensor
-    is_end: Tensor
-    is_placeholder: Tensor
-    inner_length: Tensor  # at begin ids: how many ids lie before the end
 
 
 def _find_images(
@@ -309,31 +334,19 @@ def _count_within_samples(positions: Tensor) -> Tensor:
     return columns - columns.masked_fill(positions != 0, 0).cummax(dim=1).values
 
 
-class _ReadRows(NamedTuple):
-    """Rows before they grow; ``padding_mask`` ``(B, P + L)`` and ``current_mask`` ``(B, L)``."""
-
-    facts: Facts
-    padding_mask: Tensor | None
-    current_mask: Tensor | None
-    positions: Tensor
-    width: Tensor
-
-
 def _find_and_read(
-    given: dict[str, Any],
+    given: GivenRows,
+    image_format: ImageFormat,
     num_images: int | Collection[tuple[int, int]] | None,
     prompt_length: int | None,
     allow_unpaired: bool,
 ) -> tuple[_ImageSpans, _ReadRows]:
     """Where images stand in rows, and these, read.
 
-    Args:
-        given: What :func:`_read_rows` takes beside the images.
-
     Raises:
         ValueError: begin and end ids are not those of the images that come with the rows.
     """
-    input_ids, image_format = given["input_ids"], given["image_format"]
+    input_ids = given.input_ids
     spans = _find_images(input_ids, image_format, prompt_length)
     in_graph = None
     if torch.compiler.is_compiling() and (num_images is None or isinstance(num_images, int)):
@@ -341,103 +354,124 @@ def _find_and_read(
         places = (num_images or 0) * (image_format.num_image_tokens + 2)
         if places <= input_ids.shape[0] * input_ids.shape[1]:
             in_graph = num_images, allow_unpaired
-    rows = _read_rows(spans, **given, in_graph=in_graph)
-    fault = fault_of_images(rows.facts, image_format, num_images, allow_unpaired)
+    read = _read_rows(given, spans, image_format, in_graph)
+    fault = fault_of_images(read.facts, image_format, num_images, allow_unpaired)
     if fault is None:
-        return spans, rows
+        return spans, read
     # With labels, what is left of an image would be learned as text.
-    can_hold_strays = given["labels"] is None
-    others = _without_strays(spans, rows, input_ids, image_format) if can_hold_strays else None
+    can_hold_strays = given.labels is None
+    others = _without_strays(spans, read, input_ids, image_format) if can_hold_strays else None
     if others is not None:
-        rows = _read_rows(others, **given)
-        if is_number(rows.facts, num_images):
-            return others, rows
+        read = _read_rows(given, others, image_format)
+        if is_number(read.facts, num_images):
+            return others, read
     raise ValueError(fault)
 
 
 def _read_rows(
+    given: GivenRows,
     spans: _ImageSpans,
-    input_ids: Tensor,
     image_format: ImageFormat,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    past_length: int,
-    next_position: Tensor | None,
-    labels: Tensor | None,
-    label_after: Tensor | None,
-    num_cached: int,
     in_graph: tuple[int | None, bool] | None = None,
 ) -> _ReadRows:
+    input_ids, past_length = given.input_ids, given.past_length
+    attention_mask, position_ids = given.attention_mask, given.position_ids
     padding_mask = current_mask = None
     if attention_mask is not None and attention_mask.ndim == 2:
         current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
         padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
         if position_ids is not None and not past_length:
             position_ids = _count_anew(position_ids, attention_mask, current_mask, spans)
-    counted = _count_positions(input_ids, position_ids, current_mask, past_length, next_position)
+    counted = _count_positions(
+        input_ids, position_ids, current_mask, past_length, given.next_position
+    )
     positions = _share_image_positions(counted, spans)
     width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
 
-    inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
-    misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
-    none = input_ids.new_zeros(())
     ends = width.cumsum(dim=1)
     length, shortest = ends[:, -1].amax(), ends[:, -1].amin()
     ends = ends + length - ends[:, -1:]  # one column after each id, in the grown rows
-    # What does not go on from the id before it.
-    is_break = spans.is_inside | spans.is_begin | spans.is_end
-    steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
-    if not past_length or position_ids is not None:
-        steps[:, 0] = 0  # from what is cached, it is not known
-    is_break = is_break | (steps != 1)
+    facts = {"length": length, "shortest": shortest, "last_position": positions.amax()}
+    is_break = _breaks(given, spans, positions)
     if current_mask is not None:
         is_break = is_break | (current_mask == 0)
-    facts = {
-        "plain_from": ends.masked_fill(~is_break, 0).amax(),
-        "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
-        "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
-        "found": spans.is_begin.sum(),
-        "found_after_cache": (spans.is_begin & (ends > num_cached)).sum(),
-        "misfit": misfits.gather(0, (misfits - 1).abs().argmax(keepdim=True)).squeeze(),
-        "smallest_id": input_ids.amin(),
-        "largest_id": input_ids.amax(),
-        "last_position": positions.amax(),
-        "images_end": ends.masked_fill(~spans.is_end, 0).amax(),
-        "length": length,
-        "shortest": shortest,
-    }
-    if labels is not None:
-        every = labels if label_after is None else torch.cat((labels, label_after), dim=1)
-        learned = every.masked_fill(every == -100, 0)
-        facts["smallest_label"], facts["largest_label"] = learned.amin(), learned.amax()
-        facts["labels_inside"] = ((labels != -100) & spans.is_inside).sum()
-    if position_ids is None and next_position is not None:
-        facts["unknown_positions"] = (next_position < 0).sum()
+    facts["plain_from"] = ends.masked_fill(~is_break, 0).amax()
+    facts |= _facts_of_images(given, spans, image_format, ends)
+    facts |= _facts_of_labels(given, spans)
     if position_ids is not None:
         within = spans.is_inside | spans.is_end
         facts["starts_inside"] = ((counted == 0) & within).sum()
+    elif given.next_position is not None:
+        facts["unknown_positions"] = (given.next_position < 0).sum()
     if padding_mask is not None and current_mask is not None:
         facts["wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
         facts["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
-            is_token = current_mask != 0
-            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-            columns = columns.expand_as(input_ids)
-            last_token = columns.masked_fill(~is_token, -1).cummax(dim=1).values[:, :-1]
-            before = counted.gather(1, last_token.clamp(min=0))
-            now, follows = counted[:, 1:], is_token[:, 1:] & (last_token >= 0)
-            facts["restarts"] = (follows & (now == 0)).sum()
-            facts["steps_back"] = (follows & (now < before) & (now != 0)).sum()
+            facts |= _facts_of_restarts(counted, current_mask)
     if in_graph is not None:
         known = facts_in_graph(facts, input_ids, image_format, *in_graph)
     else:
+        none = input_ids.new_zeros(())
         numbers = torch.stack([facts.get(name, none).long() for name in Facts._fields])
         known = Facts(*numbers.tolist())
     return _ReadRows(known, padding_mask, current_mask, positions, width)
 
 
+def _breaks(given: GivenRows, spans: _ImageSpans, positions: Tensor) -> Tensor:
+    """What is not text that goes on from the id before it."""
+    steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
+    if not given.past_length or given.position_ids is not None:
+        steps[:, 0] = 0  # from what is cached, it is not known
+    return spans.is_inside | spans.is_begin | spans.is_end | (steps != 1)
+
+
+def _facts_of_images(
+    given: GivenRows, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
+) -> dict[str, Tensor]:
+    """``ends``: the columns after each id, in the grown rows."""
+    input_ids = given.input_ids
+    inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
+    misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
+    return {
+        "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
+        "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
+        "found": spans.is_begin.sum(),
+        "found_after_cache": (spans.is_begin & (ends > given.num_cached)).sum(),
+        "misfit": misfits.gather(0, (misfits - 1).abs().argmax(keepdim=True)).squeeze(),
+        "smallest_id": input_ids.amin(),
+        "largest_id": input_ids.amax(),
+        "images_end": ends.masked_fill(~spans.is_end, 0).amax(),
+    }
+
+
+def _facts_of_labels(given: GivenRows, spans: _ImageSpans) -> dict[str, Tensor]:
+    labels = given.labels
+    if labels is None:
+        return {}
+    every = labels if given.label_after is None else torch.cat((labels, given.label_after), dim=1)
+    learned = every.masked_fill(every == -100, 0)
+    return {
+        "smallest_label": learned.amin(),
+        "largest_label": learned.amax(),
+        "labels_inside": ((labels != -100) & spans.is_inside).sum(),
+    }
+
+
+def _facts_of_restarts(counted: Tensor, current_mask: Tensor) -> dict[str, Tensor]:
+    """How often positions begin anew, or go back, from one token to the next."""
+    is_token = current_mask != 0
+    columns = torch.arange(counted.shape[1], device=counted.device).expand_as(counted)
+    last_token = columns.masked_fill(~is_token, -1).cummax(dim=1).values[:, :-1]
+    before = counted.gather(1, last_token.clamp(min=0))
+    now, follows = counted[:, 1:], is_token[:, 1:] & (last_token >= 0)
+    return {
+        "restarts": (follows & (now == 0)).sum(),
+        "steps_back": (follows & (now < before) & (now != 0)).sum(),
+    }
+
+
 def _without_strays(
-    spans: _ImageSpans, rows: _ReadRows | None, input_ids: Tensor, image_format: ImageFormat
+    spans: _ImageSpans, read: _ReadRows | None, input_ids: Tensor, image_format: ImageFormat
 ) -> _ImageSpans | None:
     """Only the pairs that may be images; all other begin and end ids are ordinary tokens.
 
@@ -460,10 +494,10 @@ def _without_strays(
 
     is_text = spans.is_prompt & ~is_begin_id & ~is_end_id
     is_start = columns == 0
-    if rows is not None:
-        is_start = is_start | (rows.positions == 0)
-        if rows.current_mask is not None:
-            is_text &= rows.current_mask != 0
+    if read is not None:
+        is_start = is_start | (read.positions == 0)
+        if read.current_mask is not None:
+            is_text &= read.current_mask != 0
     is_first_text = is_text & ~is_start
     # Of two columns the second: both text, unlike, of one sample.
     is_unlike = is_first_text & _shift_right(is_text) & (input_ids != input_ids.roll(1, dims=1))

@@ -43,7 +43,7 @@ from .classification_chatglm import ScoresRows
 from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
 from .image_checks import ImageFormat
-from .image_layout import grow_rows
+from .image_layout import GivenRows, grow_rows
 from .keywords import (
     CACHE,
     MODEL_FILLS_PAGED_CACHE,
@@ -491,27 +491,27 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         given_images = pixel_values if image_features is None else image_features
         num_images = 0 if given_images is None else len(given_images)
-        label_after = None
-        if shift_labels is not None:
-            # As transformers does: they win over labels. Nothing predicts the first id.
-            labels = F.pad(shift_labels[:, :-1], (1, 0), value=-100)
-            label_after = shift_labels[:, -1:]
         given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
         assert given_ids is not None
         check_rows_of_cache(past_key_values, past_length, given_ids)
+        labels, label_after = _labels_and_one_after(labels, shift_labels)
         rows = grow_rows(
-            given_ids,
+            GivenRows(
+                input_ids=given_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                labels=labels,
+                label_after=label_after,
+                past_length=past_length,
+                next_position=None
+                if position_ids is not None
+                else next_position(past_key_values, past_length),
+            ),
             self.image_format,
             num_images,
-            attention_mask,
-            position_ids,
-            labels,
-            past_length,
-            None if position_ids is not None else next_position(past_key_values, past_length),
             prompt_length,
             # With a cache, a lone begin or end id may be one that generation drew.
             allow_unpaired=past_length > 0 and num_images == 0,
-            label_after=label_after,
             num_items_in_batch=num_items_in_batch,
         )
         if output_hidden_states is None:
@@ -1033,6 +1033,15 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
 
 FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
 FORWARD_NAMES.append("shift_labels")
+
+
+def _labels_and_one_after(
+    labels: Tensor | None, shift_labels: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if shift_labels is None:
+        return labels, None
+    # As transformers does: they win over labels. Nothing predicts the first id.
+    return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
 
 
 def _check_list(images: list) -> None:
