@@ -53,15 +53,14 @@ def mask_of_drawn(config, embeds_BND, padding_mask, cache, past_length) -> Any:
     """
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
-        return causal_mask(
-            *(config, embeds_BND, padding_mask, None, cache, past_length, padding_mask is not None)
-        )
+        has_padding = padding_mask is not None
+        return causal_mask(config, embeds_BND, padding_mask, None, cache, past_length, has_padding)
     num_new = embeds_BND.shape[1]
     room = room_of(cache)
     num_keys = room or past_length + num_new
     # With a static cache there is a mask in every step, for all are one graph.
     mask = _visible_to_drawn(
-        *(padding_mask, num_keys, past_length, num_new, embeds_BND.device), always=bool(room)
+        padding_mask, num_keys, past_length, num_new, embeds_BND.device, always=bool(room)
     )
     if mask is None or implementation == "sdpa":
         return mask

@@ -364,6 +364,30 @@ class GLM4VCausalLMOutput(CausalLMOutputWithPast):
     image_hidden_states: Tensor | None = None
 
 
+class Wanted(NamedTuple):
+    """What a caller wants to see of all layers, and in which form.
+
+    Attributes:
+        weights: What the layers put their attention weights into, if wanted.
+    """
+
+    states: bool
+    weights: list[Tensor] | None
+    as_dict: bool
+
+    def output(
+        self, hidden_BRD: Tensor, states: tuple | None, cache: Cache | None, **more
+    ) -> ChatGLMModelOutput | tuple:
+        output = ChatGLMModelOutput(
+            last_hidden_state=hidden_BRD,
+            **named_cache(cache),
+            hidden_states=states,
+            attentions=None if self.weights is None else _over_room(self.weights, cache),
+            **more,
+        )
+        return output if self.as_dict else output.to_tuple()
+
+
 class ChatGLMModel(ChatGLMPreTrainedModel):
     """The model without its loss. Owns the output projection, as the published checkpoint does."""
 
@@ -462,51 +486,36 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        past_key_values = one_cache(past_key_values, cache)
+        cache = one_cache(past_key_values, cache)
+        wanted = self._wanted(output_hidden_states, output_attentions, return_dict)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_drawn = prompt_length is not None and prompt_length <= 0
         if is_drawn and position_ids is not None and all(other is None for other in others):
             assert input_ids is not None
-            if is_ready(past_key_values, attention_mask, self.config._attn_implementation):
-                assert past_key_values is not None
+            if is_ready(cache, attention_mask, self.config._attn_implementation):
+                assert cache is not None
                 return self._decode(
-                    *(input_ids, attention_mask, position_ids, past_key_values),
-                    *(output_hidden_states, output_attentions, return_dict, attention_kwargs),
+                    input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
                 )
-        attention_mask, past_key_values, images = self._by_name(
-            attention_mask, past_key_values, images
-        )
+        attention_mask, cache, images = self._by_name(attention_mask, cache, images)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         attention_kwargs = self._attention_keywords(
-            attention_kwargs, past_key_values, input_ids, position_ids
+            attention_kwargs, cache, input_ids, position_ids
         )
-        if isinstance(image_features, BaseModelOutputWithPooling):
-            image_features = image_features.pooler_output
-        if image_features is not None:
-            self._check_features(image_features, pixel_values, images)
-        pixel_values = self._one_image_tensor(pixel_values, images)
-        past_key_values = self._cache_to_use(past_key_values, use_cache)
-        past_length = cached_length(past_key_values)
-
-        given_images = pixel_values if image_features is None else image_features
+        pixel_values, features = self._given_images(pixel_values, images, image_features)
+        given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
-        given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
-        assert given_ids is not None
-        check_rows_of_cache(past_key_values, past_length, given_ids)
+        cache = self._cache_to_use(cache, use_cache)
+        past_length = cached_length(cache)
+
+        ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
+        assert ids is not None
+        check_rows_of_cache(cache, past_length, ids)
         labels, label_after = _labels_and_one_after(labels, shift_labels)
+        follows = next_position(cache, past_length) if position_ids is None else None
         rows = grow_rows(
-            GivenRows(
-                input_ids=given_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                labels=labels,
-                label_after=label_after,
-                past_length=past_length,
-                next_position=None
-                if position_ids is not None
-                else next_position(past_key_values, past_length),
-            ),
+            GivenRows(ids, attention_mask, position_ids, labels, label_after, past_length, follows),
             self.image_format,
             num_images,
             prompt_length,
@@ -514,55 +523,54 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             allow_unpaired=past_length > 0 and num_images == 0,
             num_items_in_batch=num_items_in_batch,
         )
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        given_length, length = given_ids.shape[1], rows.input_ids.shape[1]
-        if output_hidden_states and length != given_length:
-            self._name_growth(given_length, length)
-        if inputs_embeds is not None and length != given_length:
-            raise ValueError(
-                f"inputs_embeds has {given_length} positions but its rows take {length} with their "
-                "images grown, which embeddings cannot be: give those of grown rows, as this "
-                "model's processor makes them, or input_ids"
-            )
-        check_room(past_key_values, past_length + rows.input_ids.shape[1])
+        self._check_growth(ids.shape[1], rows.input_ids.shape[1], inputs_embeds, wanted)
+        check_room(cache, past_length + rows.input_ids.shape[1])
+
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
-        embeds_BRD, features_NKD = self._merge_images(
-            embeds_BRD, rows.image_mask, pixel_values, image_features, past_length
+        embeds_BRD, features = self._merge_images(
+            embeds_BRD, rows.image_mask, pixel_values, features, past_length
         )
 
+        packed_ids = rows.packed_position_ids
         mask = causal_mask(
-            *(self.config, embeds_BRD, rows.attention_mask, rows.packed_position_ids),
-            *(past_key_values, past_length, rows.has_padding),
+            self.config,
+            embeds_BRD,
+            rows.attention_mask,
+            packed_ids,
+            cache,
+            past_length,
+            rows.has_padding,
         )
-        if rows.packed_position_ids is not None:
-            attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
-        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
+        if packed_ids is not None:
+            attention_kwargs = {"position_ids": packed_ids, **attention_kwargs}
         hidden_BRD, states = self._run_layers(
-            *(embeds_BRD, rows.position_ids, mask, past_key_values, past_length),
-            *(output_hidden_states, weights, attention_kwargs),
+            embeds_BRD, rows.position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
-        if past_key_values is not None:
-            remember_rows(past_key_values, rows, past_length, num_images)
-
-        output = ChatGLMModelOutput(
-            last_hidden_state=hidden_BRD,
-            **named_cache(past_key_values),
-            hidden_states=states,
-            attentions=None if weights is None else _over_room(weights, past_key_values),
+        if cache is not None:
+            remember_rows(cache, rows, past_length, num_images)
+        return wanted.output(
+            hidden_BRD,
+            states,
+            cache,
             labels=rows.labels,
-            image_hidden_states=features_NKD,
+            image_hidden_states=features,
             attention_mask=rows.attention_mask,
         )
-        return output if wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _wanted(self, states: bool | None, weights: bool | None, as_dict: bool | None) -> Wanted:
+        return Wanted(
+            bool(self.config.output_hidden_states if states is None else states),
+            self._weights_to_keep(self.encoder.layers, weights),
+            wants_dict(as_dict, self.config),
+        )
 
     def _run_layers(
-        self, embeds_BRD, position_ids, mask, cache, past_length, keeps_states, weights, kwargs
+        self, embeds_BRD, position_ids, mask, cache, past_length, wanted: Wanted, kwargs
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """``past_length``: ``None`` if the cache holds something, but how much is not known."""
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
-        if weights is not None:
-            kwargs = {"kept_weights": weights, **kwargs}
+        if wanted.weights is not None:
+            kwargs = {"kept_weights": wanted.weights, **kwargs}
         fills = None
         if cache is not None:
             where: tuple = ()
@@ -574,7 +582,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 where = ({"cache_position": columns},)
             fills = Fills(past_length == 0, where)
         return self.encoder(
-            *(embeds_BRD, cos, sin, mask, cache, fills, kwargs), keep_states=keeps_states
+            embeds_BRD, cos, sin, mask, cache, fills, kwargs, keep_states=wanted.states
         )
 
     def _decode(
@@ -583,9 +591,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         attention_mask: Tensor | None,
         position_ids: Tensor,
         cache: Cache,
-        output_hidden_states: bool | None,
-        output_attentions: bool | None,
-        return_dict: bool | None,
+        wanted: Wanted,
         attention_kwargs: dict,
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over ids that generation drew, after what is in the cache.
@@ -603,20 +609,25 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         mask = attention_mask
         if past_length is not None:
             mask = mask_of_drawn(self.config, embeds_BND, attention_mask, cache, past_length)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
         hidden_BND, states = self._run_layers(
-            *(embeds_BND, position_ids, mask, cache, past_length),
-            *(output_hidden_states, weights, attention_kwargs),
+            embeds_BND, position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
-        output = ChatGLMModelOutput(
-            last_hidden_state=hidden_BND,
-            **named_cache(cache),
-            hidden_states=states,
-            attentions=None if weights is None else tuple(weights),
-        )
-        return output if wants_dict(return_dict, self.config) else output.to_tuple()
+        return wanted.output(hidden_BND, states, cache)
+
+    def _check_growth(
+        self, given: int, length: int, inputs_embeds: Tensor | None, wanted: Wanted
+    ) -> None:
+        """``given``, ``length``: of the rows, before and after."""
+        if length == given:
+            return
+        if wanted.states:
+            self._name_growth(given, length)
+        if inputs_embeds is not None:
+            raise ValueError(
+                f"inputs_embeds has {given} positions but its rows take {length} with their "
+                "images grown, which embeddings cannot be: give those of grown rows, as this "
+                "model's processor makes them, or input_ids"
+            )
 
     def _name_growth(self, given_length: int, length: int) -> None:
         """Warn of hidden states that are longer than the rows as given, once; refuse to train."""
@@ -697,21 +708,27 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leads_nowhere):
             return self.vision(pixels_N3SS, *(() if record is None else (record,)))
 
-    def _check_features(self, image_features, pixel_values, images) -> None:
+    def _given_images(self, pixel_values, images, features) -> tuple[Tensor | None, Tensor | None]:
+        """The images, or their features; ``None`` for what there is not."""
+        if isinstance(features, BaseModelOutputWithPooling):
+            features = features.pooler_output
+        if features is None:
+            return self._one_image_tensor(pixel_values, images), None
         if pixel_values is not None or images is not None:
             number = len(images if pixel_values is None else pixel_values)
             raise ValueError(
-                f"{number} images were given as pixel_values and {len(image_features)} as "
+                f"{number} images were given as pixel_values and {len(features)} as "
                 "image_features: give the images of a batch in one form"
             )
         # Begin and end of an image are features, too.
         wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
-        if tuple(image_features.shape[1:]) != wanted:
+        if tuple(features.shape[1:]) != wanted:
             raise ValueError(
-                f"image_features have shape {tuple(image_features.shape)} but this model takes "
+                f"image_features have shape {tuple(features.shape)} but this model takes "
                 f"(number of images, {wanted[0]}, {wanted[1]}): give what get_image_features or "
                 "the output's image_hidden_states gave"
             )
+        return None, features
 
     def _merge_images(
         self, embeds_BRD, image_mask_BR, pixel_values, features_NKD, past_length
@@ -965,26 +982,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         )
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
-        output_layer = self.transformer.output_layer
-        hidden_BRD = output.last_hidden_state
-        loss = logits = None
-        kept.check(given, hidden_BRD.shape[1], self._image_ids() if are_cut else ())
-        if output.labels is None:
-            logits = output_layer(kept.take(hidden_BRD))
-        elif skip_logits:
-            chunked = output.labels, num_items_in_batch, self.config.loss_chunk_size
-            if computes_loss(output_layer):
-                loss = output_layer(hidden_BRD, *chunked)
-            else:  # wrapped by peft, or quantised
-                loss = chunked_next_token_loss(output_layer, hidden_BRD, *chunked)
-        elif are_cut:
-            logits = output_layer(kept.take(hidden_BRD))
-            following = F.pad(kept.take(output.labels[:, 1:]), (1, 0), value=-100)
-            loss = next_token_loss(logits, following, num_items_in_batch)
-        else:
-            logits = output_layer(hidden_BRD)
-            loss = next_token_loss(logits, output.labels, num_items_in_batch)
-            logits = kept.take(logits)
+        kept.check(given, output.last_hidden_state.shape[1], self._image_ids() if are_cut else ())
+        loss, logits = self._loss_and_logits(
+            output.last_hidden_state, output.labels, num_items_in_batch, kept, are_cut, skip_logits
+        )
         result = GLM4VCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -994,6 +995,25 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             image_hidden_states=output.image_hidden_states,
         )
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
+
+    def _loss_and_logits(
+        self, hidden_BRD, labels, num_items_in_batch, kept: KeptColumns, are_cut, skip_logits
+    ) -> tuple[Tensor | None, Tensor | None]:
+        output_layer = self.transformer.output_layer
+        if labels is None:
+            return None, output_layer(kept.take(hidden_BRD))
+        if skip_logits:
+            chunked = labels, num_items_in_batch, self.config.loss_chunk_size
+            if computes_loss(output_layer):
+                return output_layer(hidden_BRD, *chunked), None
+            # wrapped by peft, or quantised
+            return chunked_next_token_loss(output_layer, hidden_BRD, *chunked), None
+        if are_cut:
+            logits = output_layer(kept.take(hidden_BRD))
+            following = F.pad(kept.take(labels[:, 1:]), (1, 0), value=-100)
+            return next_token_loss(logits, following, num_items_in_batch), logits
+        logits = output_layer(hidden_BRD)
+        return next_token_loss(logits, labels, num_items_in_batch), kept.take(logits)
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM
