@@ -4,7 +4,7 @@
 token needs nothing from the rows before it (cached_rows.py).
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -99,77 +99,77 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 device, and with a static cache every step has the same shapes.
         """
         check_generate()
-        past_key_values = one_cache(past_key_values, cache)
+        cache = one_cache(past_key_values, cache)
         more = without_account(kwargs)
         if grown_prompt is not None:
             grown_prompt.passes += 1
-            if grown_prompt.passes > 1 and past_key_values is None and more.get("use_cache"):
-                refuse(
-                    f"generate has drawn {grown_prompt.num_drawn(input_ids)} tokens with "
-                    "use_cache=True and handed over no cache, without which every token takes a "
-                    "pass over the whole rows: give use_cache=False if that is wanted, or the "
-                    f"cache as {CACHE}"
-                )
-        if grown_prompt is not None and inputs_embeds is None:
-            num_new = grown_prompt.num_new(input_ids, past_key_values)
-            if num_new and past_key_values is not None:
-                return more | self._inputs_of_drawn(
-                    grown_prompt, input_ids, past_key_values, num_new
-                )
-        past_length = cached_length(past_key_values)
-        inputs = named_cache(past_key_values)
+            if grown_prompt.passes > 1 and cache is None and more.get("use_cache"):
+                _refuse_without_cache(grown_prompt.num_drawn(input_ids))
+            num_new = 0 if inputs_embeds is not None else grown_prompt.num_new(input_ids, cache)
+            if num_new and cache is not None:
+                return more | self._inputs_of_drawn(grown_prompt, input_ids, cache, num_new)
+        given = GivenRows(input_ids, attention_mask, position_ids)
         if inputs_embeds is not None:
-            # Until a token is drawn there are no ids, unless they are given beside embeddings.
-            is_first = past_length == 0 or input_ids.shape[1] == 0
-            new = 1
-            if is_first or kwargs.get("is_first_iteration"):
-                new = _not_cached_yet(inputs_embeds, past_length)
-                inputs["inputs_embeds"] = inputs_embeds[:, -new:]
-                inputs |= {"pixel_values": pixel_values, "images": images}
-            else:
-                inputs["input_ids"] = input_ids[:, -new:]
-            inputs["attention_mask"] = attention_mask
-            if position_ids is not None and not holds_images(past_key_values, past_length):
-                inputs["position_ids"] = position_ids[:, -new:]
+            named = {"pixel_values": pixel_values, "images": images}
+            is_first = kwargs.get("is_first_iteration")
+            inputs = self._inputs_of_embeds(given, inputs_embeds, named, cache, is_first)
         else:
             images = self.transformer._one_image_tensor(pixel_values, images)
-            if grown_prompt is not None and grown_prompt.input_ids is input_ids:
-                rows = grown_prompt.rows
-            else:
-                if grown_prompt is not None:
-                    position_ids = grown_prompt.position_ids
-                rows = self._grow_whole_rows(
-                    *(input_ids, images, past_key_values, past_length),
-                    *(attention_mask, position_ids, prompt_length),
-                )
-            if prompt_length is not None:
-                drawn = input_ids.shape[1] - prompt_length
-                # Above 0: forward takes no more than drawn ids for such.
-                inputs["prompt_length"] = rows.input_ids.shape[1] - drawn - past_length
-            # A cache may hold more than the rows: peft's virtual tokens have no ids.
-            first = min(past_length, rows.input_ids.shape[1] - 1)
-            inputs["input_ids"] = rows.input_ids[:, first:]
-            inputs["position_ids"] = rows.position_ids[:, first:]
-            inputs["attention_mask"] = rows.attention_mask
-            inputs["pixel_values"] = _images_after(
-                images, rows, past_length, self.config.boi_token_id
-            )
-        return inputs | more
+            inputs = self._inputs_of_ids(given, images, cache, prompt_length, grown_prompt)
+        return named_cache(cache) | inputs | more
+
+    def _inputs_of_embeds(
+        self, given: GivenRows, inputs_embeds, images: dict, cache, is_first
+    ) -> dict[str, Any]:
+        past_length = cached_length(cache)
+        inputs = {"attention_mask": given.attention_mask}
+        new = 1
+        # Until a token is drawn there are no ids, unless they are given beside embeddings.
+        if is_first or past_length == 0 or given.input_ids.shape[1] == 0:
+            new = _not_cached_yet(inputs_embeds, past_length)
+            inputs |= images | {"inputs_embeds": inputs_embeds[:, -new:]}
+        else:
+            inputs["input_ids"] = given.input_ids[:, -new:]
+        if given.position_ids is not None and not holds_images(cache, past_length):
+            inputs["position_ids"] = given.position_ids[:, -new:]
+        return inputs
+
+    def _inputs_of_ids(
+        self, given: GivenRows, images, cache, prompt_length, grown_prompt
+    ) -> dict[str, Any]:
+        past_length = cached_length(cache)
+        if grown_prompt is not None and grown_prompt.input_ids is given.input_ids:
+            rows = grown_prompt.rows
+        else:
+            if grown_prompt is not None:
+                given = given._replace(position_ids=grown_prompt.position_ids)
+            rows = self._grow_whole_rows(given, images, cache, past_length, prompt_length)
+        length = rows.input_ids.shape[1]
+        # A cache may hold more than the rows: peft's virtual tokens have no ids.
+        first = min(past_length, length - 1)
+        inputs = {
+            "input_ids": rows.input_ids[:, first:],
+            "position_ids": rows.position_ids[:, first:],
+            "attention_mask": rows.attention_mask,
+            "pixel_values": _images_after(images, rows, past_length, self.config.boi_token_id),
+        }
+        if prompt_length is not None:
+            drawn = given.input_ids.shape[1] - prompt_length
+            # Above 0: forward takes no more than drawn ids for such.
+            inputs["prompt_length"] = length - drawn - past_length
+        return inputs
 
     def _grow_whole_rows(
-        self, input_ids, images, cache, past_length, attention_mask, position_ids, prompt_length
+        self, given: GivenRows, images, cache, past_length: int, prompt_length
     ) -> GrownRows:
-        if attention_mask is None:
+        length = given.input_ids.shape[1]
+        if given.attention_mask is None:
             # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
             # positions without a mask would say that rows are packed.
-            attention_mask = torch.ones_like(input_ids)
-        is_drawing = prompt_length is not None and input_ids.shape[1] > prompt_length
-        given = GivenRows(
-            input_ids,
-            attention_mask,
-            _continued(position_ids, input_ids.shape[1]),
-            num_cached=past_length,
-        )
+            given = given._replace(attention_mask=torch.ones_like(given.input_ids))
+        positions = _continued(given.position_ids, length)
+        given = given._replace(position_ids=positions, num_cached=past_length)
+        is_drawing = prompt_length is not None and length > prompt_length
         num_images = possible_numbers(images, cache, past_length, is_drawing)
         return grow_rows(given, self.transformer.image_format, num_images, prompt_length)
 
@@ -333,10 +333,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> GrownPrompt:
         cache = model_kwargs.get(CACHE)
-        names = ("attention_mask", "position_ids", "prompt_length")
-        rows = self._grow_whole_rows(
-            *(input_ids, images, cache, cached_length(cache)), *map(model_kwargs.get, names)
-        )
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        given, prompt_length = GivenRows(input_ids, mask, positions), model_kwargs["prompt_length"]
+        rows = self._grow_whole_rows(given, images, cache, cached_length(cache), prompt_length)
         if rows.has_padding:
             assert rows.attention_mask is not None
             if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
@@ -344,7 +343,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                     f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
                     'pad prompts on the left (padding_side="left")'
                 )
-        return GrownPrompt(input_ids, rows, model_kwargs.get("position_ids"))
+        return GrownPrompt(input_ids, rows, positions)
 
     def generate_batch(self, inputs, *args, **kwargs):
         """transformers' continuous batching, of rows of ids without pictures.
@@ -407,6 +406,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
         generator.get_candidates = within_length  # type: ignore[method-assign]
         return generator
+
+
+def _refuse_without_cache(num_drawn: int) -> NoReturn:
+    refuse(
+        f"generate has drawn {num_drawn} tokens with use_cache=True and handed over no cache, "
+        "without which every token takes a pass over the whole rows: give use_cache=False if that "
+        f"is wanted, or the cache as {CACHE}"
+    )
 
 
 def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:

@@ -150,10 +150,9 @@ def grow_rows(
     is_packed = _are_packed(given, read)
     if is_packed:
         # A mask of ones cannot tell the samples apart that the positions tell apart.
+        given = given._replace(attention_mask=None)
         read = read._replace(padding_mask=None, current_mask=None)
-        attention_mask = None
-    else:
-        attention_mask = given.attention_mask if read.padding_mask is None else read.padding_mask
+    attention_mask = given.attention_mask if read.padding_mask is None else read.padding_mask
     if labels is not None:
         unlearned = spans.is_inside | _starts(read.positions, read.current_mask, is_packed)
         labels = labels.masked_fill(unlearned, -100)
@@ -179,12 +178,12 @@ def grow_rows(
 
 def _beside_ids(given: GivenRows) -> GivenRows:
     """With labels and positions on the device of the ids."""
-    device = given.input_ids.device
-    labels, label_after = [
-        None if values is None else values.to(device, torch.long)
-        for values in (given.labels, given.label_after)
-    ]
-    follows = None if given.next_position is None else given.next_position.to(device)
+
+    def moved(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.to(given.input_ids.device, torch.long)
+
+    labels, label_after = moved(given.labels), moved(given.label_after)
+    follows = moved(given.next_position)
     return given._replace(labels=labels, label_after=label_after, next_position=follows)
 
 

@@ -56,13 +56,7 @@ from .keywords import (
     refuse_other_samples,
     wants_dict,
 )
-from .loss import (
-    KeptColumns,
-    chunked_next_token_loss,
-    computes_loss,
-    next_token_loss,
-    with_loss,
-)
+from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
 from .masks import causal_mask, is_ready, mask_of_drawn
 from .sharding import must_run_on_every_process, refuse_split_model
 from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
@@ -244,6 +238,7 @@ class GLMTransformer(nn.Module):
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
     config: ChatGLMConfig
+    transformer: Any  # the decoder, of models with a head
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
@@ -276,6 +271,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """As usual. Raises ``ImportError`` where this transformers cannot load them."""
         check_adapters(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.set_input_embeddings(value)
 
     @classmethod
     def _from_config(cls, config, **kwargs):
@@ -365,14 +366,10 @@ class GLM4VCausalLMOutput(CausalLMOutputWithPast):
 
 
 class Wanted(NamedTuple):
-    """What a caller wants to see of all layers, and in which form.
-
-    Attributes:
-        weights: What the layers put their attention weights into, if wanted.
-    """
+    """What a caller wants to see of all layers, and in which form."""
 
     states: bool
-    weights: list[Tensor] | None
+    weights: list[Tensor] | None  # which the layers fill
     as_dict: bool
 
     def output(
@@ -486,17 +483,16 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        cache = one_cache(past_key_values, cache)
+        config, cache = self.config, one_cache(past_key_values, cache)
         wanted = self._wanted(output_hidden_states, output_attentions, return_dict)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_drawn = prompt_length is not None and prompt_length <= 0
-        if is_drawn and position_ids is not None and all(other is None for other in others):
-            assert input_ids is not None
-            if is_ready(cache, attention_mask, self.config._attn_implementation):
-                assert cache is not None
-                return self._decode(
-                    input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
-                )
+        is_step = is_drawn and position_ids is not None and all(other is None for other in others)
+        if is_step and is_ready(cache, attention_mask, config._attn_implementation):
+            assert input_ids is not None and position_ids is not None and cache is not None
+            return self._decode(
+                input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
+            )
         attention_mask, cache, images = self._by_name(attention_mask, cache, images)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -512,37 +508,29 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
         assert ids is not None
         check_rows_of_cache(cache, past_length, ids)
-        labels, label_after = _labels_and_one_after(labels, shift_labels)
+        labels, after = _labels_and_one_after(labels, shift_labels)
         follows = next_position(cache, past_length) if position_ids is None else None
+        given = GivenRows(ids, attention_mask, position_ids, labels, after, past_length, follows)
+        # With a cache, a lone begin or end id may be one that generation drew.
+        may_be_drawn = past_length > 0 and num_images == 0
         rows = grow_rows(
-            GivenRows(ids, attention_mask, position_ids, labels, label_after, past_length, follows),
-            self.image_format,
-            num_images,
-            prompt_length,
-            # With a cache, a lone begin or end id may be one that generation drew.
-            allow_unpaired=past_length > 0 and num_images == 0,
-            num_items_in_batch=num_items_in_batch,
+            given, self.image_format, num_images, prompt_length, may_be_drawn, num_items_in_batch
         )
-        self._check_growth(ids.shape[1], rows.input_ids.shape[1], inputs_embeds, wanted)
-        check_room(cache, past_length + rows.input_ids.shape[1])
+        length = rows.input_ids.shape[1]
+        self._check_growth(ids.shape[1], length, inputs_embeds, wanted.states)
+        check_room(cache, past_length + length)
 
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
         embeds_BRD, features = self._merge_images(
             embeds_BRD, rows.image_mask, pixel_values, features, past_length
         )
 
-        packed_ids = rows.packed_position_ids
+        packed = rows.packed_position_ids
         mask = causal_mask(
-            self.config,
-            embeds_BRD,
-            rows.attention_mask,
-            packed_ids,
-            cache,
-            past_length,
-            rows.has_padding,
+            config, embeds_BRD, rows.attention_mask, packed, cache, past_length, rows.has_padding
         )
-        if packed_ids is not None:
-            attention_kwargs = {"position_ids": packed_ids, **attention_kwargs}
+        if packed is not None:
+            attention_kwargs = {"position_ids": packed, **attention_kwargs}
         hidden_BRD, states = self._run_layers(
             embeds_BRD, rows.position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
@@ -615,36 +603,38 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return wanted.output(hidden_BND, states, cache)
 
     def _check_growth(
-        self, given: int, length: int, inputs_embeds: Tensor | None, wanted: Wanted
+        self, given: int, length: int, inputs_embeds: Tensor | None, wants_states: bool
     ) -> None:
-        """``given``, ``length``: of the rows, before and after."""
+        """Warn of hidden states that are longer than the rows as given, once; refuse to train.
+
+        Args:
+            given: Length of the rows, which is ``length`` with their images grown.
+
+        Raises:
+            ValueError: also for embeddings, which cannot grow.
+        """
         if length == given:
             return
-        if wanted.states:
-            self._name_growth(given, length)
-        if inputs_embeds is not None:
-            raise ValueError(
-                f"inputs_embeds has {given} positions but its rows take {length} with their "
-                "images grown, which embeddings cannot be: give those of grown rows, as this "
-                "model's processor makes them, or input_ids"
-            )
-
-    def _name_growth(self, given_length: int, length: int) -> None:
-        """Warn of hidden states that are longer than the rows as given, once; refuse to train."""
-        grows = f"rows of {given_length} ids take {length} positions here"
-        if self.training:
+        grows = f"rows of {given} ids take {length} positions here"
+        if wants_states and self.training:
             raise ValueError(
                 f"{grows}, and their hidden states were asked for in training: a loss that "
                 "reads them by the rows as given (reward models and value heads do) would look "
                 "inside images; give grown rows, as this model's processor makes them"
             )
-        if not self._has_named_growth:
+        if wants_states and not self._has_named_growth:
             # Not warning_once, which would say it again for every other length.
             self._has_named_growth = True
             logger.warning(
                 f"{grows}, and so do their hidden states: read by the rows as given (as reward "
                 "models and value heads do) they are those inside images; give grown rows, as "
                 "this model's processor makes them"
+            )
+        if inputs_embeds is not None:
+            raise ValueError(
+                f"inputs_embeds has {given} positions but its rows take {length} with their "
+                "images grown, which embeddings cannot be: give those of grown rows, as this "
+                "model's processor makes them, or input_ids"
             )
 
     def get_image_features(
@@ -882,12 +872,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         self.transformer = ChatGLMModel(config)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
 
@@ -1039,12 +1023,6 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
         del self.transformer.output_layer
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.set_input_embeddings(value)
 
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
