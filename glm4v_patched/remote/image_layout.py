@@ -1,4 +1,4 @@
-"""The sequence contract: where images stand in a row of ids, and what follows from that.
+"""The layout of images: where they stand in a row of ids, and what follows from that.
 
 An image is written between a begin and an end id in one of two forms, told apart by what lies
 between them: one id (the published three-id form), or one id for every position the image takes

@@ -4,10 +4,10 @@ Computes what the published code of glm-4v-9b computes, under the same parameter
 from it, each with a test:
 
 - images: any number per row, any padding, one path for training and evaluation  (image_layout.py)
-- checkpointing: all layers, through the current API, safe under ZeRO-3      (checkpointing.py)
-- loss: fp32, supervised positions only, on the device of the logits                  (loss.py)
-- attention: any implementation transformers registers                           (attention.py)
-- generation: a drawn token needs nothing from the rows before it             (cached_rows.py)
+- checkpointing: all layers, through the current API, safe under ZeRO-3         (checkpointing.py)
+- loss: fp32, supervised positions only, on the device of the logits                     (loss.py)
+- attention: any implementation transformers registers                              (attention.py)
+- generation: a drawn token needs nothing from the rows before it          (generation_chatglm.py)
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The sequence contract: both forms of writing images, any padding, packing; and its errors."""
+"""The layout of images: both forms of writing images, any padding, packing; and its errors."""
 
 import re
 
