@@ -132,9 +132,9 @@ def _require_original(folder: Path) -> None:
     require_whole(str(folder))
     if lacking := [name for name in PUBLISHED_CODE if not (folder / name).is_file()]:
         raise ValueError(f"{folder} has no {', '.join(lacking)}; expected the published code")
-    if (folder / "sequence.py").is_file():
+    if (folder / "checkpointing.py").is_file():  # as in all folders with our code
         raise ValueError(
-            f"the code in {folder} is this package's (sequence.py); expected the published one"
+            f"the code in {folder} is this package's (checkpointing.py); expected the published one"
         )
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder} has no {' nor '.join(TOKENIZERS)}; expected the published one")

@@ -144,7 +144,8 @@ def _check_model(recipe: Recipe, base: Base) -> Iterator[Finding]:
         return
     yield Finding("weights", OK, f"{number}, with the names and shapes of a glm-4v")
     folder = Path(base.model)
-    if (folder / "modeling_chatglm.py").is_file() and not (folder / "sequence.py").is_file():
+    # The second is in all folders with our code, also of earlier versions.
+    if (folder / "modeling_chatglm.py").is_file() and not (folder / "checkpointing.py").is_file():
         text = "the published code is beside the weights; a recipe does not use it, and scripts of "
         text += "others that load it fail on this transformers (docs/patching.md)"
         yield Finding("code", OK, text)

@@ -191,7 +191,7 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
         images: First id (its begin) and number of ids (begin and end included) of each image.
 
     Returns:
-        ``(length,)`` int64, as :func:`..remote.sequence.grow_rows` counts them.
+        ``(length,)`` int64, as :func:`..remote.image_layout.grow_rows` counts them.
     """
     steps = torch.ones(length, dtype=torch.long)
     steps[:1] = 0

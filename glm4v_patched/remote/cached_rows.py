@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .sequence import GrownRows
+from .image_layout import GrownRows
 
 # Shapes: B rows, R length of the grown rows, N new ids, K keys: as many as the cache has room for
 # if it is static, as many as it holds if not.
@@ -290,20 +290,3 @@ class GrownPrompt:
             return None
         assert self.rows.attention_mask is not None
         return F.pad(self.rows.attention_mask, (0, num_keys - self.length), value=1)
-
-
-def mask_of_drawn(
-    padding_mask: Tensor | None, num_keys: int, past_length: int, num_new: int, device, always: bool
-) -> Tensor | None:
-    """True where a new id may look, ``(B or 1, 1, N, K)``; ``None`` if that is everywhere, unless
-    there is to be a mask ``always``."""
-    mask = None
-    if always or num_new > 1:
-        columns = torch.arange(num_keys, device=device)
-        last = past_length + torch.arange(num_new, device=device)[:, None] if num_new > 1 else None
-        mask = columns <= (past_length if last is None else last)
-        mask = mask.view(1, 1, num_new, num_keys)
-    if padding_mask is not None:
-        visible = padding_mask.bool()[:, None, None]
-        mask = visible.expand(-1, -1, num_new, -1) if mask is None else mask & visible
-    return mask

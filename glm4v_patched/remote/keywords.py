@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .configuration_chatglm import TESTED_TRANSFORMERS
+from .configuration_chatglm import TESTED_TRANSFORMERS, ChatGLMConfig
 
 VERSION = transformers.__version__
 MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
@@ -83,6 +83,10 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
     if cache is not None and not isinstance(cache, Cache) and not is_paged(cache):
         refuse(f"cache is a {type(cache).__name__}; give a Cache, e.g. transformers.DynamicCache()")
     return past_key_values if cache is None else cache
+
+
+def wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
+    return bool(config.return_dict) if return_dict is None else return_dict
 
 
 def _is_ids(value: Any, *ndims: int) -> bool:

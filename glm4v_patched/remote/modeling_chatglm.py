@@ -3,11 +3,11 @@
 Computes what the published code of glm-4v-9b computes, under the same parameter names. Differences
 from it, each with a test:
 
-- images: any number per row, any padding, one path for training and evaluation   (sequence.py)
-- checkpointing: all layers, through the current API, safe under ZeRO-3      (checkpointing.py)
-- loss: fp32, supervised positions only, on the device of the logits                  (loss.py)
-- attention: any implementation transformers registers                           (attention.py)
-- generation: a drawn token needs nothing from the rows before it             (cached_rows.py)
+- images: any number per row, any padding, one path for training and evaluation  (image_layout.py)
+- checkpointing: all layers, through the current API, safe under ZeRO-3         (checkpointing.py)
+- loss: fp32, supervised positions only, on the device of the logits                     (loss.py)
+- attention: any implementation transformers registers                              (attention.py)
+- generation: a drawn token needs nothing from the rows before it          (generation_chatglm.py)
 """
 
 from dataclasses import dataclass
@@ -19,81 +19,49 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import (
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
 )
 from transformers.utils import logging
 
-from .attention import PackedSamples, attend, group_samples
+from .attention import attend
 from .cached_rows import (
-    GrownPrompt,
     cached_length,
     check_room,
     check_rows_of_cache,
-    holds_images,
-    images_up_to,
     is_static,
-    mask_of_drawn,
     next_position,
-    possible_numbers,
-    remember_drawn,
     remember_rows,
     room_of,
 )
 from .checkpointing import CheckpointedLayer
+from .classification_chatglm import ScoresRows
 from .configuration_chatglm import ChatGLMConfig, check_adapters
+from .generation_chatglm import ChatGLMGenerationMixin
+from .image_checks import ImageFormat
+from .image_layout import GivenRows, grow_rows
 from .keywords import (
     CACHE,
-    EMBEDS_ARE_CUT,
-    MASK_PARAMETERS,
     MODEL_FILLS_PAGED_CACHE,
-    OLD_CACHE,
     VERSION,
     WANTS_CACHE_POSITION,
     attention_keywords,
-    check_generate,
     is_paged,
     named_cache,
     one_cache,
-    overrides_generation,
-    refuse,
     refuse_other_samples,
-    without_account,
+    wants_dict,
 )
-from .loss import (
-    KeptColumns,
-    chunked_next_token_loss,
-    computes_loss,
-    next_token_loss,
-    with_loss,
-)
-from .sequence import (
-    GrownRows,
-    ImageFormat,
-    check_position,
-    count_images,
-    grow_rows,
-    unmask_images,
-)
+from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
+from .masks import causal_mask, is_ready, mask_of_drawn
 from .sharding import must_run_on_every_process, refuse_split_model
 from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
 
 logger = logging.get_logger(__name__)
-
-# The sizes of static caches that generate makes are multiples of this where it compiles steps.
-CACHE_STEP = 64
-COMPILES_NO_STEPS = ("cpu",)  # by itself
 
 # Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
 # channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
@@ -270,6 +238,7 @@ class GLMTransformer(nn.Module):
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
     config: ChatGLMConfig
+    transformer: Any  # the decoder, of models with a head
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
@@ -302,6 +271,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """As usual. Raises ``ImportError`` where this transformers cannot load them."""
         check_adapters(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.set_input_embeddings(value)
 
     @classmethod
     def _from_config(cls, config, **kwargs):
@@ -390,6 +365,26 @@ class GLM4VCausalLMOutput(CausalLMOutputWithPast):
     image_hidden_states: Tensor | None = None
 
 
+class Wanted(NamedTuple):
+    """What a caller wants to see of all layers, and in which form."""
+
+    states: bool
+    weights: list[Tensor] | None  # which the layers fill
+    as_dict: bool
+
+    def output(
+        self, hidden_BRD: Tensor, states: tuple | None, cache: Cache | None, **more
+    ) -> ChatGLMModelOutput | tuple:
+        output = ChatGLMModelOutput(
+            last_hidden_state=hidden_BRD,
+            **named_cache(cache),
+            hidden_states=states,
+            attentions=None if self.weights is None else _over_room(self.weights, cache),
+            **more,
+        )
+        return output if self.as_dict else output.to_tuple()
+
+
 class ChatGLMModel(ChatGLMPreTrainedModel):
     """The model without its loss. Owns the output projection, as the published checkpoint does."""
 
@@ -446,7 +441,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over rows of text and images.
 
-        1. Rows are grown to their full length (:mod:`sequence`), with mask, positions and labels.
+        1. Rows are grown to their full length (:mod:`image_layout`), with mask, positions, labels.
         2. Images are encoded and take the place of their positions' embeddings.
         3. The decoder runs, causal over image positions too.
 
@@ -488,107 +483,82 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        past_key_values = one_cache(past_key_values, cache)
+        config, cache = self.config, one_cache(past_key_values, cache)
+        wanted = self._wanted(output_hidden_states, output_attentions, return_dict)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_drawn = prompt_length is not None and prompt_length <= 0
-        if is_drawn and position_ids is not None and all(other is None for other in others):
-            assert input_ids is not None
-            if _is_ready(past_key_values, attention_mask, self.config._attn_implementation):
-                assert past_key_values is not None
-                return self._decode(
-                    *(input_ids, attention_mask, position_ids, past_key_values),
-                    *(output_hidden_states, output_attentions, return_dict, attention_kwargs),
-                )
-        attention_mask, past_key_values, images = self._by_name(
-            attention_mask, past_key_values, images
-        )
+        is_step = is_drawn and position_ids is not None and all(other is None for other in others)
+        if is_step and is_ready(cache, attention_mask, config._attn_implementation):
+            assert input_ids is not None and position_ids is not None and cache is not None
+            return self._decode(
+                input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
+            )
+        attention_mask, cache, images = self._by_name(attention_mask, cache, images)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         attention_kwargs = self._attention_keywords(
-            attention_kwargs, past_key_values, input_ids, position_ids
+            attention_kwargs, cache, input_ids, position_ids
         )
-        if isinstance(image_features, BaseModelOutputWithPooling):
-            image_features = image_features.pooler_output
-        if image_features is not None:
-            self._check_features(image_features, pixel_values, images)
-        pixel_values = self._one_image_tensor(pixel_values, images)
-        past_key_values = self._cache_to_use(past_key_values, use_cache)
-        past_length = cached_length(past_key_values)
-
-        given_images = pixel_values if image_features is None else image_features
+        pixel_values, features = self._given_images(pixel_values, images, image_features)
+        given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
-        label_after = None
-        if shift_labels is not None:
-            # As transformers does: they win over labels. Nothing predicts the first id.
-            labels = F.pad(shift_labels[:, :-1], (1, 0), value=-100)
-            label_after = shift_labels[:, -1:]
-        given_ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
-        assert given_ids is not None
-        check_rows_of_cache(past_key_values, past_length, given_ids)
+        cache = self._cache_to_use(cache, use_cache)
+        past_length = cached_length(cache)
+
+        ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
+        assert ids is not None
+        check_rows_of_cache(cache, past_length, ids)
+        labels, after = _labels_and_one_after(labels, shift_labels)
+        follows = next_position(cache, past_length) if position_ids is None else None
+        given = GivenRows(ids, attention_mask, position_ids, labels, after, past_length, follows)
+        # With a cache, a lone begin or end id may be one that generation drew.
+        may_be_drawn = past_length > 0 and num_images == 0
         rows = grow_rows(
-            given_ids,
-            self.image_format,
-            num_images,
-            attention_mask,
-            position_ids,
-            labels,
-            past_length,
-            None if position_ids is not None else next_position(past_key_values, past_length),
-            prompt_length,
-            # With a cache, a lone begin or end id may be one that generation drew.
-            allow_unpaired=past_length > 0 and num_images == 0,
-            label_after=label_after,
-            num_items_in_batch=num_items_in_batch,
+            given, self.image_format, num_images, prompt_length, may_be_drawn, num_items_in_batch
         )
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        given_length, length = given_ids.shape[1], rows.input_ids.shape[1]
-        if output_hidden_states and length != given_length:
-            self._name_growth(given_length, length)
-        if inputs_embeds is not None and length != given_length:
-            raise ValueError(
-                f"inputs_embeds has {given_length} positions but its rows take {length} with their "
-                "images grown, which embeddings cannot be: give those of grown rows, as this "
-                "model's processor makes them, or input_ids"
-            )
-        check_room(past_key_values, past_length + rows.input_ids.shape[1])
+        length = rows.input_ids.shape[1]
+        self._check_growth(ids.shape[1], length, inputs_embeds, wanted.states)
+        check_room(cache, past_length + length)
+
         embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
-        embeds_BRD, features_NKD = self._merge_images(
-            embeds_BRD, rows.image_mask, pixel_values, image_features, past_length
+        embeds_BRD, features = self._merge_images(
+            embeds_BRD, rows.image_mask, pixel_values, features, past_length
         )
 
-        mask = _causal_mask(
-            *(self.config, embeds_BRD, rows.attention_mask, rows.packed_position_ids),
-            *(past_key_values, past_length, rows.has_padding),
+        packed = rows.packed_position_ids
+        mask = causal_mask(
+            config, embeds_BRD, rows.attention_mask, packed, cache, past_length, rows.has_padding
         )
-        if rows.packed_position_ids is not None:
-            attention_kwargs = {"position_ids": rows.packed_position_ids, **attention_kwargs}
-        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
+        if packed is not None:
+            attention_kwargs = {"position_ids": packed, **attention_kwargs}
         hidden_BRD, states = self._run_layers(
-            *(embeds_BRD, rows.position_ids, mask, past_key_values, past_length),
-            *(output_hidden_states, weights, attention_kwargs),
+            embeds_BRD, rows.position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
-        if past_key_values is not None:
-            remember_rows(past_key_values, rows, past_length, num_images)
-
-        output = ChatGLMModelOutput(
-            last_hidden_state=hidden_BRD,
-            **named_cache(past_key_values),
-            hidden_states=states,
-            attentions=None if weights is None else _over_room(weights, past_key_values),
+        if cache is not None:
+            remember_rows(cache, rows, past_length, num_images)
+        return wanted.output(
+            hidden_BRD,
+            states,
+            cache,
             labels=rows.labels,
-            image_hidden_states=features_NKD,
+            image_hidden_states=features,
             attention_mask=rows.attention_mask,
         )
-        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _wanted(self, states: bool | None, weights: bool | None, as_dict: bool | None) -> Wanted:
+        return Wanted(
+            bool(self.config.output_hidden_states if states is None else states),
+            self._weights_to_keep(self.encoder.layers, weights),
+            wants_dict(as_dict, self.config),
+        )
 
     def _run_layers(
-        self, embeds_BRD, position_ids, mask, cache, past_length, keeps_states, weights, kwargs
+        self, embeds_BRD, position_ids, mask, cache, past_length, wanted: Wanted, kwargs
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """``past_length``: ``None`` if the cache holds something, but how much is not known."""
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
-        if weights is not None:
-            kwargs = {"kept_weights": weights, **kwargs}
+        if wanted.weights is not None:
+            kwargs = {"kept_weights": wanted.weights, **kwargs}
         fills = None
         if cache is not None:
             where: tuple = ()
@@ -600,7 +570,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 where = ({"cache_position": columns},)
             fills = Fills(past_length == 0, where)
         return self.encoder(
-            *(embeds_BRD, cos, sin, mask, cache, fills, kwargs), keep_states=keeps_states
+            embeds_BRD, cos, sin, mask, cache, fills, kwargs, keep_states=wanted.states
         )
 
     def _decode(
@@ -609,9 +579,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         attention_mask: Tensor | None,
         position_ids: Tensor,
         cache: Cache,
-        output_hidden_states: bool | None,
-        output_attentions: bool | None,
-        return_dict: bool | None,
+        wanted: Wanted,
         attention_kwargs: dict,
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over ids that generation drew, after what is in the cache.
@@ -628,38 +596,45 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         past_length = None if is_static(cache) else cached_length(cache)
         mask = attention_mask
         if past_length is not None:
-            mask = _mask_of_drawn(self.config, embeds_BND, attention_mask, cache, past_length)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        weights = self._weights_to_keep(self.encoder.layers, output_attentions)
+            mask = mask_of_drawn(self.config, embeds_BND, attention_mask, cache, past_length)
         hidden_BND, states = self._run_layers(
-            *(embeds_BND, position_ids, mask, cache, past_length),
-            *(output_hidden_states, weights, attention_kwargs),
+            embeds_BND, position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
-        output = ChatGLMModelOutput(
-            last_hidden_state=hidden_BND,
-            **named_cache(cache),
-            hidden_states=states,
-            attentions=None if weights is None else tuple(weights),
-        )
-        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+        return wanted.output(hidden_BND, states, cache)
 
-    def _name_growth(self, given_length: int, length: int) -> None:
-        """Warn of hidden states that are longer than the rows as given, once; refuse to train."""
-        grows = f"rows of {given_length} ids take {length} positions here"
-        if self.training:
+    def _check_growth(
+        self, given: int, length: int, inputs_embeds: Tensor | None, wants_states: bool
+    ) -> None:
+        """Warn of hidden states that are longer than the rows as given, once; refuse to train.
+
+        Args:
+            given: Length of the rows, which is ``length`` with their images grown.
+
+        Raises:
+            ValueError: also for embeddings, which cannot grow.
+        """
+        if length == given:
+            return
+        grows = f"rows of {given} ids take {length} positions here"
+        if wants_states and self.training:
             raise ValueError(
                 f"{grows}, and their hidden states were asked for in training: a loss that "
                 "reads them by the rows as given (reward models and value heads do) would look "
                 "inside images; give grown rows, as this model's processor makes them"
             )
-        if not self._has_named_growth:
+        if wants_states and not self._has_named_growth:
             # Not warning_once, which would say it again for every other length.
             self._has_named_growth = True
             logger.warning(
                 f"{grows}, and so do their hidden states: read by the rows as given (as reward "
                 "models and value heads do) they are those inside images; give grown rows, as "
                 "this model's processor makes them"
+            )
+        if inputs_embeds is not None:
+            raise ValueError(
+                f"inputs_embeds has {given} positions but its rows take {length} with their "
+                "images grown, which embeddings cannot be: give those of grown rows, as this "
+                "model's processor makes them, or input_ids"
             )
 
     def get_image_features(
@@ -700,7 +675,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             hidden_states=None if record.states is None else tuple(record.states),
             attentions=None if record.weights is None else tuple(record.weights),
         )
-        return output if _wants_dict(return_dict, self.config) else output.to_tuple()
+        return output if wants_dict(return_dict, self.config) else output.to_tuple()
 
     def _encode(self, pixel_values: Tensor, record: TowerRecord | None = None) -> Tensor:
         """Features ``(N, num_image_tokens + 2, D)`` of images of the configured size."""
@@ -723,21 +698,27 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leads_nowhere):
             return self.vision(pixels_N3SS, *(() if record is None else (record,)))
 
-    def _check_features(self, image_features, pixel_values, images) -> None:
+    def _given_images(self, pixel_values, images, features) -> tuple[Tensor | None, Tensor | None]:
+        """The images, or their features; ``None`` for what there is not."""
+        if isinstance(features, BaseModelOutputWithPooling):
+            features = features.pooler_output
+        if features is None:
+            return self._one_image_tensor(pixel_values, images), None
         if pixel_values is not None or images is not None:
             number = len(images if pixel_values is None else pixel_values)
             raise ValueError(
-                f"{number} images were given as pixel_values and {len(image_features)} as "
+                f"{number} images were given as pixel_values and {len(features)} as "
                 "image_features: give the images of a batch in one form"
             )
         # Begin and end of an image are features, too.
         wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
-        if tuple(image_features.shape[1:]) != wanted:
+        if tuple(features.shape[1:]) != wanted:
             raise ValueError(
-                f"image_features have shape {tuple(image_features.shape)} but this model takes "
+                f"image_features have shape {tuple(features.shape)} but this model takes "
                 f"(number of images, {wanted[0]}, {wanted[1]}): give what get_image_features or "
                 "the output's image_hidden_states gave"
             )
+        return None, features
 
     def _merge_images(
         self, embeds_BRD, image_mask_BR, pixel_values, features_NKD, past_length
@@ -867,7 +848,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return ids
 
 
-class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
+class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type: ignore[override]
     """glm-4v with its loss and generation.
 
     Published as ``ChatGLMForConditionalGeneration``, which stays as an alias; the class carries
@@ -891,12 +872,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         self.transformer = ChatGLMModel(config)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
 
@@ -906,23 +881,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             layer: Any = with_loss(value)
             layer._is_hf_initialized = True  # post_init would draw its weights anew
         self.transformer.output_layer = value
-
-    def load_custom_generate(
-        self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs
-    ):
-        """As usual, for a caller who says that the code is trusted.
-
-        transformers 4.57 runs ``custom_generate/generate.py`` of any folder, unasked.
-
-        Raises:
-            OSError: the caller does not; for ``from_pretrained`` this is a folder without.
-        """
-        where = pretrained_model_name_or_path
-        if not trust_remote_code:
-            raise OSError(
-                f"custom_generate of {where} is code: pass trust_remote_code=True to run it"
-            )
-        return super().load_custom_generate(where, trust_remote_code=True, **kwargs)
 
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
@@ -1008,26 +966,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
         )
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
-        output_layer = self.transformer.output_layer
-        hidden_BRD = output.last_hidden_state
-        loss = logits = None
-        kept.check(given, hidden_BRD.shape[1], self._image_ids() if are_cut else ())
-        if output.labels is None:
-            logits = output_layer(kept.take(hidden_BRD))
-        elif skip_logits:
-            chunked = output.labels, num_items_in_batch, self.config.loss_chunk_size
-            if computes_loss(output_layer):
-                loss = output_layer(hidden_BRD, *chunked)
-            else:  # wrapped by peft, or quantised
-                loss = chunked_next_token_loss(output_layer, hidden_BRD, *chunked)
-        elif are_cut:
-            logits = output_layer(kept.take(hidden_BRD))
-            following = F.pad(kept.take(output.labels[:, 1:]), (1, 0), value=-100)
-            loss = next_token_loss(logits, following, num_items_in_batch)
-        else:
-            logits = output_layer(hidden_BRD)
-            loss = next_token_loss(logits, output.labels, num_items_in_batch)
-            logits = kept.take(logits)
+        kept.check(given, output.last_hidden_state.shape[1], self._image_ids() if are_cut else ())
+        loss, logits = self._loss_and_logits(
+            output.last_hidden_state, output.labels, num_items_in_batch, kept, are_cut, skip_logits
+        )
         result = GLM4VCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -1036,348 +978,32 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, GenerationMixin):
             attentions=output.attentions,
             image_hidden_states=output.image_hidden_states,
         )
-        return result if _wants_dict(return_dict, self.config) else result.to_tuple()
+        return result if wants_dict(return_dict, self.config) else result.to_tuple()
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        images: Tensor | None = None,
-        prompt_length: int | None = None,
-        grown_prompt: GrownPrompt | None = None,
-        cache: Cache | None = None,
-        **kwargs,
-    ) -> dict:
-        """What ``forward`` needs for the part of the rows that is not in the cache yet.
-
-        ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
-        here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
-
-        Args:
-            grown_prompt: Of :meth:`_expand_inputs_for_generation`. Once its prompt is in the cache
-                a drawn token needs no more of the rows: nothing is grown, nothing waits for the
-                device, and with a static cache every step has the same shapes.
-        """
-        check_generate()
-        past_key_values = one_cache(past_key_values, cache)
-        more = without_account(kwargs)
-        if grown_prompt is not None:
-            grown_prompt.passes += 1
-            if grown_prompt.passes > 1 and past_key_values is None and more.get("use_cache"):
-                refuse(
-                    f"generate has drawn {grown_prompt.num_drawn(input_ids)} tokens with "
-                    "use_cache=True and handed over no cache, without which every token takes a "
-                    "pass over the whole rows: give use_cache=False if that is wanted, or the "
-                    f"cache as {CACHE}"
-                )
-        if grown_prompt is not None and inputs_embeds is None:
-            num_new = grown_prompt.num_new(input_ids, past_key_values)
-            if num_new and past_key_values is not None:
-                return more | self._inputs_of_drawn(
-                    grown_prompt, input_ids, past_key_values, num_new
-                )
-        past_length = cached_length(past_key_values)
-        inputs = named_cache(past_key_values)
-        if inputs_embeds is not None:
-            # Until a token is drawn there are no ids, unless they are given beside embeddings.
-            is_first = past_length == 0 or input_ids.shape[1] == 0
-            new = 1
-            if is_first or kwargs.get("is_first_iteration"):
-                new = _not_cached_yet(inputs_embeds, past_length)
-                inputs["inputs_embeds"] = inputs_embeds[:, -new:]
-                inputs |= {"pixel_values": pixel_values, "images": images}
-            else:
-                inputs["input_ids"] = input_ids[:, -new:]
-            inputs["attention_mask"] = attention_mask
-            if position_ids is not None and not holds_images(past_key_values, past_length):
-                inputs["position_ids"] = position_ids[:, -new:]
-        else:
-            images = self.transformer._one_image_tensor(pixel_values, images)
-            if grown_prompt is not None and grown_prompt.input_ids is input_ids:
-                rows = grown_prompt.rows
-            else:
-                if grown_prompt is not None:
-                    position_ids = grown_prompt.position_ids
-                rows = self._grow_whole_rows(
-                    *(input_ids, images, past_key_values, past_length),
-                    *(attention_mask, position_ids, prompt_length),
-                )
-            if prompt_length is not None:
-                drawn = input_ids.shape[1] - prompt_length
-                # Above 0: forward takes no more than drawn ids for such.
-                inputs["prompt_length"] = rows.input_ids.shape[1] - drawn - past_length
-            # A cache may hold more than the rows: peft's virtual tokens have no ids.
-            first = min(past_length, rows.input_ids.shape[1] - 1)
-            inputs["input_ids"] = rows.input_ids[:, first:]
-            inputs["position_ids"] = rows.position_ids[:, first:]
-            inputs["attention_mask"] = rows.attention_mask
-            inputs["pixel_values"] = _images_after(
-                images, rows, past_length, self.config.boi_token_id
-            )
-        return inputs | more
-
-    def _grow_whole_rows(
-        self, input_ids, images, cache, past_length, attention_mask, position_ids, prompt_length
-    ) -> GrownRows:
-        if attention_mask is None:
-            # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
-            # positions without a mask would say that rows are packed.
-            attention_mask = torch.ones_like(input_ids)
-        is_drawing = prompt_length is not None and input_ids.shape[1] > prompt_length
-        return grow_rows(
-            input_ids,
-            self.transformer.image_format,
-            num_images=possible_numbers(images, cache, past_length, is_drawing),
-            num_cached=past_length,
-            attention_mask=attention_mask,
-            position_ids=_continued(position_ids, input_ids.shape[1]),
-            prompt_length=prompt_length,
-        )
-
-    def _inputs_of_drawn(
-        self, prompt: GrownPrompt, input_ids: Tensor, cache: Cache, num_new: int
-    ) -> dict[str, Any]:
-        num_drawn = prompt.num_drawn(input_ids)
-        length = self._length_with_drawn(prompt, cache, num_drawn)
-        past_length = length - num_new
-        # Without the strides of rows that grow, for which a compiled step would be another one.
-        new_ids_BN = input_ids[:, -num_new:].clone(memory_format=torch.contiguous_format)
-        inputs: dict[str, Any] = {
-            "input_ids": new_ids_BN,
-            "position_ids": prompt.positions(num_drawn, num_new),
-            "attention_mask": prompt.padding_mask(length),
-            CACHE: cache,
-            "prompt_length": 0,  # drawn, all of them
-        }
-        if is_static(cache):
-            embeds_BN0 = torch.empty(
-                (*new_ids_BN.shape, 0), dtype=self.dtype, device=input_ids.device
-            )
-            padding_mask = prompt.padding_mask(room_of(cache) or length)
-            mask = _mask_of_drawn(self.config, embeds_BN0, padding_mask, cache, past_length)
-            inputs["attention_mask"] = mask
-            if WANTS_CACHE_POSITION:
-                columns = torch.arange(past_length, length, device=input_ids.device)
-                inputs["cache_position"] = columns
-        remember_drawn(cache, length)
-        return inputs
-
-    def _length_with_drawn(self, prompt: GrownPrompt, cache: Cache, num_drawn: int) -> int:
-        """Raises ``ValueError`` where there is no position or no room left for the last of them."""
-        length = prompt.length + num_drawn
-        check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
-        check_room(cache, length)
-        return length
-
-    def advance_drawn_inputs(
-        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: GrownPrompt, num_drawn: int
-    ) -> bool:
-        """Make the inputs of the drawn id before it those of this one, in place, for a loop that
-        has no whole rows at hand. Nothing is made that is alike in every step.
-
-        Args:
-            inputs: Of :meth:`prepare_inputs_for_generation`; their tensors change.
-            num_drawn: Ids drawn so far, this one included.
-
-        Returns:
-            Whether that was possible; if not, nothing has changed, and
-            :meth:`prepare_inputs_for_generation` makes them.
-        """
-        cache, mask = inputs[CACHE], inputs["attention_mask"]
-        if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
-            return False
-        length = self._length_with_drawn(prompt, cache, num_drawn)
-        inputs["input_ids"] = new_ids_B1
-        inputs["position_ids"].add_(1)
-        mask[..., length - 1].fill_(mask.dtype == torch.bool)  # added to scores, 0 is visible
-        if "cache_position" in inputs:
-            inputs["cache_position"].add_(1)
-        remember_drawn(cache, length)
-        return True
-
-    def _image_ids(self) -> list[int]:
-        """Begin- and end-of-image, and what fills an image's positions if the config says it."""
-        config = self.config
-        ids = (config.boi_token_id, config.eoi_token_id, config.image_token_id)
-        return [i for i in ids if i is not None]
-
-    @overrides_generation(since="4.57")
-    def _get_logits_processor(self, generation_config, *arguments, **options):
-        if not arguments:
-            # Continuous batching names none; its graphs cannot copy the ids from the host.
-            options.setdefault("device", self.device)
-        # generate names that of its ids: that of weights that are offloaded holds no numbers.
-        device = options.get("device", self.device)
-        processors = super()._get_logits_processor(  # type: ignore[misc]
-            generation_config, *arguments, **options
-        )
-        # An image id among drawn ids is taken for a lost image by whoever trains on them. Trainers
-        # name some ids of their own; only an empty list says that all may be drawn. First, so that
-        # what chooses among the best sees it; a processor of its own, for generate would drop that
-        # of the config for one of the same class that it is given.
-        given = generation_config.suppress_tokens
-        if given is None or len(given):
-            processors.insert(
-                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(device))
-            )
-        for processor in processors:
-            if isinstance(processor, SuppressTokensLogitsProcessor):
-                # It looks at the last dimension alone; continuous batching would warn.
-                processor.supports_continuous_batching = True
-        return processors
-
-    @overrides_generation(since="5.2")
-    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        # From transformers 5 on, generate counts positions by its mask, before any method of ours.
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and inputs_tensor.shape == mask.shape:
-            mask = unmask_images(mask, inputs_tensor, self.transformer.image_format)
-            model_kwargs = model_kwargs | {"attention_mask": mask}
-        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-
-    @overrides_generation(since="4.57")
-    def _expand_inputs_for_generation(
-        self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
-    ):
-        """Repeat rows for beams or several answers, with each row's images kept together.
-
-        Also notes where the prompt ends, unless ``prompt_length`` is given, as it is to a model
-        that assists another one. Raises ``ValueError`` for ``image_features``.
-        """
-        if model_kwargs.get(OLD_CACHE) is not None:
-            refuse(
-                f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
-            )
-        if model_kwargs.get("image_features") is not None:
-            raise ValueError(
-                f"{len(model_kwargs['image_features'])} image_features were given to generate, "
-                "which takes 0: give it pixel_values"
-            )
-        images = self.transformer._one_image_tensor(
-            model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
-        )
-        if images is not None and expand_size > 1:
-            ids, embeds = input_ids, model_kwargs.get("inputs_embeds")
-            if embeds is not None:
-                ids = self.transformer._ids_of(embeds, len(images))
-            counts = count_images(ids, self.transformer.image_format, len(images))
-            past_length = cached_length(cache := model_kwargs.get(CACHE))
-            in_cache_B = images_up_to(cache, past_length) if past_length else None
-            if sum(counts) != len(images) and in_cache_B is not None:
-                # Those of what follows the cache, which has been repeated already.
-                there = in_cache_B.tolist()[:: len(in_cache_B) // len(counts) or 1]
-                counts = [max(of_row - t, 0) for of_row, t in zip(counts, there, strict=False)]
-            if sum(counts) != len(images):
-                raise ValueError(
-                    f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
-                    "input_ids: give one image for each, in the order of their ids"
-                )
-            images = torch.cat(
-                [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
-            )
-        input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
-            expand_size=expand_size,
-            is_encoder_decoder=is_encoder_decoder,
-            input_ids=input_ids,
-            **model_kwargs,
-        )
-        if images is not None:
-            model_kwargs["pixel_values"] = images
-        if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Called once, before the first token is drawn.
-            model_kwargs["prompt_length"] = input_ids.shape[1]
-        if input_ids is not None and model_kwargs.get("inputs_embeds") is None:
-            model_kwargs["grown_prompt"] = self._grown_prompt(input_ids, images, model_kwargs)
-        return input_ids, model_kwargs
-
-    def _grown_prompt(
-        self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
-    ) -> GrownPrompt:
-        cache = model_kwargs.get(CACHE)
-        names = ("attention_mask", "position_ids", "prompt_length")
-        rows = self._grow_whole_rows(
-            *(input_ids, images, cache, cached_length(cache)), *map(model_kwargs.get, names)
-        )
-        if rows.has_padding:
-            assert rows.attention_mask is not None
-            if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
-                raise ValueError(
-                    f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
-                    'pad prompts on the left (padding_side="left")'
-                )
-        return GrownPrompt(input_ids, rows, model_kwargs.get("position_ids"))
-
-    def generate_batch(self, inputs, *args, **kwargs):
-        """transformers' continuous batching, of rows of ids without pictures.
-
-        Raises:
-            ValueError: a row has a picture. transformers (5.24) hands on ids alone, counts
-                positions by place, and takes rows with equal ids for equal.
-        """
-        begin = self.transformer.image_format.begin_id
-        for number, row in enumerate(inputs, start=1):
-            if begin in row:
-                raise ValueError(
-                    f"row {number} of {len(inputs)} has a picture (id {begin}), which continuous "
-                    "batching of transformers cannot hand on: answer such rows with generate(), "
-                    "padded on the left"
-                )
-        implementation = self.config._attn_implementation
-        try:
-            return super().generate_batch(inputs, *args, **kwargs)
-        finally:  # transformers 5.8 leaves that of its paged cache
-            self.config._attn_implementation = implementation
-
-    @overrides_generation(since="4.57")
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
-        # transformers sizes a static cache by the ids as given.
-        prompt = model_kwargs.get("grown_prompt")
-        if prompt is not None:
-            max_cache_length += prompt.length - prompt.input_ids.shape[1]
-            # The last token needs no position: nothing is computed after it.
-            most_drawn = self.config.seq_length - prompt.rows.last_position
-            last_length = prompt.input_ids.shape[1] + most_drawn
-            if generation_config.max_length > last_length:
-                max_cache_length -= generation_config.max_length - last_length
-                generation_config.max_length = last_length
-        if self.device.type not in COMPILES_NO_STEPS:
-            # A step is compiled for every size.
-            max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
-        return super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
-
-    @overrides_generation(since="4.57")
-    def _get_candidate_generator(self, generation_config, **given):
-        """Candidates that end before the longest answer does: those of prompt lookup go on, and
-        what is verified needs positions."""
-        generator = super()._get_candidate_generator(  # type: ignore[misc]
-            generation_config, **given
-        )
-        get_candidates = generator.get_candidates
-
-        def within_length(input_ids, *arguments, **options):
-            candidates, logits = get_candidates(input_ids, *arguments, **options)
-            # The pass that verifies them draws one more.
-            most = max(generation_config.max_length - 1, input_ids.shape[1])
-            if logits is not None:
-                logits = logits[:, : most - input_ids.shape[1]]
-            return candidates[:, :most], logits
-
-        generator.get_candidates = within_length  # type: ignore[method-assign]
-        return generator
+    def _loss_and_logits(
+        self, hidden_BRD, labels, num_items_in_batch, kept: KeptColumns, are_cut, skip_logits
+    ) -> tuple[Tensor | None, Tensor | None]:
+        output_layer = self.transformer.output_layer
+        if labels is None:
+            return None, output_layer(kept.take(hidden_BRD))
+        if skip_logits:
+            chunked = labels, num_items_in_batch, self.config.loss_chunk_size
+            if computes_loss(output_layer):
+                return output_layer(hidden_BRD, *chunked), None
+            # wrapped by peft, or quantised
+            return chunked_next_token_loss(output_layer, hidden_BRD, *chunked), None
+        if are_cut:
+            logits = output_layer(kept.take(hidden_BRD))
+            following = F.pad(kept.take(labels[:, 1:]), (1, 0), value=-100)
+            return next_token_loss(logits, following, num_items_in_batch), logits
+        logits = output_layer(hidden_BRD)
+        return next_token_loss(logits, labels, num_items_in_batch), kept.take(logits)
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM
 
 
-class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
+class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
     """glm-4v with a linear head on each row's last token: classifiers and reward models.
 
     The published class of this name reads the last row of the batch and no images. The head is
@@ -1398,127 +1024,22 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.set_input_embeddings(value)
-
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
         return self.transformer.get_image_features(pixel_values, **options)
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        images: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-        image_features: Tensor | None = None,
-        cache: Cache | None = None,
-        **attention_kwargs,
-    ) -> SequenceClassifierOutputWithPast | tuple:
-        """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
-
-        Args:
-            attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
-                that it ends with, as in transformers' own models; a single one need not, where
-                ``config.pad_token_id`` is None.
-            labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
-                at once. What loss they are for ``config.problem_type`` says, or their dtype.
-
-        Returns:
-            ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
-
-        Raises:
-            ValueError: packed rows, which hold several samples; several rows with neither a mask
-                nor a ``config.pad_token_id``.
-        """
-        if self.training:
-            refuse_split_model(self)
-        past_key_values = one_cache(past_key_values, cache)
-        attention_mask, past_key_values, images = self.transformer._by_name(
-            attention_mask, past_key_values, images
-        )
-        if attention_mask is None and input_ids is not None:
-            attention_mask = self._mask_of_ends(input_ids, cached_length(past_key_values))
-        output = self.transformer(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            pixel_values=pixel_values,
-            images=images,
-            image_features=image_features,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            return_dict=True,
-            **attention_kwargs,
-        )
-        if attention_mask is not None and output.attention_mask is None:
-            raise ValueError(
-                f"position_ids restart within {len(attention_mask)} rows, which then hold more "
-                "than one sample each, but one score is read at the end of a row: give a row for "
-                "every sample"
-            )
-        hidden_BRD = output.last_hidden_state
-        last_B = self._last_tokens(hidden_BRD, output.attention_mask)
-        logits = self.score(hidden_BRD[torch.arange(len(last_B), device=last_B.device), last_B])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, pooled_logits=logits, config=self.config
-            )
-        result = SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            **named_cache(getattr(output, CACHE)),
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
-        )
-        return result if _wants_dict(return_dict, self.config) else result.to_tuple()
-
-    def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
-        """Zeros at the padding ids that rows end with."""
-        if self.config.pad_token_id is None:
-            if len(input_ids) > 1:
-                raise ValueError(
-                    f"{len(input_ids)} rows were given without attention_mask to a model whose "
-                    "config.pad_token_id is None, so where they end is not known: give either"
-                )
-            shape = len(input_ids), past_length + input_ids.shape[1]
-            return torch.ones(shape, dtype=torch.long, device=input_ids.device)
-        is_token = input_ids != self.config.pad_token_id
-        follows_token = is_token.flip(1).cummax(dim=1).values.flip(1)
-        return F.pad(follows_token.long(), (past_length, 0), value=1)
-
-    def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Each row's last column ``(B,)`` that is no padding."""
-        length = hidden_BRD.shape[1]
-        columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
-        if attention_mask is None:
-            return columns[:, -1]
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
-                "last token, which a mask (rows, ids) says"
-            )
-        is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
-        return columns.masked_fill(~is_token, 0).amax(dim=1)
-
 
 FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
 FORWARD_NAMES.append("shift_labels")
+
+
+def _labels_and_one_after(
+    labels: Tensor | None, shift_labels: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if shift_labels is None:
+        return labels, None
+    # As transformers does: they win over labels. Nothing predicts the first id.
+    return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
 
 
 def _check_list(images: list) -> None:
@@ -1534,125 +1055,8 @@ def _check_list(images: list) -> None:
         )
 
 
-def _wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
-    return bool(config.return_dict) if return_dict is None else return_dict
-
-
 def _over_room(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
     """With 0 for the positions of a static cache that are empty, which were not looked at."""
     room = room_of(cache) or 0
     # Padding by nothing would still be another tensor, whose gradients nobody sees.
     return tuple(F.pad(w, (0, room - w.shape[-1])) if room > w.shape[-1] else w for w in weights)
-
-
-def _causal_mask(
-    config, embeds_BRD, attention_mask, packed_position_ids, cache, past_length, has_padding
-) -> Tensor | PackedSamples | None:
-    """The mask that the configured attention implementation takes; ``None`` where it needs none."""
-    if past_length == 0:
-        cache = None  # is empty: the rows see themselves alone
-    if config._attn_implementation == "sdpa" and cache is None:
-        # The others get what transformers makes: eager a mask over whole rows, like its scores.
-        if packed_position_ids is not None:
-            return group_samples(packed_position_ids)
-        is_2d = attention_mask is not None and attention_mask.ndim == 2
-        if is_2d and (not has_padding or _is_padded_on_the_right_only(attention_mask)):
-            attention_mask = None  # no token comes after padding, and causal is what is left
-    arguments = {
-        "config": config,
-        "attention_mask": attention_mask,
-        CACHE: cache,
-        # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
-        "position_ids": packed_position_ids,
-    }
-    # transformers 4.57 spells it input_embeds, and wants to be told where the queries stand.
-    spelled = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
-    arguments[spelled] = embeds_BRD
-    if WANTS_CACHE_POSITION:
-        arguments["cache_position"] = torch.arange(
-            past_length, past_length + embeds_BRD.shape[1], device=embeds_BRD.device
-        )
-    mask: Any = create_causal_mask(**arguments)  # flex attention's is a BlockMask
-    return mask
-
-
-def _mask_of_drawn(config, embeds_BND, padding_mask, cache, past_length) -> Any:
-    """As :func:`_causal_mask`, for ids drawn after ``past_length`` positions of a cache.
-
-    ``padding_mask`` ``(B, K)``; ``None`` without padding.
-    """
-    implementation = config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        return _causal_mask(
-            *(config, embeds_BND, padding_mask, None, cache, past_length, padding_mask is not None)
-        )
-    num_new = embeds_BND.shape[1]
-    room = room_of(cache)
-    num_keys = room or past_length + num_new
-    # With a static cache there is a mask in every step, for all are one graph.
-    mask = mask_of_drawn(
-        *(padding_mask, num_keys, past_length, num_new, embeds_BND.device), always=bool(room)
-    )
-    if mask is None or implementation == "sdpa":
-        return mask
-    return embeds_BND.new_zeros(()).masked_fill(~mask, torch.finfo(embeds_BND.dtype).min)
-
-
-def _is_padded_on_the_right_only(attention_mask: Tensor) -> bool:
-    """Whether no row of a 2D mask has a token after padding."""
-    if torch.compiler.is_compiling():
-        return False  # a graph cannot depend on values
-    is_token = attention_mask.bool()
-    # A transfer from the device, in the place of transformers' own for a mask of ones.
-    return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
-
-
-def _is_ready(cache, attention_mask: Tensor | None, implementation: str) -> bool:
-    """Whether a cache is filled; what a static one holds is said by its mask."""
-    if not isinstance(cache, Cache):
-        return False
-    if is_static(cache):
-        has_mask = attention_mask is not None and attention_mask.ndim == 4
-        return has_mask or implementation not in ("sdpa", "eager")
-    return cached_length(cache) > 0
-
-
-def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
-    """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
-    new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
-    if new < 1:
-        raise ValueError(
-            f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
-            f"{past_length} already: give generate the embeddings of whole rows, those in the "
-            "cache included"
-        )
-    return new
-
-
-def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """``position_ids`` counted on to ``length``: generate in transformers 4 keeps the prompt's."""
-    if position_ids is None or position_ids.shape[1] >= length:
-        return position_ids
-    more = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
-    return torch.cat((position_ids, position_ids[:, -1:] + more), dim=1)
-
-
-def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> Tensor | None:
-    """The images whose begin is not in the cache yet; all given ones, if they are just those."""
-    if images is None:
-        return None
-    is_begin = (rows.input_ids == begin_id) & rows.image_mask
-    columns = torch.arange(is_begin.shape[1], device=is_begin.device)
-    is_cut = rows.image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
-    places = (is_begin | is_cut).nonzero()
-    columns_cut = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
-    if any(is_cut for _, is_cut in columns_cut):
-        raise ValueError(
-            f"the cache ends at position {past_length}, inside of an image, which is there as a "
-            "whole or not at all: crop before it (assistant models and prompt lookup crop by ids: "
-            "give them grown rows, as this model's processor makes them)"
-        )
-    new = [number for number, (column, _) in enumerate(columns_cut) if column >= past_length]
-    if not new:
-        return None
-    return images[new] if len(images) == len(places) and len(new) < len(places) else images

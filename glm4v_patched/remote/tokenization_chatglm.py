@@ -340,8 +340,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 pictures than of images in the ids.
         """
         conversations, is_batched = as_batch(conversation)
-        padding_options = tokenizer_kwargs or {}
-        if unknown := sorted(padding_options.keys() - {"pad_to_multiple_of", "padding_side"}):
+        options = tokenizer_kwargs or {}
+        if unknown := sorted(options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
                 f"unknown tokenizer_kwargs {unknown}: use pad_to_multiple_of and padding_side"
             )
@@ -387,11 +387,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         pictures = self._pictures(conversations, rows["input_ids"]) if return_dict else []
         rows["position_ids"] = [[*range(len(row))] for row in rows["input_ids"]]
         encoding = self.pad_rows(
-            rows,
-            padding=padding,
-            max_length=max_length,
-            return_tensors=return_tensors,
-            **padding_options,
+            rows, padding=padding, max_length=max_length, return_tensors=return_tensors, **options
         )
         if not return_dict:
             return encoding["input_ids"]

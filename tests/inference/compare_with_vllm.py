@@ -31,9 +31,9 @@ from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, tiny_config
 from glm4v_patched.inference.vllm_plugin import never_drawn
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.image_layout import GivenRows, grow_rows
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from glm4v_patched.remote.sequence import grow_rows
 
 SIDE = 20 * PATCH_SIDE
 NEW_TOKENS = 24
@@ -163,7 +163,8 @@ def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list
     )
     ids = inputs["input_ids"][0]
     image_format = model.transformer.image_format
-    rows = grow_rows(ids[None], image_format, num_images=len(inputs.get("pixel_values", ())))
+    num_images = len(inputs.get("pixel_values", ()))
+    rows = grow_rows(GivenRows(ids[None]), image_format, num_images)
     return {
         "ids": ids.tolist(),
         "positions": rows.position_ids[0].tolist(),

@@ -13,7 +13,8 @@ import torch
 import glm4v_patched
 from glm4v_patched.inference import vllm_plugin
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
-from glm4v_patched.remote.sequence import ImageFormat, grow_rows
+from glm4v_patched.remote.image_checks import ImageFormat
+from glm4v_patched.remote.image_layout import GivenRows, grow_rows
 from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -101,7 +102,7 @@ def test_positions_are_those_of_the_model(parts, inner):
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
     form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
-    grown = grow_rows(torch.tensor([row]), form, num_images=len(images))
+    grown = grow_rows(GivenRows(torch.tensor([row])), form, num_images=len(images))
     assert grown.input_ids[0].tolist() == row
     assert shared_positions(len(row), images).tolist() == grown.position_ids[0].tolist()
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, StaticCache
 
-from glm4v_patched.remote import attention, modeling_chatglm
+from glm4v_patched.remote import attention, generation_chatglm
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
 from tests.helpers.waits import Calls, Operators
 
@@ -131,7 +131,7 @@ def fresh_graphs():
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, num_rows, monkeypatch):
     """With left padding and without, pictures in either form, greedy and sampled; as on a GPU."""
-    monkeypatch.setattr(modeling_chatglm, "COMPILES_NO_STEPS", ())
+    monkeypatch.setattr(generation_chatglm, "COMPILES_NO_STEPS", ())
     static = {"cache_implementation": "static", "compile_config": compiling()}
     for image in IMAGES.values():
         batch = batch_of(image, num_rows)

@@ -15,6 +15,7 @@ from transformers import (
     StaticCache,
 )
 
+from glm4v_patched.remote.generation_chatglm import ChatGLMGenerationMixin
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import (
     BOI,
@@ -696,7 +697,7 @@ def test_continuous_batching_refuses_rows_with_images(image):
     with pytest.raises(ValueError, match="row 2 of 2 has a picture .*answer such rows with gener"):
         generate_batch(tiny_model(), [text(3, seed=1), row])
     model = tiny_model()
-    model.generate_batch = super(type(model), model).generate_batch
+    model.generate_batch = super(ChatGLMGenerationMixin, model).generate_batch
     for answer in generate_batch(model, [row]):  # transformers 5.12 has none of a row that failed
         assert "0 images were given for 1 begin-of-image ids" in str(answer.error)
         assert not answer.generated_tokens

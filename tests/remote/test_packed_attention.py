@@ -1,6 +1,6 @@
 """Rows of several samples: each is computed as if it were alone, and no mask is made for the row.
 
-How positions and labels of such rows are read: test_sequence.py.
+How positions and labels of such rows are read: test_image_layout.py.
 """
 
 import pytest

@@ -1,12 +1,13 @@
-"""The sequence contract: both forms of writing images, any padding, packing; and its errors."""
+"""The layout of images: both forms of writing images, any padding, packing; and its errors."""
 
 import re
 
 import pytest
 import torch
 
+from glm4v_patched.remote.image_checks import ImageFormat
+from glm4v_patched.remote.image_layout import GivenRows, GrownRows, grow_rows
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.remote.sequence import ImageFormat, grow_rows
 from tests.helpers.tiny import (
     BOI,
     EOI,
@@ -26,6 +27,12 @@ FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions
 # fp32, the same row at other columns of a batch. Measured 2.6e-6; packed samples that saw each
 # other differed by 6.6.
 ATOL = 2e-5
+
+
+def grow(rows, num_images=None, image_format=FORMAT, **given) -> GrownRows:
+    """``rows``: ids of one or of several, also as a tensor."""
+    ids = torch.atleast_2d(torch.as_tensor(rows))
+    return grow_rows(GivenRows(ids, **given), image_format, num_images)
 
 
 def rows_with(image: list[int], counts=(0, 1, 2, 1, 1, 3)) -> list[list[int]]:
@@ -189,8 +196,8 @@ def test_forms_coincide_when_an_image_takes_one_position():
     assert three.shape[1] == len(rows[0])
     assert torch.equal(three, grown)
     assert (three[0] - alone).abs().max() <= ATOL
-    grow = grow_rows(batches[0]["input_ids"], FORMAT._replace(num_image_tokens=1), 2)
-    assert grow.position_ids[0].tolist() == list(range(13))
+    rows = grow(batches[0]["input_ids"], 2, FORMAT._replace(num_image_tokens=1))
+    assert rows.position_ids[0].tolist() == list(range(13))
 
 
 # Training sees its images
@@ -233,8 +240,7 @@ def test_loss_of_a_padded_batch_is_that_of_its_rows(model, side):
 
 
 def positions(rows, **inputs) -> list[list[int]]:
-    ids = rows if isinstance(rows, torch.Tensor) else torch.tensor(rows)
-    return grow_rows(ids, FORMAT, None, **inputs).position_ids.tolist()
+    return grow(rows, **inputs).position_ids.tolist()
 
 
 @pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
@@ -263,7 +269,7 @@ def test_padding_takes_no_positions(side, pad_position, image):
     mask = batch["attention_mask"]
     counted = (mask.cumsum(1) - 1).masked_fill(mask == 0, pad_position)
     for given in (None, counted):
-        grown = grow_rows(**batch, image_format=FORMAT, num_images=2, position_ids=given)
+        grown = grow(batch["input_ids"], 2, attention_mask=mask, position_ids=given)
         valid = grown.attention_mask.bool()
         got = [row[keep].tolist() for row, keep in zip(grown.position_ids, valid, strict=True)]
         assert got == [
@@ -279,7 +285,7 @@ def test_grown_rows_give_the_same_logits_with_either_counting(model, counted):
     mask = batch["attention_mask"]
     given = (mask.cumsum(1) - 1).clamp(min=0)
     if counted == "shared":
-        given = grow_rows(**batch, image_format=FORMAT, num_images=3).position_ids
+        given = grow(batch["input_ids"], 3, attention_mask=mask).position_ids
     with torch.no_grad():
         want = model(**batch, pixel_values=pictures(3)).logits
         got = model(**batch, pixel_values=pictures(3), position_ids=given).logits
@@ -352,12 +358,6 @@ def test_two_packed_rows_that_grow_unlike_are_refused(model):
 # Wrong use
 
 
-def call(row, images=None, **inputs):
-    return grow_rows(
-        torch.tensor([row] if isinstance(row[0], int) else row), FORMAT, images, **inputs
-    )
-
-
 def test_refuses_another_number_of_images_than_begin_ids(model):
     row = torch.tensor([[*text(2), *grown_image(), *grown_image()]])
     with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
@@ -385,7 +385,7 @@ def test_refuses_another_number_of_images_than_begin_ids(model):
 def test_refuses_begin_and_end_ids_that_are_no_pairs(row, begins, ends, pairs):
     message = rf"{begins} begin-of-image ids \(510\) and {ends} end-of-image ids \(511\), of which "
     with pytest.raises(ValueError, match=rf"{message}{pairs} pairs belong together.*truncated"):
-        call(row, images=1)
+        grow(row, 1)
 
 
 # Three-id rows whose pictures are missing, with fillers as frameworks write them, and what is left
@@ -440,7 +440,7 @@ def test_stray_ids_are_not_learned(model):
 
 def test_refuses_pairs_across_rows():
     with pytest.raises(ValueError, match="1 begin.*1 end.*of which 0 pairs"):
-        call([[1, BOI, FILL], [FILL, EOI, 1]], images=1)
+        grow([[1, BOI, FILL], [FILL, EOI, 1]], 1)
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 5])
@@ -448,7 +448,7 @@ def test_refuses_another_number_of_ids_inside_an_image(number):
     rows = [[1, BOI, *[FILL] * number, EOI, 1], [1, BOI, *[FILL] * 4, EOI, 1]]
     rows = padded(rows, "left")["input_ids"].tolist()
     with pytest.raises(ValueError, match=rf"an image has {number} ids .* takes 1 .* or 4 "):
-        call(rows, images=2)
+        grow(rows, 2)
 
 
 def test_refuses_images_of_another_size(model):
@@ -465,11 +465,11 @@ def test_refuses_one_image_without_its_own_dimension(model):
 
 
 def test_refuses_a_row_longer_than_the_position_table(model):
-    assert call(text(128)).position_ids.max() == 127
+    assert grow(text(128)).position_ids.max() == 127
     with pytest.raises(ValueError, match="position 128, but the position table ends at 127"):
-        call(text(129))
+        grow(text(129))
     # What counts are positions: an image of four costs three.
-    call([*grown_image(), *text(125)], images=1)
+    grow([*grown_image(), *text(125)], 1)
     with pytest.raises(ValueError, match="reaches position 128"):
         model(input_ids=torch.tensor([[*grown_image(), *text(126)]]), pixel_values=pictures(1))
 
@@ -721,7 +721,7 @@ def test_the_last_id_learns_the_shifted_label_after_it(model, image, skip_logits
 def test_rows_after_a_longer_cache_that_grow_unlike_get_a_mask_over_all_of_it(model):
     """Without a mask; the cache holds more than the rows do."""
     rows = [[*text(2, seed=1), *three_id_image()], text(5, seed=2)]
-    grown = grow_rows(torch.tensor(rows), FORMAT, 1, past_length=20)
+    grown = grow(rows, 1, past_length=20)
     assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
     # And as a model computes it.
     cached = [text(20, seed=3), text(20, seed=4)]

@@ -1,0 +1,132 @@
+"""One score a row: what ``ChatGLMForSequenceClassification`` computes."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from .cached_rows import cached_length
+from .keywords import CACHE, named_cache, one_cache, wants_dict
+from .sharding import refuse_split_model
+
+# Shapes: B rows, L length as given, R length of the grown rows, D width.
+
+
+class ScoresRows(nn.Module):
+    """For a model with a decoder, its ``transformer``, and a linear head, ``score``."""
+
+    config: Any
+    transformer: Any
+    score: nn.Module
+    loss_function: Any
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        image_features: Tensor | None = None,
+        cache: Cache | None = None,
+        **attention_kwargs,
+    ) -> SequenceClassifierOutputWithPast | tuple:
+        """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
+
+        Args:
+            attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
+                that it ends with, as in transformers' own models; a single one need not, where
+                ``config.pad_token_id`` is None.
+            labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
+                at once. What loss they are for ``config.problem_type`` says, or their dtype.
+
+        Returns:
+            ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
+
+        Raises:
+            ValueError: packed rows, which hold several samples; several rows with neither a mask
+                nor a ``config.pad_token_id``.
+        """
+        if self.training:
+            refuse_split_model(self)
+        past_key_values = one_cache(past_key_values, cache)
+        attention_mask, past_key_values, images = self.transformer._by_name(
+            attention_mask, past_key_values, images
+        )
+        if attention_mask is None and input_ids is not None:
+            attention_mask = self._mask_of_ends(input_ids, cached_length(past_key_values))
+        output = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            images=images,
+            image_features=image_features,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+            **attention_kwargs,
+        )
+        if attention_mask is not None and output.attention_mask is None:
+            raise ValueError(
+                f"position_ids restart within {len(attention_mask)} rows, which then hold more "
+                "than one sample each, but one score is read at the end of a row: give a row for "
+                "every sample"
+            )
+        hidden_BRD = output.last_hidden_state
+        last_B = self._last_tokens(hidden_BRD, output.attention_mask)
+        logits = self.score(hidden_BRD[torch.arange(len(last_B), device=last_B.device), last_B])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        result = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **named_cache(getattr(output, CACHE)),
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )
+        return result if wants_dict(return_dict, self.config) else result.to_tuple()
+
+    def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
+        """Zeros at the padding ids that rows end with."""
+        if self.config.pad_token_id is None:
+            if len(input_ids) > 1:
+                raise ValueError(
+                    f"{len(input_ids)} rows were given without attention_mask to a model whose "
+                    "config.pad_token_id is None, so where they end is not known: give either"
+                )
+            shape = len(input_ids), past_length + input_ids.shape[1]
+            return torch.ones(shape, dtype=torch.long, device=input_ids.device)
+        is_token = input_ids != self.config.pad_token_id
+        follows_token = is_token.flip(1).cummax(dim=1).values.flip(1)
+        return F.pad(follows_token.long(), (past_length, 0), value=1)
+
+    def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Each row's last column ``(B,)`` that is no padding."""
+        length = hidden_BRD.shape[1]
+        columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
+        if attention_mask is None:
+            return columns[:, -1]
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
+                "last token, which a mask (rows, ids) says"
+            )
+        is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
+        return columns.masked_fill(~is_token, 0).amax(dim=1)

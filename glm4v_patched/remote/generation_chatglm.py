@@ -1,0 +1,457 @@
+"""What transformers' ``generate`` asks of the model.
+
+``generate`` counts ids as given and the cache counts positions, so rows are grown here. A drawn
+token needs nothing from the rows before it (cached_rows.py).
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, SuppressTokensLogitsProcessor
+from transformers.cache_utils import Cache
+
+from .cached_rows import (
+    GrownPrompt,
+    cached_length,
+    check_room,
+    holds_images,
+    images_up_to,
+    is_static,
+    possible_numbers,
+    remember_drawn,
+    room_of,
+)
+from .configuration_chatglm import ChatGLMConfig
+from .image_checks import check_position
+from .image_layout import GivenRows, GrownRows, count_images, grow_rows, unmask_images
+from .keywords import (
+    CACHE,
+    EMBEDS_ARE_CUT,
+    OLD_CACHE,
+    WANTS_CACHE_POSITION,
+    check_generate,
+    named_cache,
+    one_cache,
+    overrides_generation,
+    refuse,
+    without_account,
+)
+from .masks import mask_of_drawn
+
+# The sizes of static caches that generate makes are multiples of this where it compiles steps.
+CACHE_STEP = 64
+COMPILES_NO_STEPS = ("cpu",)  # by itself
+
+# Shapes: B rows, R length of the grown rows, N new ids, K keys of the cache.
+
+
+class ChatGLMGenerationMixin(GenerationMixin):
+    """For a model whose decoder is its ``transformer``.
+
+    transformers looks for its own mixin's name in the names of a class's bases.
+    """
+
+    config: ChatGLMConfig
+    transformer: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    def load_custom_generate(
+        self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs
+    ):
+        """As usual, for a caller who says that the code is trusted.
+
+        transformers 4.57 runs ``custom_generate/generate.py`` of any folder, unasked.
+
+        Raises:
+            OSError: the caller does not; for ``from_pretrained`` this is a folder without.
+        """
+        where = pretrained_model_name_or_path
+        if not trust_remote_code:
+            raise OSError(
+                f"custom_generate of {where} is code: pass trust_remote_code=True to run it"
+            )
+        return super().load_custom_generate(where, trust_remote_code=True, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        images: Tensor | None = None,
+        prompt_length: int | None = None,
+        grown_prompt: GrownPrompt | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> dict:
+        """What ``forward`` needs for the part of the rows that is not in the cache yet.
+
+        ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
+        here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
+
+        Args:
+            grown_prompt: Of :meth:`_expand_inputs_for_generation`. Once its prompt is in the cache
+                a drawn token needs no more of the rows: nothing is grown, nothing waits for the
+                device, and with a static cache every step has the same shapes.
+        """
+        check_generate()
+        cache = one_cache(past_key_values, cache)
+        more = without_account(kwargs)
+        if grown_prompt is not None:
+            grown_prompt.passes += 1
+            if grown_prompt.passes > 1 and cache is None and more.get("use_cache"):
+                _refuse_without_cache(grown_prompt.num_drawn(input_ids))
+            num_new = 0 if inputs_embeds is not None else grown_prompt.num_new(input_ids, cache)
+            if num_new and cache is not None:
+                return more | self._inputs_of_drawn(grown_prompt, input_ids, cache, num_new)
+        given = GivenRows(input_ids, attention_mask, position_ids)
+        if inputs_embeds is not None:
+            named = {"pixel_values": pixel_values, "images": images}
+            is_first = kwargs.get("is_first_iteration")
+            inputs = self._inputs_of_embeds(given, inputs_embeds, named, cache, is_first)
+        else:
+            images = self.transformer._one_image_tensor(pixel_values, images)
+            inputs = self._inputs_of_ids(given, images, cache, prompt_length, grown_prompt)
+        return named_cache(cache) | inputs | more
+
+    def _inputs_of_embeds(
+        self, given: GivenRows, inputs_embeds, images: dict, cache, is_first
+    ) -> dict[str, Any]:
+        past_length = cached_length(cache)
+        inputs = {"attention_mask": given.attention_mask}
+        new = 1
+        # Until a token is drawn there are no ids, unless they are given beside embeddings.
+        if is_first or past_length == 0 or given.input_ids.shape[1] == 0:
+            new = _not_cached_yet(inputs_embeds, past_length)
+            inputs |= images | {"inputs_embeds": inputs_embeds[:, -new:]}
+        else:
+            inputs["input_ids"] = given.input_ids[:, -new:]
+        if given.position_ids is not None and not holds_images(cache, past_length):
+            inputs["position_ids"] = given.position_ids[:, -new:]
+        return inputs
+
+    def _inputs_of_ids(
+        self, given: GivenRows, images, cache, prompt_length, grown_prompt
+    ) -> dict[str, Any]:
+        past_length = cached_length(cache)
+        if grown_prompt is not None and grown_prompt.input_ids is given.input_ids:
+            rows = grown_prompt.rows
+        else:
+            if grown_prompt is not None:
+                given = given._replace(position_ids=grown_prompt.position_ids)
+            rows = self._grow_whole_rows(given, images, cache, past_length, prompt_length)
+        length = rows.input_ids.shape[1]
+        # A cache may hold more than the rows: peft's virtual tokens have no ids.
+        first = min(past_length, length - 1)
+        inputs = {
+            "input_ids": rows.input_ids[:, first:],
+            "position_ids": rows.position_ids[:, first:],
+            "attention_mask": rows.attention_mask,
+            "pixel_values": _images_after(images, rows, past_length, self.config.boi_token_id),
+        }
+        if prompt_length is not None:
+            drawn = given.input_ids.shape[1] - prompt_length
+            # Above 0: forward takes no more than drawn ids for such.
+            inputs["prompt_length"] = length - drawn - past_length
+        return inputs
+
+    def _grow_whole_rows(
+        self, given: GivenRows, images, cache, past_length: int, prompt_length
+    ) -> GrownRows:
+        length = given.input_ids.shape[1]
+        if given.attention_mask is None:
+            # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
+            # positions without a mask would say that rows are packed.
+            given = given._replace(attention_mask=torch.ones_like(given.input_ids))
+        positions = _continued(given.position_ids, length)
+        given = given._replace(position_ids=positions, num_cached=past_length)
+        is_drawing = prompt_length is not None and length > prompt_length
+        num_images = possible_numbers(images, cache, past_length, is_drawing)
+        return grow_rows(given, self.transformer.image_format, num_images, prompt_length)
+
+    def _inputs_of_drawn(
+        self, prompt: GrownPrompt, input_ids: Tensor, cache: Cache, num_new: int
+    ) -> dict[str, Any]:
+        num_drawn = prompt.num_drawn(input_ids)
+        length = self._length_with_drawn(prompt, cache, num_drawn)
+        past_length = length - num_new
+        # Without the strides of rows that grow, for which a compiled step would be another one.
+        new_ids_BN = input_ids[:, -num_new:].clone(memory_format=torch.contiguous_format)
+        inputs: dict[str, Any] = {
+            "input_ids": new_ids_BN,
+            "position_ids": prompt.positions(num_drawn, num_new),
+            "attention_mask": prompt.padding_mask(length),
+            CACHE: cache,
+            "prompt_length": 0,  # drawn, all of them
+        }
+        if is_static(cache):
+            embeds_BN0 = torch.empty(
+                (*new_ids_BN.shape, 0), dtype=self.dtype, device=input_ids.device
+            )
+            padding_mask = prompt.padding_mask(room_of(cache) or length)
+            mask = mask_of_drawn(self.config, embeds_BN0, padding_mask, cache, past_length)
+            inputs["attention_mask"] = mask
+            if WANTS_CACHE_POSITION:
+                columns = torch.arange(past_length, length, device=input_ids.device)
+                inputs["cache_position"] = columns
+        remember_drawn(cache, length)
+        return inputs
+
+    def _length_with_drawn(self, prompt: GrownPrompt, cache: Cache, num_drawn: int) -> int:
+        """Raises ``ValueError`` where there is no position or no room left for the last of them."""
+        length = prompt.length + num_drawn
+        check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
+        check_room(cache, length)
+        return length
+
+    def advance_drawn_inputs(
+        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: GrownPrompt, num_drawn: int
+    ) -> bool:
+        """Make the inputs of the drawn id before it those of this one, in place, for a loop that
+        has no whole rows at hand. Nothing is made that is alike in every step.
+
+        Args:
+            inputs: Of :meth:`prepare_inputs_for_generation`; their tensors change.
+            num_drawn: Ids drawn so far, this one included.
+
+        Returns:
+            Whether that was possible; if not, nothing has changed, and
+            :meth:`prepare_inputs_for_generation` makes them.
+        """
+        cache, mask = inputs[CACHE], inputs["attention_mask"]
+        if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
+            return False
+        length = self._length_with_drawn(prompt, cache, num_drawn)
+        inputs["input_ids"] = new_ids_B1
+        inputs["position_ids"].add_(1)
+        mask[..., length - 1].fill_(mask.dtype == torch.bool)  # added to scores, 0 is visible
+        if "cache_position" in inputs:
+            inputs["cache_position"].add_(1)
+        remember_drawn(cache, length)
+        return True
+
+    def _image_ids(self) -> list[int]:
+        """Begin- and end-of-image, and what fills an image's positions if the config says it."""
+        config = self.config
+        ids = (config.boi_token_id, config.eoi_token_id, config.image_token_id)
+        return [i for i in ids if i is not None]
+
+    @overrides_generation(since="4.57")
+    def _get_logits_processor(self, generation_config, *arguments, **options):
+        if not arguments:
+            # Continuous batching names none; its graphs cannot copy the ids from the host.
+            options.setdefault("device", self.device)
+        # generate names that of its ids: that of weights that are offloaded holds no numbers.
+        device = options.get("device", self.device)
+        processors = super()._get_logits_processor(  # type: ignore[misc]
+            generation_config, *arguments, **options
+        )
+        # An image id among drawn ids is taken for a lost image by whoever trains on them. Trainers
+        # name some ids of their own; only an empty list says that all may be drawn. First, so that
+        # what chooses among the best sees it; a processor of its own, for generate would drop that
+        # of the config for one of the same class that it is given.
+        given = generation_config.suppress_tokens
+        if given is None or len(given):
+            processors.insert(
+                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(device))
+            )
+        for processor in processors:
+            if isinstance(processor, SuppressTokensLogitsProcessor):
+                # It looks at the last dimension alone; continuous batching would warn.
+                processor.supports_continuous_batching = True
+        return processors
+
+    @overrides_generation(since="5.2")
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        # From transformers 5 on, generate counts positions by its mask, before any method of ours.
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and inputs_tensor.shape == mask.shape:
+            mask = unmask_images(mask, inputs_tensor, self.transformer.image_format)
+            model_kwargs = model_kwargs | {"attention_mask": mask}
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+
+    @overrides_generation(since="4.57")
+    def _expand_inputs_for_generation(
+        self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
+    ):
+        """Repeat rows for beams or several answers, with each row's images kept together.
+
+        Also notes where the prompt ends, unless ``prompt_length`` is given, as it is to a model
+        that assists another one. Raises ``ValueError`` for ``image_features``.
+        """
+        if model_kwargs.get(OLD_CACHE) is not None:
+            refuse(
+                f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
+            )
+        if model_kwargs.get("image_features") is not None:
+            raise ValueError(
+                f"{len(model_kwargs['image_features'])} image_features were given to generate, "
+                "which takes 0: give it pixel_values"
+            )
+        images = self.transformer._one_image_tensor(
+            model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
+        )
+        if images is not None and expand_size > 1:
+            ids, embeds = input_ids, model_kwargs.get("inputs_embeds")
+            if embeds is not None:
+                ids = self.transformer._ids_of(embeds, len(images))
+            counts = count_images(ids, self.transformer.image_format, len(images))
+            past_length = cached_length(cache := model_kwargs.get(CACHE))
+            in_cache_B = images_up_to(cache, past_length) if past_length else None
+            if sum(counts) != len(images) and in_cache_B is not None:
+                # Those of what follows the cache, which has been repeated already.
+                there = in_cache_B.tolist()[:: len(in_cache_B) // len(counts) or 1]
+                counts = [max(of_row - t, 0) for of_row, t in zip(counts, there, strict=False)]
+            if sum(counts) != len(images):
+                raise ValueError(
+                    f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
+                    "input_ids: give one image for each, in the order of their ids"
+                )
+            images = torch.cat(
+                [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
+            )
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
+            expand_size=expand_size,
+            is_encoder_decoder=is_encoder_decoder,
+            input_ids=input_ids,
+            **model_kwargs,
+        )
+        if images is not None:
+            model_kwargs["pixel_values"] = images
+        if input_ids is not None and model_kwargs.get("prompt_length") is None:
+            # Called once, before the first token is drawn.
+            model_kwargs["prompt_length"] = input_ids.shape[1]
+        if input_ids is not None and model_kwargs.get("inputs_embeds") is None:
+            model_kwargs["grown_prompt"] = self._grown_prompt(input_ids, images, model_kwargs)
+        return input_ids, model_kwargs
+
+    def _grown_prompt(
+        self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
+    ) -> GrownPrompt:
+        cache = model_kwargs.get(CACHE)
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        given, prompt_length = GivenRows(input_ids, mask, positions), model_kwargs["prompt_length"]
+        rows = self._grow_whole_rows(given, images, cache, cached_length(cache), prompt_length)
+        if rows.has_padding:
+            assert rows.attention_mask is not None
+            if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
+                raise ValueError(
+                    f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
+                    'pad prompts on the left (padding_side="left")'
+                )
+        return GrownPrompt(input_ids, rows, positions)
+
+    def generate_batch(self, inputs, *args, **kwargs):
+        """transformers' continuous batching, of rows of ids without pictures.
+
+        Raises:
+            ValueError: a row has a picture. transformers (5.24) hands on ids alone, counts
+                positions by place, and takes rows with equal ids for equal.
+        """
+        begin = self.transformer.image_format.begin_id
+        for number, row in enumerate(inputs, start=1):
+            if begin in row:
+                raise ValueError(
+                    f"row {number} of {len(inputs)} has a picture (id {begin}), which continuous "
+                    "batching of transformers cannot hand on: answer such rows with generate(), "
+                    "padded on the left"
+                )
+        implementation = self.config._attn_implementation
+        try:
+            return super().generate_batch(inputs, *args, **kwargs)
+        finally:  # transformers 5.8 leaves that of its paged cache
+            self.config._attn_implementation = implementation
+
+    @overrides_generation(since="4.57")
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        # transformers sizes a static cache by the ids as given.
+        prompt = model_kwargs.get("grown_prompt")
+        if prompt is not None:
+            max_cache_length += prompt.length - prompt.input_ids.shape[1]
+            # The last token needs no position: nothing is computed after it.
+            most_drawn = self.config.seq_length - prompt.rows.last_position
+            last_length = prompt.input_ids.shape[1] + most_drawn
+            if generation_config.max_length > last_length:
+                max_cache_length -= generation_config.max_length - last_length
+                generation_config.max_length = last_length
+        if self.device.type not in COMPILES_NO_STEPS:
+            # A step is compiled for every size.
+            max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    @overrides_generation(since="4.57")
+    def _get_candidate_generator(self, generation_config, **given):
+        """Candidates that end before the longest answer does: those of prompt lookup go on, and
+        what is verified needs positions."""
+        generator = super()._get_candidate_generator(  # type: ignore[misc]
+            generation_config, **given
+        )
+        get_candidates = generator.get_candidates
+
+        def within_length(input_ids, *arguments, **options):
+            candidates, logits = get_candidates(input_ids, *arguments, **options)
+            # The pass that verifies them draws one more.
+            most = max(generation_config.max_length - 1, input_ids.shape[1])
+            if logits is not None:
+                logits = logits[:, : most - input_ids.shape[1]]
+            return candidates[:, :most], logits
+
+        generator.get_candidates = within_length  # type: ignore[method-assign]
+        return generator
+
+
+def _refuse_without_cache(num_drawn: int) -> NoReturn:
+    refuse(
+        f"generate has drawn {num_drawn} tokens with use_cache=True and handed over no cache, "
+        "without which every token takes a pass over the whole rows: give use_cache=False if that "
+        f"is wanted, or the cache as {CACHE}"
+    )
+
+
+def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
+    """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
+    new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
+    if new < 1:
+        raise ValueError(
+            f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
+            f"{past_length} already: give generate the embeddings of whole rows, those in the "
+            "cache included"
+        )
+    return new
+
+
+def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
+    """``position_ids`` counted on to ``length``: generate in transformers 4 keeps the prompt's."""
+    if position_ids is None or position_ids.shape[1] >= length:
+        return position_ids
+    more = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
+    return torch.cat((position_ids, position_ids[:, -1:] + more), dim=1)
+
+
+def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> Tensor | None:
+    """The images whose begin is not in the cache yet; all given ones, if they are just those."""
+    if images is None:
+        return None
+    is_begin = (rows.input_ids == begin_id) & rows.image_mask
+    columns = torch.arange(is_begin.shape[1], device=is_begin.device)
+    is_cut = rows.image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
+    places = (is_begin | is_cut).nonzero()
+    columns_cut = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
+    if any(is_cut for _, is_cut in columns_cut):
+        raise ValueError(
+            f"the cache ends at position {past_length}, inside of an image, which is there as a "
+            "whole or not at all: crop before it (assistant models and prompt lookup crop by ids: "
+            "give them grown rows, as this model's processor makes them)"
+        )
+    new = [number for number, (column, _) in enumerate(columns_cut) if column >= past_length]
+    if not new:
+        return None
+    return images[new] if len(images) == len(places) and len(new) < len(places) else images
