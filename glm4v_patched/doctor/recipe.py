@@ -41,7 +41,7 @@ def check_recipe(
     when training has begun. Rows are read and pictures decoded, as before a training."""
     try:
         examined = examine(path, overrides, processes, device)
-    except RecipeError as error:
+    except (RecipeError, RuntimeError) as error:  # of a transformers that cannot be imported, too
         yield from _of_lines("recipe", error)
         return
     faults = [*examined.document.faults, *examined.faults]

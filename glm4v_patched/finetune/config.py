@@ -1,10 +1,12 @@
-"""The fields of a recipe, typed and checked; needs no torch, so that mistakes are reported at once.
+"""The fields of a recipe, typed and checked.
 
 A recipe is a YAML or JSON file. Fields of ``trainer`` are those of transformers'
-``TrainingArguments``.
+``TrainingArguments``. Mistakes are reported at once, for torch is imported only where a recipe has
+such a field that is not declared here.
 """
 
 import difflib
+import functools
 import json
 import os
 import textwrap
@@ -48,12 +50,19 @@ from .config_file import (
     shown,
     shown_name,
 )
-from .config_trainer import HANDED_ON, TrainerFields
+from .config_trainer import MAY_CHANGE_TOO, TrainerFields, whole_section
 from .training_arguments import refusal
 
 # isort: split
 # After .fields, which says what to install where they are missing.
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
@@ -234,6 +243,12 @@ class Recipe(Section):
         return checked.recipe
 
 
+@functools.cache
+def whole_recipe() -> type[Recipe]:
+    """With the fields that only transformers knows, whose import takes seconds."""
+    return create_model("Recipe", __base__=Recipe, trainer=(whole_section(), ...))
+
+
 @dataclass(frozen=True)
 class Checked:
     """``known`` has the values, by dotted names, that can be relied on although others cannot."""
@@ -249,20 +264,29 @@ def check_values(values: Any) -> Checked:
         kind = "is empty" if values is None else f"is {shown(values)}"
         text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
         return Checked(None, [Fault("", text)], {})
+    whole = _kind_of(values)
     recipe, faults = None, []
     try:
-        recipe = Recipe.model_validate(dict(values))
+        recipe = whole.model_validate(dict(values))
     except ValidationError as error:
-        faults = list(_faults_of(error))
+        faults = list(_faults_of(error, whole))
     wrong = {fault.name for fault in faults}
     known = {}
-    for name, field in fields():
+    for name, field in fields(whole):
         value = _given(values, name, field)
         if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
             known[name] = _join_parts(value) if name == "trained" else value
     faults += conflicts(known)
     assert (recipe is None) == bool(faults)
     return Checked(recipe, faults, known)
+
+
+def _kind_of(values: Mapping) -> type[Recipe]:
+    """The one that has the fields of ``trainer``: the whole one only where it must be."""
+    trainer = values.get("trainer")
+    names = trainer if isinstance(trainer, Mapping) else ()
+    others = [name for name in names if name not in TrainerFields.model_fields]
+    return Recipe if all(refusal(str(name)) for name in others) else whole_recipe()
 
 
 def located(document: Document, faults: Sequence[Fault]) -> RecipeError:
@@ -284,23 +308,21 @@ def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
 
 def may_change() -> frozenset[str]:
     """Fields, by their dotted names, that the continuation of a run may have other values of."""
-    return frozenset(name for name, field in fields() if MAY_CHANGE in field.metadata)
+    declared = {name for name, field in fields() if MAY_CHANGE in field.metadata}
+    return frozenset(declared | {f"trainer.{name}" for name in MAY_CHANGE_TOO})
 
 
 def describe_fields() -> str:
-    """A paragraph for each field: its name, what it may be, its default, what it does."""
-    lines, others = [], []
+    """A paragraph for each field that is declared: its name, what it may be, its default, what it
+    does."""
+    lines = []
     for name, field in fields():
-        if field.description == HANDED_ON:
-            others.append(f"{name}: {expected(field).removesuffix(' or null')}")
-            continue
         default = "required" if field.is_required() else f"default {_word(field.default)}"
         lines.append(f"{name}: {expected(field)} ({default})")
         told = " ".join((field.description or "").split())
         lines += textwrap.wrap(told, 96, initial_indent="    ", subsequent_indent="    ")
-    lines += [f"{HANDED_ON.removesuffix('.')} (null: its default):"]
-    for told in others:
-        lines += textwrap.wrap(told, 96, subsequent_indent="    ")
+    # Only the import of transformers tells which; it takes seconds.
+    lines.append("trainer: any other field of transformers' TrainingArguments, too; see there")
     return "\n".join(lines)
 
 
@@ -365,7 +387,7 @@ def _given(values: Mapping, name: str, field: FieldInfo) -> Any:
     return values
 
 
-def _faults_of(error: ValidationError) -> Iterator[Fault]:
+def _faults_of(error: ValidationError, recipe: type[Recipe]) -> Iterator[Fault]:
     told = set()
     for detail in error.errors(include_url=False, include_context=False):
         path = [str(part) for part in detail["loc"]]
@@ -373,9 +395,9 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
         if not path:
             continue  # the fields together: reported by conflicts()
         if kind in ("extra_forbidden", "invalid_key"):
-            yield Fault(".".join(path), _unknown(path))
+            yield Fault(".".join(path), _unknown(path, recipe))
             continue
-        name, found = _find(path)
+        name, found = _find(path, recipe)
         if name in told:
             continue  # each choice of a union is an error
         told.add(name)
@@ -415,10 +437,9 @@ def _hint(value: Any, field: FieldInfo) -> str:
     return hint
 
 
-def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[Section]]:
+def _find(path: Sequence[str], section: type[Section]) -> tuple[str, FieldInfo | type[Section]]:
     """The name of the field that a path leads to or into, and the field or, if it is one, the
     section."""
-    section: type[Section] = Recipe
     names = []
     for part in path:
         names.append(part)
@@ -453,8 +474,8 @@ OTHER_NAMES = {
 }
 
 
-def _unknown(path: Sequence[str]) -> str:
-    names = [name for name, _ in fields()]
+def _unknown(path: Sequence[str], recipe: type[Recipe]) -> str:
+    names = [name for name, _ in fields(recipe)]
     name = shown_name(".".join(path))
     told = f"{name} is not a field of a recipe"
     if path[0] == "trainer" and len(path) == 2 and (text := refusal(path[1])):
@@ -462,24 +483,16 @@ def _unknown(path: Sequence[str]) -> str:
     if len(path) == 1 and path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"
-    section = ".".join(path[:-1])
+    section, around = _find(path[:-1], recipe)
+    assert not isinstance(around, FieldInfo)
     near = {known.rpartition(".")[2]: known for known in names}
-    near |= {inner: f"{section}.{inner}".strip(".") for inner in _section(path[:-1]).model_fields}
+    near |= {inner: f"{section}.{inner}".strip(".") for inner in around.model_fields}
     found = OTHER_NAMES.get(path[-1])
     if found is None and (close := difflib.get_close_matches(path[-1], near, 1)):
         found = near[close[0]]
     if found is not None:
         return f"{told}; did you mean {found}?"
-    return f"{told}; expected {_some([*_section(path[:-1]).model_fields], 'or')}"
-
-
-def _section(path: Sequence[str]) -> type[Section]:
-    section: type[Section] = Recipe
-    for part in path:
-        annotation = section.model_fields[part].annotation
-        assert _is_section(annotation)
-        section = annotation
-    return section
+    return f"{told}; expected {_some([*around.model_fields], 'or')}"
 
 
 @rule("engine.offload", "engine.zero_stage")

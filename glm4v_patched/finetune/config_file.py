@@ -1,8 +1,12 @@
-"""A YAML or JSON file as values, with the line of each key; faults are reported by line."""
+"""A YAML or JSON file as values, with the line of each key; faults are reported by line.
+
+PyYAML, and not ruamel.yaml: that reads 010 as 10 and 2024-01-01 as a date, drops tags silently and
+ends at the first key that is there twice, so that all of the rules below would still be ours.
+"""
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +26,8 @@ DEEPEST = 20
 TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
 
-Key = tuple[str | int, ...]
+# What a file says, the lines of its keys by their dotted names, and keys that are there twice.
+Read = tuple[Any, dict[str, int], tuple["Fault", ...]]
 # How the message about a line begins.
 Where = Callable[[int | None], str]
 
@@ -81,7 +86,6 @@ class Document:
         """
         given: dict[str, Any] = {}
         faults: list[str] = []
-        twice: list[Fault] = []
         for text in assignments:
             name, equals, value = text.partition("=")
             if not equals or not all(name.split(".")):
@@ -94,10 +98,10 @@ class Document:
             else:
                 given[name] = None
                 try:
-                    given[name] = _read_override(name, value, twice)
+                    given[name], _, twice = _read_override(name, value)
+                    faults += [f"command line: {fault.text}" for fault in twice]
                 except RecipeError as error:
                     faults.append(str(error))
-        faults += [f"command line: {fault.text}" for fault in twice]
         if faults:
             raise RecipeError.of(faults)
         if not isinstance(self.values, dict):
@@ -111,9 +115,8 @@ class Document:
         )
 
 
-def _read_override(name: str, value: str, twice: list[Fault]) -> Any:
-    read, _ = _read_yaml(value, lambda line: f"command line: {shown_name(name)}", twice)
-    return read
+def _read_override(name: str, value: str) -> Read:
+    return _read_yaml(value, lambda line: f"command line: {shown_name(name)}")
 
 
 def read_document(path: Path) -> Document:
@@ -123,12 +126,9 @@ def read_document(path: Path) -> Document:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
     """
     name = printable(str(path))
-    twice: list[Fault] = []
     read = _read_json if path.suffix.lower() == ".json" else _read_yaml
-    values, lines = read(
-        _read_text(path, name), lambda line: name if line is None else f"{name}:{line}", twice
-    )
-    return Document(path, values, lines, tuple(twice))
+    text = _read_text(path, name)
+    return Document(path, *read(text, lambda line: name if line is None else f"{name}:{line}"))
 
 
 def place_all(values: dict, given: Mapping[str, Any]) -> tuple[dict, list[Fault]]:
@@ -196,51 +196,35 @@ def _read_text(path: Path, name: str) -> str:
         ) from None
 
 
-def _read_json(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[str, int]]:
+def _read_json(text: str, where: Where) -> Read:
+    """Values are JSON's, lines and the limit of depth YAML's: JSON is YAML, but for tabs and what
+    else cannot be printed."""
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise RecipeError(f"{where(error.lineno)}: is not JSON: {error.msg}") from None
     except RecursionError:
-        values = None  # its line is found below
+        values = None
     except ValueError as error:  # NaN, or a number of thousands of digits
         raise RecipeError(f"{where(None)}: is not JSON: {error}") from None
-    lines: dict[Key, int] = {}
-    line = 1
-    inside: list[list] = []  # of each object its last key, of each array its last index
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}:,\n]', text):
-        sign = token[0]
-        if sign == "\n":
-            line += 1
-        elif sign in "{[":
-            inside.append([None if sign == "{" else 0, sign])
-            if len(inside) > DEEPEST:
-                raise RecipeError(f"{where(line)}: {TOO_DEEP}")
-        elif sign in "}]":
-            inside.pop()
-        elif sign == "," and inside[-1][1] == "[":
-            inside[-1][0] += 1
-        elif sign == ",":
-            inside[-1][0] = None
-        elif sign.startswith('"') and inside and inside[-1][0] is None:
-            inside[-1][0] = json.loads(sign)
-            _add_line(lines, tuple(key for key, _ in inside), line, twice)
-    return values, _dotted(lines)
+    as_yaml = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
+    _, lines, twice = _read_yaml(as_yaml, where)
+    return values, lines, twice
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _read_yaml(text: str, where: Where, twice: list[Fault]) -> tuple[Any, dict[str, int]]:
-    lines: dict[Key, int] = {}
+def _read_yaml(text: str, where: Where) -> Read:
+    lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            return None, {}
-        _add_lines(node, (), lines, twice)
-        return loader.construct_document(node), _dotted(lines)
+            return None, {}, ()
+        twice = tuple(_add_lines(node, "", lines))
+        return loader.construct_document(node), lines, twice
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         told = ", ".join(filter(None, (error.context, error.problem)))
@@ -305,26 +289,19 @@ def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _add_lines(node: yaml.Node, path: Key, lines: dict[Key, int], twice: list[Fault]) -> None:
+def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> Iterator[Fault]:
+    """Those of the keys in a node; keys that are there twice are faults."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _add_lines(item, (*path, index), lines, twice)
+            yield from _add_lines(item, f"{outer}{index}.", lines)
     elif isinstance(node, yaml.MappingNode):
+        here: dict[str, int] = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise _marked("a key is not text", key)
-            line = key.start_mark.line + 1
-            _add_line(lines, (*path, key.value), line, twice)
-            _add_lines(value, (*path, key.value), lines, twice)
-
-
-def _add_line(lines: dict[Key, int], path: Key, line: int, twice: list[Fault]) -> None:
-    if path in lines:
-        name = ".".join(map(str, path))
-        text = f"{shown_name(name)} is there twice, in lines {lines[path]} and {line}"
-        twice.append(Fault(name, text, lines[path]))
-    lines[path] = line
-
-
-def _dotted(lines: dict[Key, int]) -> dict[str, int]:
-    return {".".join(map(str, path)): line for path, line in lines.items()}
+            name, line = outer + key.value, key.start_mark.line + 1
+            if (before := here.get(name)) is not None:
+                text = f"{shown_name(name)} is there twice, in lines {before} and {line}"
+                yield Fault(name, text, before)
+            here[name] = lines[name] = line
+            yield from _add_lines(value, f"{name}.", lines)

@@ -1,15 +1,13 @@
 """``trainer:`` of a recipe: the fields of transformers' ``TrainingArguments``, typed and checked.
 
 Those that most recipes need are declared here, with our defaults. All others that the installed
-transformers has are added with the types that it gives them (:mod:`training_arguments`).
+transformers has are taken with the types that it gives them (:mod:`training_arguments`).
 """
 
 import functools
 import importlib.util
 import math
-import operator
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model, model_serializer
 
@@ -18,7 +16,6 @@ from ..printed import pip_install
 from .config_fields import (
     MAY_CHANGE,
     AtLeastOne,
-    AtLeastZero,
     Expected,
     NotNegative,
     Positive,
@@ -31,10 +28,24 @@ from .training_arguments import installed_fields
 
 Strategy = Literal["no", "steps", "epoch"]
 Metric = Literal["eval_loss", "loss", "eval_exact_match", "exact_match"]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
 Epochs = Annotated[float, Field(gt=0, le=1e6), Expected("a number above 0, of 1000000 at most")]
 
 
-class DeclaredFields(Section):
+class TrainerFields(Section):
     """Fields of transformers' ``TrainingArguments``."""
 
     per_device_train_batch_size: AtLeastOne
@@ -54,6 +65,8 @@ class DeclaredFields(Section):
     language_model: 1e-5}."""
     warmup_steps: NotNegative = 0.05
     """Steps until the learning rate is at its highest; below 1, a share of all steps."""
+    lr_scheduler_type: Schedule = "cosine"
+    """What it does then; older releases of transformers do not have greedy."""
     weight_decay: NotNegative = 0.0
     """Of AdamW; not of biases and norms."""
     max_grad_norm: NotNegative = 1.0
@@ -92,12 +105,12 @@ class DeclaredFields(Section):
     def _without_unset(self, handler) -> dict[str, Any]:
         # Null is what TrainingArguments has by default, whatever that is in another release.
         values = handler(self)
-        kept = DeclaredFields.model_fields
+        kept = TrainerFields.model_fields
         return {k: v for k, v in values.items() if k in kept or v is not None}
 
     def handed_on(self) -> dict[str, Any]:
         """The given fields that are declared nowhere here, for ``TrainingArguments``."""
-        return {k: v for k, v in self.model_dump().items() if k not in DeclaredFields.model_fields}
+        return {k: v for k, v in self.model_dump().items() if k not in TrainerFields.model_fields}
 
 
 # What the continuation of a run may change, of the fields that are handed on: how it is logged, and
@@ -111,8 +124,6 @@ MAY_CHANGE_TOO |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloade
 MAY_CHANGE_TOO |= {"dataloader_persistent_workers", "dataloader_multiprocessing_context"}
 MAY_CHANGE_TOO |= {"torch_empty_cache_steps"}
 
-HANDED_ON = "As transformers' TrainingArguments documents it."
-OUR_DEFAULTS: dict[str, Any] = {"lr_scheduler_type": "cosine"}
 # As torch demands them, but only once the model is loaded.
 _Beta = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
 OUR_TYPES: dict[str, Any] = {"adam_beta1": _Beta, "adam_beta2": _Beta, "adam_epsilon": Positive}
@@ -124,35 +135,19 @@ OUR_TYPES |= {"data_seed": Seed, "torch_empty_cache_steps": AtLeastOne, "ddp_tim
 OUR_TYPES["dataloader_prefetch_factor"] = AtLeastOne
 
 
-def _with_range(kind: Any) -> Any:
-    """Of numbers that no field of transformers takes below 0, or that are not finite."""
-    if get_origin(kind) in (Union, UnionType):
-        kinds = [_with_range(part) for part in get_args(kind)]
-        return functools.reduce(operator.or_, kinds)
-    return {int: AtLeastZero, float: NotNegative}.get(kind, kind)
+@functools.cache
+def whole_section() -> type[TrainerFields]:
+    """With the fields that only transformers knows, whose import takes seconds."""
+    others: dict[str, Any] = {
+        name: (OUR_TYPES.get(name, kind) | None, None)
+        for name, kind in installed_fields().items()
+        if name not in TrainerFields.model_fields
+    }
+    doc = TrainerFields.__doc__
+    return create_model("TrainerFields", __base__=TrainerFields, __doc__=doc, **others)
 
 
-def _with_installed(declared: type[DeclaredFields]) -> type[DeclaredFields]:
-    others: dict[str, Any] = {}
-    for name, kind in installed_fields().items():
-        if name in declared.model_fields:
-            continue
-        default = OUR_DEFAULTS.get(name)
-        if default is None:
-            kind = _with_range(OUR_TYPES.get(name, kind)) | None
-        if name in MAY_CHANGE_TOO:
-            kind = Annotated[kind, MAY_CHANGE]
-        others[name] = kind, Field(default, description=HANDED_ON)
-    return create_model("TrainerFields", __base__=declared, __doc__=declared.__doc__, **others)
-
-
-if TYPE_CHECKING:
-    TrainerFields = DeclaredFields
-else:
-    TrainerFields = _with_installed(DeclaredFields)
-
-
-def steps_in_epoch(trainer: DeclaredFields, rows: int, processes: int) -> int:
+def steps_in_epoch(trainer: TrainerFields, rows: int, processes: int) -> int:
     """Updates of the weights in which all rows are learned once, as the Trainer counts them."""
     batches, per_process = trainer.per_device_train_batch_size, processes
     if trainer.model_dump().get("dataloader_drop_last"):
@@ -162,14 +157,14 @@ def steps_in_epoch(trainer: DeclaredFields, rows: int, processes: int) -> int:
     return max(math.ceil(of_process / trainer.gradient_accumulation_steps), 1)
 
 
-def total_steps(trainer: DeclaredFields, rows: int, processes: int) -> int:
+def total_steps(trainer: TrainerFields, rows: int, processes: int) -> int:
     """Updates of the weights in a run."""
     if trainer.max_steps is not None:
         return trainer.max_steps
     return max(math.ceil(trainer.num_train_epochs * steps_in_epoch(trainer, rows, processes)), 1)
 
 
-def warmup(trainer: DeclaredFields, steps: int) -> int:
+def warmup(trainer: TrainerFields, steps: int) -> int:
     """Of so many steps, those of warm-up."""
     asked = trainer.warmup_steps
     # A share may be a hair below a whole number. A single step with warm-up would learn nothing.
@@ -182,14 +177,14 @@ def save_strategy(values: dict[str, Any]) -> str:
     return values["save_strategy"] or ("no" if values["save_steps"] is None else "steps")
 
 
-def eval_strategy(trainer: DeclaredFields, evaluates: bool) -> str:
+def eval_strategy(trainer: TrainerFields, evaluates: bool) -> str:
     """What is in force, with or without data to evaluate on."""
     if not evaluates:
         return "no"
     return trainer.eval_strategy or ("epoch" if trainer.eval_steps is None else "steps")
 
 
-def eval_batch_size(trainer: DeclaredFields) -> int:
+def eval_batch_size(trainer: TrainerFields) -> int:
     return trainer.per_device_eval_batch_size or trainer.per_device_train_batch_size
 
 
@@ -334,12 +329,12 @@ def _each_part_has_a_rate(rates, trained) -> str | None:
     return None
 
 
-def rate_of(trainer: DeclaredFields, part: str) -> float:
+def rate_of(trainer: TrainerFields, part: str) -> float:
     """The learning rate of a part of the model."""
     rates = trainer.learning_rate
     return rates[part] if isinstance(rates, dict) else rates  # type: ignore[index]
 
 
-def highest_rate(trainer: DeclaredFields) -> float:
+def highest_rate(trainer: TrainerFields) -> float:
     rates = trainer.learning_rate
     return max(rates.values()) if isinstance(rates, dict) else rates

@@ -30,7 +30,7 @@ def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterat
             "learning rate from each weight; usual are 0 to 0.1"
         )
     warm = warmup(trainer, steps)
-    if warm >= steps > 1 and trainer.model_dump()["lr_scheduler_type"] not in NO_WARMUP:
+    if warm >= steps > 1 and trainer.lr_scheduler_type not in NO_WARMUP:
         yield (
             f"trainer.warmup_steps is {warm:,} and the run has {steps:,} steps: its learning rate "
             f"ends at {steps / warm:.0%} of trainer.learning_rate"

@@ -9,8 +9,9 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter
 
 from ..atomic import write_atomically
 from ..data.check import check_sets
@@ -61,7 +62,8 @@ class Plan:
         changes: Of the rows since the checkpoint was written, which were accepted; a line each.
     """
 
-    recipe: Recipe
+    # With the fields of TrainingArguments that its own class alone has.
+    recipe: Annotated[SerializeAsAny[Recipe], BeforeValidator(Recipe.of)]
     base: Base
     files: dict[str, str]
     data: str

@@ -1,27 +1,17 @@
-"""The fields of the installed transformers' ``TrainingArguments``, read from its source.
+"""The fields of the installed transformers' ``TrainingArguments``, as its dataclass has them.
 
-Importing it would import torch, which takes seconds. Fields that a recipe has other words for are
-refused by name.
+Importing it imports torch, which takes seconds: only for a recipe with a field that we do not
+declare. Fields that a recipe has other words for are refused by name, without that.
 """
 
-import ast
-from collections.abc import Iterator
-from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal
+import dataclasses
+import functools
+import operator
+from enum import EnumType
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-_PLAIN: dict[str, Any] = {
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
-    "dict": dict[str, Any],
-    "list": list[Any],
-    "None": None,
-    "Any": Any,
-}
+from .config_fields import AtLeastZero, NotNegative
 
 _PROCESSES = "processes and their group are the launcher's: --processes"
 _COUNTED = "the loss is computed without logits, so there are no predictions to collect"
@@ -126,90 +116,41 @@ def refusal(name: str) -> str | None:
     return None
 
 
-@cache
 def installed_fields() -> dict[str, Any]:
-    """The fields' types by name, without those that are refused.
-
-    Types are plain ones, and ``Literal`` of the values of an enumeration; others are ``Any``, to be
-    checked by transformers itself.
+    """The fields' types by name, as pydantic is to check them, without those that are refused.
 
     Raises:
-        RuntimeError: transformers is not installed, or its source is not as expected.
+        RuntimeError: transformers cannot be imported.
     """
-    folder = _transformers_folder()
-    choices = dict(_enumerations(folder / "trainer_utils.py"))
-    found = {}
-    for statement in _class_body(folder / "training_args.py", "TrainingArguments"):
-        # As dataclasses have it: names with a type, of which those with _ are not for callers.
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            name = statement.target.id
-            if not name.startswith("_") and refusal(name) is None:
-                found[name] = _type_of(statement.annotation, choices)
-    if "learning_rate" not in found:
-        raise _not_as_expected()
-    return found
+    try:
+        from transformers import TrainingArguments
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "trainer has fields of transformers' TrainingArguments, which cannot be imported: "
+            f"{error}; glm4v-patched doctor, without a recipe, says what does not fit"
+        ) from None
+    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    kinds = get_type_hints(TrainingArguments)
+    return {name: _checked(kinds[name]) for name in names if refusal(name) is None}
 
 
-def _transformers_folder() -> Path:
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        raise RuntimeError("transformers is not installed: recipes hand its TrainingArguments on")
-    return Path(spec.origin).parent
+def _checked(kind: Any) -> Any:
+    """Of enumerations beside text, the values alone; numbers with the range that all fields have,
+    for none is below 0."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = get_args(kind)
+        if any(isinstance(part, EnumType) for part in kinds):
+            kinds = tuple(part for part in kinds if part is not str)
+        return functools.reduce(operator.or_, map(_checked, kinds))
+    if isinstance(kind, EnumType):
+        return Literal[tuple(choice.value for choice in cast(Any, kind))]
+    return _KINDS.get(get_origin(kind) or kind, kind)
 
 
-def _not_as_expected() -> RuntimeError:
-    return RuntimeError(
-        f"TrainingArguments of transformers {version('transformers')} cannot be read from its "
-        "source: install a tested release, 4.57.6 to 5.24"
-    )
-
-
-def _class_body(file: Path, name: str) -> list[ast.stmt]:
-    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.ClassDef) and statement.name == name:
-            return statement.body
-    raise _not_as_expected()
-
-
-def _enumerations(file: Path) -> Iterator[tuple[str, Any]]:
-    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
-        if not isinstance(statement, ast.ClassDef):
-            continue
-        bases = [base.id for base in statement.bases if isinstance(base, ast.Name)]
-        values = [
-            line.value.value
-            for line in statement.body
-            if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
-        ]
-        if "ExplicitEnum" in bases and values:
-            yield statement.name, Literal[tuple(values)]
-
-
-def _type_of(node: ast.expr, choices: dict[str, Any]) -> Any:
-    """The type that an annotation names; of enumerations beside text, their values alone."""
-    match node:
-        case ast.Constant(value=None):
-            return None
-        case ast.Name(id=name):
-            return choices.get(name, _PLAIN.get(name, Any))
-        case ast.BinOp(op=ast.BitOr()):
-            return _union([node.left, node.right], choices)
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return _union([inner, ast.Constant(None)], choices)
-        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=parts)):
-            return _union(parts, choices)
-        case ast.Subscript(value=ast.Name(id="list" | "dict" as name)):
-            return _PLAIN[name]
-    return Any
-
-
-def _union(parts: list[ast.expr], choices: dict[str, Any]) -> Any:
-    if any(isinstance(part, ast.Name) and part.id in choices for part in parts):
-        parts = [part for part in parts if not (isinstance(part, ast.Name) and part.id == "str")]
-    result = _type_of(parts[0], choices)
-    for part in parts[1:]:
-        other = _type_of(part, choices)
-        if Any in (result, other):
-            return Any
-        result = result | other
-    return result
+# Of what is in a list or a section, transformers makes its own types.
+_KINDS: dict[Any, Any] = {
+    int: AtLeastZero,
+    float: NotNegative,
+    list: list[Any],
+    dict: dict[str, Any],
+}

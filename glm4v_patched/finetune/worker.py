@@ -105,6 +105,7 @@ def arguments_of(
         per_device_eval_batch_size=eval_batch_size(asked),
         gradient_accumulation_steps=asked.gradient_accumulation_steps,
         learning_rate=highest_rate(asked),
+        lr_scheduler_type=asked.lr_scheduler_type,
         warmup_steps=warmup(asked, plan.steps),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,

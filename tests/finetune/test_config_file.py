@@ -21,6 +21,7 @@ from glm4v_patched.finetune.config import (
     describe_fields,
     fields,
     located,
+    whole_recipe,
 )
 from glm4v_patched.finetune.config_file import place_all, read_document
 from glm4v_patched.printed import pip_install
@@ -303,13 +304,29 @@ def test_a_mistake_is_told_without_torch_transformers_and_deepspeed(tmp_path):
     code = f"""
 import sys
 from glm4v_patched.cli import main
-assert main(["train", {str(tmp_path / "bad.yaml")!r}]) == 1
+assert main(["train", {str(tmp_path / "bad.yaml")!r}, "trainer.bf16=true"]) == 1
 heavy = {{"torch", "transformers", "deepspeed", "accelerate", "numpy", "peft"}} & {{*sys.modules}}
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "engine.zero_stage is 9" in done.stderr and "Traceback" not in done.stderr
+    assert "trainer.bf16 is set by the recipe; expected engine.precision" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_what_only_transformers_knows_needs_it_and_says_so(tmp_path, command):
+    (tmp_path / "r.yaml").write_text(RIGHT + "  tf32: true\n")
+    code = f"""
+import sys
+sys.modules["transformers"] = None
+from glm4v_patched.cli import main
+sys.exit(main([{command!r}, {str(tmp_path / "r.yaml")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "TrainingArguments, which cannot be imported: import of transformers halted" in told
+    assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["yaml", "pydantic"])
@@ -334,7 +351,7 @@ FEW = settings(max_examples=150, derandomize=True, deadline=None)
 MANY = settings(max_examples=5000, derandomize=True, deadline=None)
 PROFILES = [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)]
 
-names = [name for name, _ in fields()]
+names = [name for name, _ in fields(whole_recipe())]
 parts = sorted({part for name in names for part in name.split(".")})
 keys = st.sampled_from(parts) | st.text(max_size=8)
 scalars = (

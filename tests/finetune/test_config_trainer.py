@@ -16,9 +16,17 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
-from glm4v_patched.finetune.config import Recipe, RecipeError, fields
-from glm4v_patched.finetune.config_trainer import steps_in_epoch, total_steps, warmup
+from glm4v_patched.finetune.config import Recipe, RecipeError, fields, whole_recipe
+from glm4v_patched.finetune.config_trainer import (
+    Schedule,
+    TrainerFields,
+    steps_in_epoch,
+    total_steps,
+    warmup,
+    whole_section,
+)
 from glm4v_patched.finetune.disk import checkpoints_at_once
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
@@ -37,10 +45,16 @@ def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_n
     taken = installed_fields()
     assert {*taken} == {name for name in public if refusal(name) is None}
     assert {"weight_decay", "neftune_noise_alpha", "eval_delay"} <= {*taken} and len(taken) > 40
-    for name, kind in taken.items():
+    for name, field in whole_section().model_fields.items():
+        if name in TrainerFields.model_fields:
+            continue  # of our own type, and some with another default
         default = public[name].default
         if default is not dataclasses.MISSING:
-            TypeAdapter(kind | None).validate_python(getattr(default, "value", default))
+            TypeAdapter(field.annotation).validate_python(getattr(default, "value", default))
+
+
+def test_the_schedules_are_those_of_transformers():
+    assert {choice.value for choice in SchedulerType} <= {*typing.get_args(Schedule)}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +115,7 @@ def test_what_is_the_recipe_s_own_is_refused_with_what_to_write(name, message):
         ),
     ],
 )
-def test_a_mistake_is_told_before_torch_is_loaded(changes, message):
+def test_a_mistake_is_told_before_the_model_is_loaded(changes, message):
     with pytest.raises(RecipeError, match=message):
         trainer(**changes)
 
@@ -247,7 +261,9 @@ def _kinds(annotation) -> set:
     return set().union(*map(_kinds, inside)) if inside else {annotation}
 
 
-NUMBERS = [name for name, field in fields() if {int, float} & _kinds(field.annotation)]
+NUMBERS = [
+    name for name, field in fields(whole_recipe()) if {int, float} & _kinds(field.annotation)
+]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
