@@ -135,14 +135,16 @@ def remote_code_under(folder: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
-        patch.setattr(sys, "path", [*sys.path])
-        others = {name: sys.modules.pop(name) for name in [*sys.modules] if is_remote(name)}
+        # transformers appends the folder: what it appended for another test would be found first.
+        path = [at for at in sys.path if not (Path(at) / "transformers_modules").is_dir()]
+        patch.setattr(sys, "path", path)
+        modules = {name: sys.modules.pop(name) for name in [*sys.modules] if is_remote(name)}
         try:
             yield
         finally:
             for name in [*filter(is_remote, sys.modules)]:
                 del sys.modules[name]
-            sys.modules.update(others)
+            sys.modules.update(modules)
 
 
 @contextmanager
