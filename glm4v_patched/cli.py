@@ -13,7 +13,7 @@ from .doctor.command import add_arguments as add_doctor_arguments
 from .finetune.start_options import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
-from .printed import doing, error_text
+from .terminal_text import doing, error_text
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 

@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import _http
 
 from glm4v_patched.patch.repository import host_of
-from glm4v_patched.printed import listed, printable
+from glm4v_patched.terminal_text import listed, printable
 
 # A server may take its time over a commit; without the client's variable, so many seconds.
 LONGEST_SILENCE = 60

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from glm4v_patched.printed import printable
+from glm4v_patched.terminal_text import printable
 
 from .layout import ID, MANIFEST
 

@@ -24,7 +24,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
 from tqdm import tqdm
 
-from glm4v_patched.printed import printable
+from glm4v_patched.terminal_text import printable
 
 from .errors import AGAIN, shorten
 from .files import Contents, File, look_at, read_folder

@@ -26,9 +26,9 @@ from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 
 from glm4v_patched import __version__
-from glm4v_patched.printed import printable
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.terminal_text import printable
 
 from .errors import reason_of, shorten, without_secrets
 from .files import Contents, read_folder, read_repository, sha256_of_file

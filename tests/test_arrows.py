@@ -12,7 +12,14 @@ ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
 # The rooms that go elsewhere, and what they may import.
 ALONE = {"remote": {"remote"}, "patch": {"remote", "engine"}, "integrations": {"remote", "patch"}}
 # What is imported where it is used, for it takes a package or much time: no circle breaks there.
-ROOT = {"atomic", "printed", "result_files", "option_fields", "installed_versions", "__main__"}
+ROOT = {
+    "atomic",
+    "terminal_text",
+    "result_files",
+    "option_fields",
+    "installed_versions",
+    "__main__",
+}
 
 
 def module_of(path: Path) -> str:

@@ -23,7 +23,7 @@ from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import Origin, Rows, base_of
 from glm4v_patched.finetune.plan import Plan, check_data, settings_of
 from glm4v_patched.models.base import identify
-from glm4v_patched.printed import printable
+from glm4v_patched.terminal_text import printable
 from tests.helpers.processes import in_plain_shell
 from tests.helpers.recipes import drawn_recipe
 

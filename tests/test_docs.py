@@ -25,11 +25,6 @@ def test_every_page_is_linked_from_the_readme():
     assert linked == {page.name for page in DOCS}
 
 
-def test_the_readme_is_a_screen_and_a_half():
-    text = README.read_text()
-    assert len(text.splitlines()) <= 150 and len(text.encode()) <= 12_000
-
-
 RECIPES = [
     (page, number)
     for page in [*PAGES, CARD]

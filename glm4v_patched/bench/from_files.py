@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from ..data.collate import ConversationCollator
-from ..data.sources import write_conversations
+from ..data.rows import write_conversations
 from ..demo.tiny_model import build_processor, save, special_ids
 from ..engine.prepare import local_device
 from ..remote.configuration_chatglm import ChatGLMConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.environment import python_module
-from ..printed import in_bytes
+from ..terminal_text import in_bytes
 from .environment import check_python, describe_code, environment_of_the_original, require_python
 
 if TYPE_CHECKING:

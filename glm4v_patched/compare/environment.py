@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from ..printed import printable
+from ..terminal_text import printable
 
 # What the published code was made for, and works with.
 TRANSFORMERS = "4.44.2"

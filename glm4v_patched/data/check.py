@@ -24,7 +24,7 @@ import numpy as np
 import PIL
 from tqdm import tqdm
 
-from ..printed import shorten
+from ..terminal_text import shorten
 from .check_cache import Memory, default_path
 from .checked_data import RULES, CheckedData, FileStamp, digest_file, stamp_of
 from .collate import ConversationCollator, Size
@@ -32,8 +32,8 @@ from .decoding import Facts, read_facts_of_all
 from .messages import pictures_of, replace_pictures
 from .pictures import Picture
 from .rendering import measure_all
-from .sets import Source
-from .sources import Fault, Row, as_source, cure_of, describe_faults, read_rows
+from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
+from .source import Source
 from .stored_rows import RowsWriter, StoredRows
 from .temporary_folder import make_workplace
 

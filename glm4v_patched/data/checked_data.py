@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..atomic import write_atomically
-from ..printed import own_command
+from ..terminal_text import own_command
 from .collate import Size
 from .packing import share_out
 from .pictures import Picture
-from .sets import Source
-from .sources import place
+from .rows import place
+from .source import Source
 from .stored_rows import Conversations, StoredRows
 
 RULES = 5

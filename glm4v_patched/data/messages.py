@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..printed import listed, shorten
+from ..terminal_text import listed, shorten
 
 ROLES = ("system", "user", "assistant", "observation")
 OTHER_ROLES = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..atomic import open_atomically
-from ..printed import pip_install
+from ..terminal_text import pip_install
 
 try:
     import pyarrow as pa

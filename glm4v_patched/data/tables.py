@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..printed import pip_install
-from .sets import Source, is_saved
+from ..terminal_text import pip_install
+from .source import Source, is_saved
 
 PLAIN = re.compile(r"[\w./ -]+")
 

@@ -20,10 +20,10 @@ from typing import Final
 from .. import __version__
 from ..atomic import write_atomically
 from ..data.check import require_pictures
-from ..data.sources import read_conversations, write_conversations
+from ..data.rows import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
-from ..finetune.config import Data, Engine, Recipe, TrainerFields
+from ..finetune.config import Data, EngineFields, Recipe, TrainerFields
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
 from ..finetune.run_folder import locked
@@ -125,7 +125,7 @@ def _run(
         out=str(out / "trained"),
         data=Data(train=str(train_file)),
         # Not by memory, which would suffice for no checkpoint at all.
-        engine=Engine(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
+        engine=EngineFields(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
             # A single process has the samples of two: with half of them 300 steps do not suffice.

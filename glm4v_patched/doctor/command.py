@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..finetune.start_options import DEVICES
-from ..printed import printable
+from ..terminal_text import printable
 from .findings import FAILS, Finding, as_json, table
 from .machine import check_machine
 from .packages import check_packages

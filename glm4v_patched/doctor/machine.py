@@ -13,7 +13,7 @@ from ..engine import nvidia_driver
 from ..engine.folders import fault_of_folder, nearest
 from ..engine.gpus import Gpu, find_gpus
 from ..engine.ram import free_ram
-from ..printed import in_bytes
+from ..terminal_text import in_bytes
 from .findings import FAILS, OK, WARNING, Finding
 
 GB, GIB = 10**9, 2**30

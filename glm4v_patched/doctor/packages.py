@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from ..engine.deepspeed.config import SUPPORTED_DEEPSPEED
 from ..engine.deepspeed.private_names import missing_names, moved
-from ..printed import pip_install
+from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
 OURS = "glm4v-patched"

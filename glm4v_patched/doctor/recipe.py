@@ -19,7 +19,7 @@ from ..finetune.run_folder import fault_of_lock, require_usable
 from ..models.base import Base, pin
 from ..models.placement import Device, Placement
 from ..models.weights import require_readable, require_whole
-from ..printed import in_bytes
+from ..terminal_text import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 
 if TYPE_CHECKING:

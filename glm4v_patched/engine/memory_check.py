@@ -1,7 +1,7 @@
 """Refuses what surely does not fit into a machine's memory; what may fit is tried."""
 
-from ..printed import in_bytes
 from ..remote.configuration_chatglm import ChatGLMConfig
+from ..terminal_text import in_bytes
 from .memory_plan import OUTSIDE_TORCH, Batch, decide, estimate, offloaded, states
 from .options import EngineOptions
 from .ram import free_ram

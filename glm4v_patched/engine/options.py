@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from ..printed import pip_install
+from ..terminal_text import pip_install
 from .activation_policies import any_is_selective
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..engine.environment import training_environment
 from ..models.placement import Placement, place
-from ..printed import error_text
+from ..terminal_text import error_text
 from .config import Recipe
 from .config_file import RecipeError
 from .launch import SETTINGS, prepared, require_installed

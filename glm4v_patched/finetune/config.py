@@ -103,7 +103,7 @@ class Lora(Section):
         return LoraOptions(**given)
 
 
-class Engine(Section):
+class EngineFields(Section):
     """How it is computed: numbers may round differently, what is learned is the same."""
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(check_whole)] = 3
@@ -173,7 +173,7 @@ class Recipe(Section):
     language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
     parts of the model, as [adapter, language_model]."""
     lora: Lora = Lora()
-    engine: Engine = Engine()
+    engine: EngineFields = EngineFields()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
     """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
     from_scratch: list[Text] = []

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ..data.sets import Source, make_sources
+from ..data.source import Source, make_sources
 from .config_fields import (
     MAY_CHANGE,
     AtLeastOne,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ..engine.activation_policies import POLICIES, check_policy
-from ..printed import pip_install
+from ..terminal_text import pip_install
 from .config_file import Fault
 
 try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..printed import pip_install, printable
+from ..terminal_text import pip_install, printable
 
 try:
     import yaml

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model, model_serializer
 
 from ..engine.options import PARTS, parts_with_rates
-from ..printed import pip_install
+from ..terminal_text import pip_install
 from .config_fields import (
     MAY_CHANGE,
     AtLeastOne,

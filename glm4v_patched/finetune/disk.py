@@ -15,7 +15,7 @@ from ..engine.options import (
     parts_trained,
 )
 from ..models.weights import shapes_of
-from ..printed import in_bytes
+from ..terminal_text import in_bytes
 from .config_trainer import save_strategy
 
 SAVING = ("save_strategy", "save_steps")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..engine.deepspeed.internals import is_sharded, own_shard
-from ..printed import listed
+from ..terminal_text import listed
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..atomic import require_apart
-from ..data.sources import require_first_rows
+from ..data.rows import require_first_rows
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import environments_of_ranks, python_module, training_environment
 from ..engine.options import is_lora, require_packages
 from ..models.base import pin, read_report, require_recorded_base
 from ..models.placement import Placement
 from ..models.weights import require_whole
-from ..printed import doing, own_command, pip_install, printable
+from ..terminal_text import doing, own_command, pip_install, printable
 from .config import Recipe
 from .config_trainer import save_strategy
 from .disk import fault_of_space

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.sets import Source, fault_of_path, fault_of_set, make_sources
+from ..data.source import Source, fault_of_path, fault_of_set, make_sources
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8

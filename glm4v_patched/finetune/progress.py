@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import ProgressCallback, TrainerCallback
 
-from ..printed import doing, pip_install
+from ..terminal_text import doing, pip_install
 from .plots import plot_loss
 from .run_folder import PLOT
 

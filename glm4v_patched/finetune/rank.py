@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from ..printed import doing, error_text
+from ..terminal_text import doing, error_text
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
 from ..models.base import REPORT, read_report
-from ..printed import listed
+from ..terminal_text import listed
 
 LOCK = "run.lock"
 RECORD = "run.json"

@@ -16,10 +16,10 @@ from ..engine.memory_plan import (
 from ..engine.options import PARTS, parts_with_rates
 from ..engine.ram import free_ram
 from ..models.loading import config_of, load_processor
-from ..printed import in_bytes
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
+from ..terminal_text import in_bytes
 from .config import Recipe
 from .config_trainer import eval_strategy, rate_of, steps_in_epoch
 from .config_warnings import find_doubts

@@ -38,9 +38,9 @@ from ..engine.options import EngineOptions
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..models.base import REPORT, Base, identify
 from ..models.loading import config_of, load_processor
-from ..printed import doing
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
+from ..terminal_text import doing
 from .checkpoints import (
     CompletionMarker,
     last_complete_checkpoint,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.sources import Source
+from ..data.rows import Source
 from ..data.workers import Ended, ask_all
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify

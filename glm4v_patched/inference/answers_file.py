@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ..atomic import require_file, write_atomically
 from ..data.messages import pictures_of
-from ..data.sources import Source
-from ..printed import shorten
+from ..data.rows import Source
+from ..terminal_text import shorten
 from .questions import Question
 
 

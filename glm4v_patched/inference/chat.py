@@ -8,7 +8,7 @@ from ..data.decoding import read_facts
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
-from ..printed import printable
+from ..terminal_text import printable
 from .questions import Generation
 
 if TYPE_CHECKING:

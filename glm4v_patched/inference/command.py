@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..printed import doing
+from ..terminal_text import doing
 
 # static: one size for all steps, which are compiled on a GPU; auto: where that pays.
 CACHES = ("auto", "static", "dynamic")
@@ -179,7 +179,7 @@ def _request(options: argparse.Namespace):
 
 def _source(options: argparse.Namespace):
     from ..data.formats import FORMATS
-    from ..data.sources import Source
+    from ..data.rows import Source
 
     if options.format not in ("auto", *FORMATS):
         known = ", ".join(["auto", *FORMATS])

@@ -20,7 +20,7 @@ from ..engine.folders import nearest
 from ..models.base import ADAPTER_CONFIG, Base
 from ..models.find import adapters_of_hub, fault_of_model, find_source
 from ..models.weights import INDEX, shards_of
-from ..printed import in_bytes
+from ..terminal_text import in_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

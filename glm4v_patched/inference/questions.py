@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
-from ..data.sources import Fault, Row, Source, describe_faults, read_rows
-from ..printed import shorten
+from ..data.rows import Fault, Row, Source, describe_faults, read_rows
+from ..terminal_text import shorten
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3

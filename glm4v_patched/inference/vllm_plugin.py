@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ..printed import own_command, pip_install
+from ..terminal_text import own_command, pip_install
 
 ARCHITECTURE = "GLM4VForCausalLM"
 # vLLM imports it when it is asked for a glm-4v. It has the architecture's name, by which vLLM

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
-from ..printed import pip_install
+from ..terminal_text import pip_install
 from .chat import check_picture, question
 from .questions import Generation
 from .serving.errors import ApiError

@@ -3,7 +3,7 @@
 import importlib.metadata
 from collections.abc import Iterable
 
-from ..printed import pip_install
+from ..terminal_text import pip_install
 
 
 def require_members(owner: object, names: Iterable[str], package: str, tested: str) -> None:

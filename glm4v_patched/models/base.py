@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..patch.config_json import is_glm4v, read_object
-from ..printed import shorten
+from ..terminal_text import shorten
 from .weights import shapes_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ..engine.options import require_packages
-from ..printed import doing, own_command, printable
+from ..terminal_text import doing, own_command, printable
 from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -11,10 +11,10 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..engine.trainable import continue_adapters, quantization_options
 from ..patch.config_json import read_object
-from ..printed import doing
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
+from ..terminal_text import doing
 from .base import Base
 
 UNUSABLE = (SecurityError, TemplateSyntaxError)

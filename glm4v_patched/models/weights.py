@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..engine.options import part_of, parts_trained
 from ..patch.config_json import is_glm4v, read_object
-from ..printed import listed
+from ..terminal_text import listed
 
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

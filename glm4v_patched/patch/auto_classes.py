@@ -22,7 +22,6 @@ from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
 
-from ..printed import pip_install
 from ..remote.configuration_chatglm import (
     AUTO_MAP,
     TESTED_TRANSFORMERS,
@@ -36,6 +35,7 @@ from ..remote.modeling_chatglm import (
 )
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
+from ..terminal_text import pip_install
 from .adapter_names import answer_names
 from .liger_kernels import kernel_swaps
 from .patch_set import PatchSet, Swap

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..printed import pip_install
 from ..remote.modeling_chatglm import MLP, RMSNorm
+from ..terminal_text import pip_install
 from .patch_set import Swap
 
 MODELING = "glm4v_patched.remote.modeling_chatglm"

@@ -25,8 +25,8 @@ from glm4v_patched.bench.table import (
 )
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
-from glm4v_patched.printed import pip_install
 from glm4v_patched.result_files import format_rows
+from glm4v_patched.terminal_text import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"

@@ -437,7 +437,7 @@ def test_processes_end_with_their_questions_or_when_no_more_answers_are_wanted(t
 
 
 def test_reading_rows_and_decoding_pictures_needs_no_torch():
-    script = "import sys; from glm4v_patched.data import decoding, formats, check_cache, sources; "
+    script = "import sys; from glm4v_patched.data import decoding, formats, check_cache, rows; "
     script += "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -14,7 +14,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.decoding import read_facts
 from glm4v_patched.data.packing import PackingCollator
 from glm4v_patched.data.pictures import Picture
-from glm4v_patched.data.sources import read_conversations, write_conversations
+from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor
 from glm4v_patched.finetune.plots import plot_loss

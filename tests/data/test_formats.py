@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from glm4v_patched.data import sources
 from glm4v_patched.data.messages import ROLES, _without_places, pictures_of, text_of
-from glm4v_patched.data.sets import Source
-from glm4v_patched.data.sources import (
+from glm4v_patched.data.rows import (
     read_conversations,
     read_rows,
     require_first_rows,
     write_conversations,
 )
+from glm4v_patched.data.source import Source
 
 
 def said(role: str, content="x", **more) -> dict:
@@ -615,7 +614,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, request, how):
 
 
 def test_a_line_that_never_ends_is_not_read_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr("glm4v_patched.data.rows.MOST_CHARACTERS", 1000)
     path = tmp_path / "a.jsonl"
     for end in ("\n", ""):
         path.write_text(f"{GOOD}\n{'x' * 999}\n{'x' * 5000}\n{GOOD}\n{'x' * 1000}{end}")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from glm4v_patched.data.check import check_file
-from glm4v_patched.data.sources import write_conversations
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.tiny_model import build_processor
 
 

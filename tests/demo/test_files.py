@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.data.sources import write_conversations
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo import command as demo
 from glm4v_patched.demo.command import run_demo
 from glm4v_patched.demo.pictures import draw_data_set

@@ -22,8 +22,8 @@ from glm4v_patched.finetune.checkpoints import (
 )
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.plan import starting_point
-from glm4v_patched.printed import own_command
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import (
     WORKERS,
     cpu_environment,

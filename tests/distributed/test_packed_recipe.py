@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.data.packing import share_out
-from glm4v_patched.data.sources import write_conversations
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.config import Recipe

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from glm4v_patched.data.sources import write_conversations
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import build_processor
 from glm4v_patched.finetune.config import Recipe

@@ -17,7 +17,7 @@ from glm4v_patched.engine.environment import (
 )
 
 PACKAGE = ROOT / "glm4v_patched"
-TO_BE_PRINTED = {"printed.py"}
+TO_BE_PRINTED = {"terminal_text.py"}
 
 
 @pytest.fixture

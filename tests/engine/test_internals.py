@@ -17,7 +17,7 @@ from glm4v_patched.engine.deepspeed import config, internals
 from glm4v_patched.engine.deepspeed.internals import Replacements
 from glm4v_patched.engine.deepspeed.private_names import COMPILES_COLLECTIVES
 from glm4v_patched.finetune.safe_unpickling import loading_safely
-from glm4v_patched.printed import pip_install
+from glm4v_patched.terminal_text import pip_install
 from tests.helpers.tiny import tiny_model
 
 PACKAGE = Path(glm4v_patched.__file__).parent

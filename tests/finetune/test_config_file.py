@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from glm4v_patched.engine.options import OPTIMIZERS, TRAINED
 from glm4v_patched.finetune.config import (
-    Engine,
+    EngineFields,
     Recipe,
     RecipeError,
     check_values,
@@ -24,7 +24,7 @@ from glm4v_patched.finetune.config import (
     whole_recipe,
 )
 from glm4v_patched.finetune.config_file import place_all, read_document
-from glm4v_patched.printed import pip_install
+from glm4v_patched.terminal_text import pip_install
 from tests.helpers.recipes import LEAST, recipe
 
 RIGHT = """\
@@ -264,7 +264,7 @@ def test_a_section_that_is_none_stays_a_fault_under_the_command_line(tmp_path):
         overridden(tmp_path, "engine.compile=true", content=RIGHT + "engine: 5\n")
     first, second = str(error.value).split("\n")
     assert first == "command line: engine.compile cannot be: engine is 5, and no section"
-    sections = ", ".join(Engine.model_fields)
+    sections = ", ".join(EngineFields.model_fields)
     assert second.endswith(f"engine is 5; expected a section with {sections}")
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState, TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.sources import read_conversations
+from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch

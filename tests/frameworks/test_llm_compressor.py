@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import glm4v_patched
-from glm4v_patched.data.sources import read_conversations
+from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from transformers.dynamic_module_utils import custom_object_save
 
-from glm4v_patched.data.sources import write_conversations
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.options import LoraOptions

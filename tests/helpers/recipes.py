@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from glm4v_patched.data.sources import write_conversations
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide

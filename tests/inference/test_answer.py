@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.data.sources import Source
+from glm4v_patched.data.rows import Source
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import answers_file
 from glm4v_patched.inference.answer import Request, answer_file

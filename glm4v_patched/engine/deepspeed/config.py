@@ -8,7 +8,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ...printed import pip_install
+from ...terminal_text import pip_install
 from ..options import EngineOptions
 
 OLDEST_DEEPSPEED, FIRST_UNTESTED_DEEPSPEED = "0.16.9", "0.20"

@@ -9,7 +9,7 @@ import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
-from ...printed import pip_install
+from ...terminal_text import pip_install
 from .config import SUPPORTED_DEEPSPEED
 
 ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus"

@@ -16,7 +16,7 @@ from typing import Any
 from ...models.find import find_source
 from ...models.placement import place
 from ...models.quantised_weights import check_weights
-from ...printed import pip_install
+from ...terminal_text import pip_install
 from ..questions import Generation
 from .limits import Limits
 from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
 from ...models.weights import read_header
-from ...printed import own_command, pip_install
+from ...terminal_text import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard
 from .limits import VARIABLE, Limits

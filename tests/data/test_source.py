@@ -11,7 +11,7 @@ import torch
 from glm4v_patched.data import stored_rows
 from glm4v_patched.data.check import _is_held_out, check_sets
 from glm4v_patched.data.checked_data import CheckedData
-from glm4v_patched.data.sets import Source
+from glm4v_patched.data.source import Source
 from glm4v_patched.demo.tiny_model import build_processor
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import glm4v_patched
-from glm4v_patched import printed
-from glm4v_patched.printed import doing, in_bytes, own_command, pip_install, printable
+from glm4v_patched import terminal_text
+from glm4v_patched.terminal_text import doing, in_bytes, own_command, pip_install, printable
 from tests.helpers.processes import in_plain_shell
 
 VERSION = f"glm4v-patched {glm4v_patched.__version__}"
@@ -75,8 +75,8 @@ def test_sizes_have_the_unit_that_suits_them():
 
 
 def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
-    monkeypatch.setattr(printed, "SECONDS_TO_FIRST_WORD", 0.1)
-    monkeypatch.setattr(printed, "SECONDS_BETWEEN_WORDS", 0.02)
+    monkeypatch.setattr(terminal_text, "SECONDS_TO_FIRST_WORD", 0.1)
+    monkeypatch.setattr(terminal_text, "SECONDS_BETWEEN_WORDS", 0.02)
     with doing("reading"):
         pass
     with doing("reading", tells=False):

@@ -16,11 +16,11 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..printed import shorten
+from ..terminal_text import shorten
 from .formats import FORMATS, ReadRow, find_format
 from .messages import check_messages, kind_of, pictures_of, quoted, replace_pictures
 from .pictures import PictureFiles
-from .sets import Source, fault_of_set
+from .source import Source, fault_of_set
 
 MOST_FAULTS_LISTED = 20
 MOST_RANGES = 8  # of the rows that have one fault
