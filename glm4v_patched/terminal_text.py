@@ -32,10 +32,15 @@ def in_bytes(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
-def listed(names: Sequence[object], most: int = 3) -> str:
-    """The first so many of them, and how many more there are."""
-    shown = ", ".join(map(str, names[:most]))
-    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+def listed(names: Sequence[object], most: int = 3, between: str = ", ") -> str:
+    """The first so many of them, and how many more there are.
+
+    Args:
+        between: What stands between two of them; with a line feed, the number has its own line.
+    """
+    shown = between.join(map(str, names[:most]))
+    before = between if "\n" in between else " "
+    return f"{shown}{before}and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def printable(text: str, kept: str = "") -> str:

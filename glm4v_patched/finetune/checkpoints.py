@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..models.base import digest
+from ..terminal_text import listed
 from .origin import Origin, Rows
 
 MANIFEST = "complete.json"
@@ -218,7 +219,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
         faults = find_faults(checkpoint)
         if not faults:
             return checkpoint
-        logger.warning("%s is incomplete and not used: %s", checkpoint, _listed(faults))
+        logger.warning("%s is incomplete and not used:\n  - %s", checkpoint, _in_lines(faults))
     return None
 
 
@@ -248,7 +249,7 @@ def choose_checkpoint(folder: Path, resume: bool | Path) -> Path | None:
         raise ValueError(f"{resume} is not a checkpoint in {folder}, which holds {_names(present)}")
     if faults := find_faults(resume):
         raise ValueError(
-            f"{resume} is incomplete:{_listed(faults)}\n"
+            f"{resume} is incomplete:\n  - {_in_lines(faults)}\n"
             "continue from the last complete checkpoint instead: --resume"
         )
     later = [path for path in present if step_of(path) > step_of(resume)]
@@ -292,7 +293,7 @@ def require_same_settings(
     differences += _differences(written.base, base, of="of the model, ")
     if differences:
         raise ValueError(
-            f"{checkpoint} is of a run with other settings:{_listed(differences)}\n"
+            f"{checkpoint} is of a run with other settings:\n  - {_in_lines(differences)}\n"
             "continue with what it has, or start a new run in another folder (out)"
         )
 
@@ -308,7 +309,7 @@ def changes_of_data(checkpoint: Path, rows: Rows, accept: bool) -> list[str]:
     changes = there.changes_to(rows)
     if changes and not accept:
         raise ValueError(
-            f"{checkpoint} is of a run on other data:{_listed(changes)}\n"
+            f"{checkpoint} is of a run on other data:\n  - {_in_lines(changes)}\n"
             "continue with the data it has, or with this (--accept-changed-data), or start a new "
             "run in another folder (out)"
         )
@@ -330,6 +331,5 @@ def _names(checkpoints: list[Path]) -> str:
     return ", ".join(checkpoint.name for checkpoint in checkpoints) or "no checkpoint"
 
 
-def _listed(lines: list[str], most: int = 8) -> str:
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-    return "".join(f"\n  - {line}" for line in lines[:most] + more)
+def _in_lines(faults: list[str]) -> str:
+    return listed(faults, most=8, between="\n  - ")

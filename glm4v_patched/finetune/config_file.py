@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..terminal_text import pip_install, printable
+from ..terminal_text import listed, pip_install, printable
 
 try:
     import yaml
@@ -46,8 +46,7 @@ class RecipeError(ValueError):
 
     @classmethod
     def of(cls, faults: Sequence[str]) -> "RecipeError":
-        more = [f"and {len(faults) - MOST_FAULTS} more faults"] * (len(faults) > MOST_FAULTS)
-        return cls("\n".join([*faults[:MOST_FAULTS], *more]))
+        return cls(listed(faults, MOST_FAULTS, between="\n"))
 
 
 @dataclass(frozen=True)

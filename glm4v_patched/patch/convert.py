@@ -22,6 +22,7 @@ from ..engine.deepspeed.internals import whole_shape
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import computes_loss
 from ..remote.modeling_chatglm import GLM4VForCausalLM
+from ..terminal_text import listed
 from .repository import is_glm4v
 
 _ATTRIBUTES_OF_ANY_MODULE = frozenset(vars(nn.Module()))  # parameters, children, hooks, training
@@ -217,10 +218,8 @@ class _Conversion:
     def perform(self) -> None:
         """Change the model, or raise ``ValueError`` with the problems found."""
         if self.problems:
-            lines = self.problems[:_PROBLEMS_SHOWN]
-            if more := self.problems[_PROBLEMS_SHOWN:]:
-                lines.append(f"and {len(more)} more")
-            raise ValueError("this model cannot be patched as it is:\n- " + "\n- ".join(lines))
+            told = listed(self.problems, _PROBLEMS_SHOWN, between="\n- ")
+            raise ValueError(f"this model cannot be patched as it is:\n- {told}")
         for module, ours in self.counterparts.items():
             kept = {*_ATTRIBUTES_OF_ANY_MODULE}
             if vars(module).get("generation_config") is not None:

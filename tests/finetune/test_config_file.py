@@ -189,7 +189,7 @@ def test_a_file_in_a_deep_folder_is_named_in_full(tmp_path):
 
 def test_many_faults_are_cut(tmp_path):
     told = faults(tmp_path, RIGHT + "".join(f"unknown_{n}: 1\n" for n in range(50)))
-    assert len(told) == 21 and told[-1] == "and 30 more faults"
+    assert len(told) == 21 and told[-1] == "and 30 more"
 
 
 def test_a_name_in_one_key_is_not_taken_for_a_section(tmp_path):
