@@ -13,7 +13,7 @@ from .doctor.command import add_arguments as add_doctor_arguments
 from .finetune.start_options import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
-from .terminal_text import doing, error_text
+from .terminal_text import doing, error_text, pip_install
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
@@ -30,6 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     options.rest = rest
     try:
         return options.run(options) or 0
+    except ModuleNotFoundError as error:
+        if error.name not in ("yaml", "pydantic"):
+            raise
+        cure = f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
+        print(f"glm4v-patched: {cure}", file=sys.stderr)
+        return 1
     except (ValueError, RuntimeError, OSError) as error:
         print(f"glm4v-patched: {error_text(error)}", file=sys.stderr)
         return 1
@@ -140,8 +146,8 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 def _train(options: argparse.Namespace) -> int:
     from .engine.options import is_lora
-    from .finetune.config_file import RecipeError
     from .finetune.preflight import check
+    from .finetune.recipe_file import RecipeError
 
     overrides = [*options.overrides, *options.rest]
     try:
@@ -206,7 +212,7 @@ class _HelpWithFields(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
-        from .finetune.config import describe_fields
+        from .finetune.recipe import describe_fields
         from .finetune.shipped_recipes import shipped_names
 
         ship = "\n".join(f"  {name}" for name in shipped_names())

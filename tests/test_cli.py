@@ -19,9 +19,9 @@ from glm4v_patched.engine.deepspeed import config
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
 from glm4v_patched.finetune import launch
 from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import Origin, Rows, base_of
 from glm4v_patched.finetune.plan import Plan, check_data, settings_of
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.models.base import identify
 from glm4v_patched.terminal_text import printable
 from tests.helpers.processes import in_plain_shell

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from glm4v_patched.bench.table import read_rows
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.shipped_recipes import FOLDER
 from tests.helpers.pages import DOCS, PAGES, README, ROOT, blocks
 

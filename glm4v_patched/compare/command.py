@@ -120,7 +120,7 @@ def _compute(
 
 def _require_original(folder: Path) -> None:
     """Raise ``ValueError`` if a folder does not hold a glm-4v with code that is not ours."""
-    from ..models.weights import fault_of_model_folder, require_whole
+    from ..models.check_weights import fault_of_model_folder, require_whole
 
     if not folder.is_dir():
         raise ValueError(

@@ -23,9 +23,9 @@ from ..data.check import require_pictures
 from ..data.rows import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
-from ..finetune.config import Data, EngineFields, Recipe, TrainerFields
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
+from ..finetune.recipe import Data, EngineFields, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_pictures, question_of

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from ..atomic import require_apart
 from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
-from ..finetune.config import Recipe, located
-from ..finetune.config_file import RecipeError
 from ..finetune.origin import base_of
 from ..finetune.preflight import examine
+from ..finetune.recipe import Recipe, located
+from ..finetune.recipe_file import RecipeError
 from ..finetune.run_folder import fault_of_lock, require_usable
 from ..models.base import Base, pin
+from ..models.check_weights import require_readable, require_whole
 from ..models.placement import Device, Placement
-from ..models.weights import require_readable, require_whole
 from ..terminal_text import in_bytes
 from .findings import FAILS, OK, WARNING, Finding, finding
 

@@ -23,10 +23,10 @@ from typing import Any
 from ..engine.environment import training_environment
 from ..models.placement import Placement, place
 from ..terminal_text import error_text
-from .config import Recipe
-from .config_file import RecipeError
 from .launch import SETTINGS, prepared, require_installed
 from .preflight import check
+from .recipe import Recipe
+from .recipe_file import RecipeError
 from .start_options import add_recipe, add_start
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

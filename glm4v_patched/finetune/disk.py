@@ -14,9 +14,9 @@ from ..engine.options import (
     part_of,
     parts_trained,
 )
-from ..models.weights import shapes_of
+from ..models.check_weights import shapes_of
 from ..terminal_text import in_bytes
-from .config_trainer import save_strategy
+from .recipe_trainer import save_strategy
 
 SAVING = ("save_strategy", "save_steps")
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2

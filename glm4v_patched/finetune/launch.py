@@ -20,13 +20,13 @@ from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.environment import environments_of_ranks, python_module, training_environment
 from ..engine.options import is_lora, require_packages
 from ..models.base import pin, read_report, require_recorded_base
+from ..models.check_weights import require_whole
 from ..models.placement import Placement
-from ..models.weights import require_whole
 from ..terminal_text import doing, own_command, pip_install, printable
-from .config import Recipe
-from .config_trainer import save_strategy
 from .disk import fault_of_space
 from .origin import base_of, is_longer, length_of
+from .recipe import Recipe
+from .recipe_trainer import save_strategy
 from .run_folder import begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..models.base import (
     tensor_names,
 )
 from ..patch.config_json import read_object
-from .config import Lora, Recipe
+from .recipe import Lora, Recipe
 
 
 @dataclass(frozen=True)

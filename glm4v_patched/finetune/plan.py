@@ -31,9 +31,9 @@ from ..models.base import Base, identify, pin
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
 from .checkpoints import Manifest, changes_of_data, choose_checkpoint, require_same_settings
-from .config import Recipe, may_change
-from .config_trainer import total_steps
 from .origin import Origin, Rows, base_of, is_longer, length_of
+from .recipe import Recipe, may_change
+from .recipe_trainer import total_steps
 
 PLAN, CHECKED_DATA = "plan.json", "data.json"
 """In ``out``: the plan, and what the check found of the data."""

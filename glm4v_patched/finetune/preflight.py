@@ -17,10 +17,10 @@ from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
 from ..engine.options import require_packages
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
-from .config import Recipe, check_values, located
-from .config_file import Document, Fault, read_document, shown
 from .disk import fault_of_space
 from .origin import base_of
+from .recipe import Recipe, check_values, located
+from .recipe_file import Document, Fault, read_document, shown
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
 

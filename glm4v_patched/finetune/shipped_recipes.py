@@ -3,7 +3,7 @@
 import difflib
 from pathlib import Path
 
-from .config_file import RecipeError, shown
+from .recipe_file import RecipeError, shown
 
 FOLDER = Path(__file__).with_name("recipes")
 RECIPE = "recipe.json"  # of a run, in its folder

@@ -20,11 +20,11 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import in_bytes
-from .config import Recipe
-from .config_trainer import eval_strategy, rate_of, steps_in_epoch
-from .config_warnings import find_doubts
 from .disk import needed_space
 from .plan import Plan
+from .recipe import Recipe
+from .recipe_trainer import eval_strategy, rate_of, steps_in_epoch
+from .recipe_warnings import find_doubts
 
 GIB = 2**30
 LONGEST_SAMPLE = 1500  # characters

@@ -11,7 +11,7 @@ from enum import EnumType
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from .config_fields import AtLeastZero, NotNegative
+from .recipe_types import AtLeastZero, NotNegative
 
 _PROCESSES = "processes and their group are the launcher's: --processes"
 _COUNTED = "the loss is computed without logits, so there are no predictions to collect"

@@ -45,8 +45,13 @@ from .checkpoints import (
     CompletionMarker,
     last_complete_checkpoint,
 )
-from .config import Recipe
-from .config_trainer import (
+from .divergence import Diverged, as_json
+from .evaluation import Sample
+from .origin import Origin, length_of
+from .plan import Plan
+from .progress import FirstStep, LossPlot, Measurements, ProgressBar
+from .recipe import Recipe
+from .recipe_trainer import (
     eval_batch_size,
     eval_strategy,
     highest_rate,
@@ -54,11 +59,6 @@ from .config_trainer import (
     steps_in_epoch,
     warmup,
 )
-from .divergence import Diverged, as_json
-from .evaluation import Sample
-from .origin import Origin, length_of
-from .plan import Plan
-from .progress import FirstStep, LossPlot, Measurements, ProgressBar
 from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
 from .trainer import RecipeTrainer, Schedule

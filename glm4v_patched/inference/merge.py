@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..atomic import give_usual_modes, require_apart, require_inside
 from ..engine.folders import nearest
 from ..models.base import ADAPTER_CONFIG, Base
+from ..models.check_weights import INDEX, shards_of
 from ..models.find import adapters_of_hub, fault_of_model, find_source
-from ..models.weights import INDEX, shards_of
 from ..terminal_text import in_bytes
 
 if TYPE_CHECKING:

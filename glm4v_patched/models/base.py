@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..patch.config_json import is_glm4v, read_object
 from ..terminal_text import shorten
-from .weights import shapes_of
+from .check_weights import shapes_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REPORT = "training.json"  # what a training leaves beside what it saves

@@ -15,8 +15,8 @@ from .base import (
     pin,
     require_recorded_base,
 )
+from .check_weights import fault_of_model_folder, quantised_by, require_whole
 from .quantised_weights import WEIGHTS
-from .weights import fault_of_model_folder, quantised_by, require_whole
 
 # Names of the Hub: OWNER/NAME, of letters, digits, "-", "_" and ".", neither "--" nor ".." inside.
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<![.-])", re.ASCII)

@@ -11,7 +11,7 @@ from glm4v_patched.bench.roofline import supervised
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.tiny import golden_json
 

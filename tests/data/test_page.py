@@ -7,7 +7,7 @@ import yaml
 from PIL import Image
 
 from glm4v_patched.data.rows import read_conversations
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe import Recipe
 from tests.helpers.pages import ROOT, blocks
 from tests.helpers.recipes import LEAST
 

@@ -20,8 +20,8 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     step_of,
 )
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.plan import starting_point
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import (

@@ -9,8 +9,8 @@ from glm4v_patched.data.packing import share_out
 from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.plan import check_data
+from glm4v_patched.finetune.recipe import Recipe
 from tests.helpers.processes import run_warm
 from tests.helpers.recipes import planned
 

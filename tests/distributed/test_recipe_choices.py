@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.processes import WORKERS, run_warm

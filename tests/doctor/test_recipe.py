@@ -12,7 +12,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding
 from glm4v_patched.engine import ram
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.run_folder import locked
 from tests.helpers.recipes import drawn_recipe
 

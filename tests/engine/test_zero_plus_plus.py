@@ -5,8 +5,8 @@ import pytest
 from glm4v_patched.engine.deepspeed import config
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import Batch, states
-from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.config_file import RecipeError
+from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import decided, recipe
 

@@ -24,9 +24,9 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     write_manifest,
 )
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import Origin, Rows
 from glm4v_patched.finetune.plan import settings_of
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.worker import logging_steps
 from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.recipes import recipe

@@ -12,10 +12,10 @@ from transformers import TrainerState, TrainingArguments
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import Rows
 from glm4v_patched.finetune.plan import check_data, starting_point
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.worker import Schedule
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor

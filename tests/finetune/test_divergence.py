@@ -13,7 +13,6 @@ from transformers import Trainer, TrainerControl, TrainerState
 
 from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
 from glm4v_patched.finetune.checkpoints import find_faults
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.divergence import (
     READ_EVERY,
     Diverged,
@@ -23,6 +22,7 @@ from glm4v_patched.finetune.divergence import (
     describe,
 )
 from glm4v_patched.finetune.plots import plot_loss
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.worker import RecipeTrainer
 from tests.helpers.recipes import drawn_recipe, train_here
 from tests.helpers.sharded import as_sharded

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation, trainer
-from glm4v_patched.finetune.config import Recipe, RecipeError
 from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.plan import CHECKED_DATA, check_data, rows_of
+from glm4v_patched.finetune.recipe import Recipe, RecipeError
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.loading import load

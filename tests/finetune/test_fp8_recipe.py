@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.config_file import RecipeError
 from glm4v_patched.finetune.preflight import examine
+from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.models import placement
 from tests.helpers.recipes import LEAST, drawn_recipe, recipe, train_here
 

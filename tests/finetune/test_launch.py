@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.plan import Plan, check_data
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.run_folder import LOCK, RECORD
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement

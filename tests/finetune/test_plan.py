@@ -11,8 +11,8 @@ from glm4v_patched.engine.memory_plan import GIB, Batch
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import worker
-from glm4v_patched.finetune.config import Recipe, may_change
 from glm4v_patched.finetune.plan import Plan, check_data, make_plan
+from glm4v_patched.finetune.recipe import Recipe, may_change
 from glm4v_patched.finetune.summary import describe_policies
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig

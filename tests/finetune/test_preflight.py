@@ -26,10 +26,10 @@ from glm4v_patched.engine.memory_plan import count_parameters, count_trained
 from glm4v_patched.engine.options import PARTS, TRAINED, EngineOptions, part_of
 from glm4v_patched.engine.trainable import LORA_TARGETS, select_weights
 from glm4v_patched.finetune import disk, preflight
-from glm4v_patched.finetune.config import fields, whole_recipe
-from glm4v_patched.finetune.config_file import RecipeError, place_all
 from glm4v_patched.finetune.disk import checkpoints_at_once, saved_bytes
 from glm4v_patched.finetune.preflight import check
+from glm4v_patched.finetune.recipe import fields, whole_recipe
+from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.worker import require_gpu
 from glm4v_patched.models import placement
 from glm4v_patched.models.base import ADAPTER_WEIGHTS

@@ -17,9 +17,9 @@ from glm4v_patched.engine.memory_plan import (
 )
 from glm4v_patched.engine.options import is_lora
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.config import Recipe
-from glm4v_patched.finetune.config_file import RecipeError
 from glm4v_patched.finetune.plan import options_of
+from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.finetune.shipped_recipes import FOLDER, find_recipe, shipped_names
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import drawn_recipe, train_here

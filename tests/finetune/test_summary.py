@@ -13,9 +13,9 @@ from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import disk, progress, summary, worker
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.summary import fault_of_memory, show_sample
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement

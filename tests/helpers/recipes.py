@@ -15,8 +15,8 @@ from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune.config import Recipe
 from glm4v_patched.finetune.origin import base_of
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import cpu_environment, run_command_warm, run_warm

@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from glm4v_patched.finetune.config import Recipe
+from glm4v_patched.finetune.recipe import Recipe
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.processes import cpu_environment, run_with_limit, two_processes
 from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files, python_of_card

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 
 import glm4v_patched
 from glm4v_patched.models.base import Base, base_of_adapters
+from glm4v_patched.models.check_weights import require_whole
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.models.weights import require_whole
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.legacy_repository import remote_code_under

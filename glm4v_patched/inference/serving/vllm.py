@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from ...models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
-from ...models.weights import read_header
+from ...models.check_weights import read_header
 from ...terminal_text import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard

@@ -27,8 +27,19 @@ from ..engine.options import (
     is_lora,
     trains_vision,
 )
-from .config_data import Data
-from .config_fields import (
+from .recipe_data import Data
+from .recipe_file import (
+    Document,
+    Fault,
+    RecipeError,
+    place_all,
+    read_document,
+    read_scalar,
+    shown,
+    shown_name,
+)
+from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, whole_section
+from .recipe_types import (
     MAY_CHANGE,
     AtLeastOne,
     Expected,
@@ -40,17 +51,6 @@ from .config_fields import (
     conflicts,
     rule,
 )
-from .config_file import (
-    Document,
-    Fault,
-    RecipeError,
-    place_all,
-    read_document,
-    read_scalar,
-    shown,
-    shown_name,
-)
-from .config_trainer import MAY_CHANGE_TOO, TrainerFields, whole_section
 from .training_arguments import refusal
 
 # isort: split

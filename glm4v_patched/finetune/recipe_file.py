@@ -11,14 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..terminal_text import listed, pip_install, printable
+import yaml
 
-try:
-    import yaml
-except ImportError as error:
-    raise RuntimeError(
-        f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
-    ) from error
+from ..terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MOST_BYTES = 2**16

@@ -4,16 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..data.source import Source, make_sources
-from .config_fields import (
-    MAY_CHANGE,
-    AtLeastOne,
-    AtLeastZero,
-    Expected,
-    Folder,
-    Section,
-    Text,
-    rule,
-)
+from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
 
 # isort: split
 # After .fields, which says what to install where it is missing.

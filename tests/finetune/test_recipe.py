@@ -14,10 +14,10 @@ from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.config import Recipe, RecipeError, may_change
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.origin import Origin, Rows, base_of
 from glm4v_patched.finetune.plan import options_of, settings_of, starting_point
+from glm4v_patched.finetune.recipe import Recipe, RecipeError, may_change
 from glm4v_patched.finetune.worker import RecipeTrainer
 from glm4v_patched.models.base import identify
 from glm4v_patched.models.placement import Placement

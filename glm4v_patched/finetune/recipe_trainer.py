@@ -13,7 +13,7 @@ from pydantic import Field, create_model, model_serializer
 
 from ..engine.options import PARTS, parts_with_rates
 from ..terminal_text import pip_install
-from .config_fields import (
+from .recipe_types import (
     MAY_CHANGE,
     AtLeastOne,
     Expected,

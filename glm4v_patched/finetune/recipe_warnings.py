@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from ..engine.options import is_lora
-from .config import Recipe
-from .config_trainer import highest_rate, steps_in_epoch, warmup
+from .recipe import Recipe
+from .recipe_trainer import highest_rate, steps_in_epoch, warmup
 
 # Far above what trains a model of any size.
 HIGHEST_RATE, MOST_DECAY, MOST_EPOCHS, MOST_SCALING = 1e-2, 1.0, 100, 64.0

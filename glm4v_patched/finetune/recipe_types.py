@@ -4,16 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ..engine.activation_policies import POLICIES, check_policy
-from ..terminal_text import pip_install
-from .config_file import Fault
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-try:
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-except ImportError as error:
-    raise RuntimeError(
-        f"recipes need PyYAML and pydantic: {pip_install('glm4v-patched[train]')}"
-    ) from error
+from ..engine.activation_policies import POLICIES, check_policy
+from .recipe_file import Fault
 
 
 class Section(BaseModel):

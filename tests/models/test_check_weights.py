@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
+from glm4v_patched.models.check_weights import COMPUTED, INDEX, WHOLE, require_whole
 from glm4v_patched.models.find import fault_of_model, find_source
-from glm4v_patched.models.weights import COMPUTED, INDEX, WHOLE, require_whole
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import drawn_recipe

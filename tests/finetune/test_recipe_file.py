@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm4v_patched.engine.options import OPTIMIZERS, TRAINED
-from glm4v_patched.finetune.config import (
+from glm4v_patched.finetune.recipe import (
     EngineFields,
     Recipe,
     RecipeError,
@@ -23,7 +23,7 @@ from glm4v_patched.finetune.config import (
     located,
     whole_recipe,
 )
-from glm4v_patched.finetune.config_file import place_all, read_document
+from glm4v_patched.finetune.recipe_file import place_all, read_document
 from glm4v_patched.terminal_text import pip_install
 from tests.helpers.recipes import LEAST, recipe
 

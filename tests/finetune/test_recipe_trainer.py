@@ -18,8 +18,11 @@ from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from glm4v_patched.finetune.config import Recipe, RecipeError, fields, whole_recipe
-from glm4v_patched.finetune.config_trainer import (
+from glm4v_patched.finetune.disk import checkpoints_at_once
+from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
+from glm4v_patched.finetune.recipe import Recipe, RecipeError, fields, whole_recipe
+from glm4v_patched.finetune.recipe_trainer import (
     Schedule,
     TrainerFields,
     steps_in_epoch,
@@ -27,9 +30,6 @@ from glm4v_patched.finetune.config_trainer import (
     warmup,
     whole_section,
 )
-from glm4v_patched.finetune.disk import checkpoints_at_once
-from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.finetune.training_arguments import installed_fields, refusal
 from glm4v_patched.models.placement import Placement
