@@ -167,12 +167,15 @@ class CommandLine:
 @pytest.fixture
 def start() -> Iterator[Callable[..., CommandLine]]:
     started = []
+    # Under nohup, programs inherit that it is ignored.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def start(*arguments) -> CommandLine:
         started.append(CommandLine(*arguments))
         return started[-1]
 
     yield start
+    signal.signal(signal.SIGHUP, before)
     for run in started:
         for process in run.alive():
             process.kill()
