@@ -145,11 +145,6 @@ def learned_turns(messages: Sequence[dict]) -> list[bool]:
     return [message.get("train", True) for message in messages if message["role"] == "assistant"]
 
 
-def prompt_of(messages: Sequence[dict]) -> list[dict]:
-    """All before the last message, which is the assistant's answer, as the processor takes it."""
-    return without_marks(messages[:-1])
-
-
 def refuse_keys(
     unknown: Iterable[str],
     cures: dict[str, str],

@@ -214,12 +214,6 @@ def trains_vision(trained: str) -> bool:
     return trains_tower(trained) or "adapter" in parts_trained(trained)
 
 
-def check_optimizer(optimizer: str) -> None:
-    """Raises ``ValueError`` if there is no such optimizer."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"the optimizer is {optimizer!r}; expected {' or '.join(OPTIMIZERS)}")
-
-
 def require_packages(choice: str, typed: str | None = None) -> None:
     """Raise ``RuntimeError`` naming what a choice, ``typed`` so, needs and does not find."""
     missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]

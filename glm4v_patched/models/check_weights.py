@@ -237,7 +237,7 @@ def require_readable(model: str, revision: str | None = None) -> None:
 def _require_readable(read: Callable[[dict], Any], values: dict, place: str) -> None:
     try:
         read(deepcopy(values))
-    except Exception as error:
+    except Exception as error:  # values that nobody foresaw make transformers raise any kind
         for key in values:
             with suppress(Exception):
                 read({name: deepcopy(value) for name, value in values.items() if name != key})

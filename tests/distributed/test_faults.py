@@ -226,7 +226,8 @@ def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
     "number",
     [
         signal.SIGINT,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP)),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(

@@ -40,6 +40,13 @@ PICTURE = Image.fromarray(images.pop("picture").numpy())
 results, pixels = {}, {}
 
 
+def chat_of(tokenizer, messages: list[dict]):
+    """Every one of the scripts takes its chats so."""
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_tensors="pt", return_dict=True
+    )
+
+
 def ids_of(inputs) -> dict:
     """All but the pictures, as lists; notes shapes and dtypes."""
     assert {value.dtype for name, value in inputs.items() if name != "images"} == {torch.int64}
@@ -48,13 +55,7 @@ def ids_of(inputs) -> dict:
 
 def model_card() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "image": PICTURE, "content": QUESTION}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    inputs = chat_of(tokenizer, [{"role": "user", "image": PICTURE, "content": QUESTION}])
     inputs = inputs.to("cpu")
     model = AutoModelForCausalLM.from_pretrained(
         folder, torch_dtype=torch.bfloat16, low_cpu_mem_usage=True, trust_remote_code=True
@@ -71,13 +72,7 @@ def model_card() -> None:
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     if type(processor) is type(tokenizer):
         return
-    grown = processor.apply_chat_template(
-        [{"role": "user", "image": PICTURE, "content": QUESTION}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    grown = chat_of(processor, [{"role": "user", "image": PICTURE, "content": QUESTION}])
     assert set(grown) == {"input_ids", "attention_mask", "pixel_values"}
     new = model.generate(**grown, max_new_tokens=outputs.shape[1], do_sample=False)
     results["processor"] = {"new": new[:, grown["input_ids"].shape[1] :].tolist()}
@@ -111,13 +106,7 @@ def load_for_demos():
 
 
 def stream(tokenizer, model, messages) -> tuple[dict, str]:
-    inputs = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_tensors="pt",
-        return_dict=True,
-    ).to(next(model.parameters()).device)
+    inputs = chat_of(tokenizer, messages).to(next(model.parameters()).device)
     streamer = TextIteratorStreamer(
         tokenizer=tokenizer, timeout=60, skip_prompt=True, skip_special_tokens=True
     )
@@ -178,13 +167,9 @@ def inference() -> None:
     model = AutoModel.from_pretrained(
         folder, trust_remote_code=True, device_map="auto", torch_dtype=torch.bfloat16
     )
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION, "image": PICTURE}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_tensors="pt",
-        return_dict=True,
-    ).to(model.device)
+    inputs = chat_of(tokenizer, [{"role": "user", "content": QUESTION, "image": PICTURE}]).to(
+        model.device
+    )
     outputs = model.generate(
         **inputs,
         max_new_tokens=8,
@@ -201,12 +186,6 @@ def inference() -> None:
     }
 
 
-def chat_of(tokenizer, message: dict):
-    return tokenizer.apply_chat_template(
-        [message], add_generation_prompt=True, tokenize=True, return_tensors="pt", return_dict=True
-    )
-
-
 def evaluators() -> None:
     """VLMEvalKit's, MMTrustEval's and VLABench's models of one question and one picture."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -215,7 +194,7 @@ def evaluators() -> None:
     model = model.to("cpu").eval()
 
     def answer(picture, question, model=model, **options) -> str:
-        inputs = chat_of(tokenizer, {"role": "user", "image": picture, "content": question})
+        inputs = chat_of(tokenizer, [{"role": "user", "image": picture, "content": question}])
         with torch.no_grad():
             drawn = model.generate(**inputs.to("cpu"), **options)
         return tokenizer.decode(drawn[:, inputs["input_ids"].shape[1] :][0])
@@ -228,7 +207,7 @@ def evaluators() -> None:
     ends = {"eos_token_id": tokenizer.eos_token_id, "forced_eos_token_id": tokenizer.eos_token_id}
     limits = {"max_new_tokens": 6, "do_sample": False, **ends}
     whole = answer(PICTURE, QUESTION, **limits)
-    asked = chat_of(tokenizer, {"role": "user", "content": QUESTION}).to(model.device)
+    asked = chat_of(tokenizer, [{"role": "user", "content": QUESTION}]).to(model.device)
     of_text = tokenizer.decode(
         model.generate(**asked, **limits)[:, asked["input_ids"].shape[1] :][0]
     )
@@ -263,7 +242,7 @@ def comfyui() -> None:
     answers = []
     for rest in ({"image": PICTURE}, {}):
         message = {"role": "user", "content": f"Answer briefly. {QUESTION}", **rest}
-        inputs = {k: v.to(model.device) for k, v in chat_of(tokenizer, message).items()}
+        inputs = {k: v.to(model.device) for k, v in chat_of(tokenizer, [message]).items()}
         drawn = {"temperature": 0.1, "top_k": 40, "top_p": 0.7, "repetition_penalty": 1.1}
         with torch.no_grad():
             outputs = model.generate(**inputs, max_new_tokens=8, **drawn)
@@ -280,13 +259,7 @@ def server() -> None:
         {"role": "assistant", "content": "Hello, how are you?"},
         {"role": "user", "content": QUESTION, "image": PICTURE},
     ]
-    inputs = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_tensors="pt",
-        return_dict=True,
-    ).to(next(model.parameters()).device)
+    inputs = chat_of(tokenizer, messages).to(next(model.parameters()).device)
     pixels["server"] = inputs["images"]
     texts = []
     for temperature in (0.0, 0.8):
@@ -528,13 +501,7 @@ def self_llm() -> None:
     ).eval()
     model = PeftModel.from_pretrained(model, model_id=f"{out}/lora")
     messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_tensors="pt",
-        return_dict=True,
-    ).to("cpu")
+    inputs = chat_of(tokenizer, messages).to("cpu")
     with torch.no_grad():
         outputs = model.generate(**inputs, max_length=2500, do_sample=True, top_k=1)
         outputs = outputs[:, inputs["input_ids"].shape[1] :]
