@@ -9,20 +9,19 @@ import pytest
 from transformers import Trainer
 
 from glm4v_patched.atomic import write_atomically
+from glm4v_patched.data import checked_data
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.pictures import PictureFiles
-from glm4v_patched.data.stored_rows import RowsWriter
+from glm4v_patched.data.stored_rows import write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin, close_record
 from glm4v_patched.finetune.worker import _write_report
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.recipes import recipe
+from tests.helpers.recipes import recipe, stored
 
 
 def rows_of(folder: Path):
-    writer = RowsWriter(folder / "rows.arrow")
-    writer.add(messages="[]" * 5000, digest=bytes(32))
-    return writer.close()
+    return stored({"messages": "[]" * 5000})
 
 
 def checked_of(folder: Path) -> CheckedData:
@@ -40,7 +39,7 @@ def report_of(out: Path) -> None:
 
 WRITERS = {
     "content": lambda out, apart: write_atomically(out / "a", b"x" * 9000),
-    "rows": lambda out, apart: rows_of(apart).move(out / "data.arrow"),
+    "rows": lambda out, apart: write_stored(rows_of(apart), out / "data.arrow"),
     "checked": lambda out, apart: checked_of(apart).write(out / "data.json"),
     "picture": lambda out, apart: PictureFiles("", store=out).path_of(b"x" * 9000),
     "record": lambda out, apart: close_record(out, adapters=True),
@@ -68,7 +67,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path,
         monkeypatch.setitem(globals(), "rows_of", lambda folder: prepared)
     if kind == "checked":
         # The rows are there already, so that it is the text which finds no room.
-        monkeypatch.setattr(type(prepared), "move", lambda rows, path: rows)
+        monkeypatch.setattr(checked_data, "write_stored", lambda rows, path: rows)
     with pytest.raises((OSError, ValueError)), files_of_at_most(4000):
         WRITERS[kind](out, apart)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -1,11 +1,11 @@
 """Checks sets of conversations before anything is trained on them, and says what was found.
 
 Every row is read, rendered and counted, every picture decoded to its end (:func:`check_sets`). The
-rows go to a file, from which training processes read them, and what was found beside it
-(:class:`checked_data.CheckedData`). What was good once is remembered (:mod:`check_cache`) and not
-looked at again until it changes.
+rows go to a file (:mod:`stored_rows`), from which training processes read them, and what was found
+beside it (:class:`checked_data.CheckedData`). Pictures that were good once are remembered
+(:mod:`check_cache`) and not decoded again until they change.
 
-No more rows are held in memory than are worked on at once; of all, their sizes and digests are.
+No more rows are held in memory than are worked on at once; of all, the paths of their pictures are.
 """
 
 import hashlib
@@ -13,36 +13,34 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
 import PIL
+from datasets import Dataset
 from tqdm import tqdm
 
 from ..terminal_text import shorten
 from .check_cache import Memory, default_path
-from .checked_data import RULES, CheckedData, FileStamp, digest_file, stamp_of
+from .checked_data import RULES, CheckedData, FileStamp, digest_file, row_digests, stamp_of
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
 from .messages import pictures_of, replace_pictures
 from .pictures import Picture
-from .rendering import measure_all
 from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .source import Source
-from .stored_rows import RowsWriter, StoredRows
-from .temporary_folder import make_workplace
+from .stored_rows import ROWS_AT_ONCE, column, forget_rows, parts, store_rows
 
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
 # So much of the work is not lost if it is stopped.
 KEPT_AT_ONCE = 1000
-# Rendered in as many seconds as a process takes to start, which imports torch.
-ROWS_A_PROCESS = 10_000
 # Whose ids take a second. With one id for 100 blanks they would fit into 8,192 positions.
 MOST_CHARACTERS = 2**20
 # A file that changes twice within a tick of its file system's clock has one time for both.
@@ -59,9 +57,8 @@ class _Read:
 
     sources: Sources
     files: list[FileStamp]
-    rows: StoredRows
-    pictures: dict[str, None]
-    """Their paths."""
+    rows: Dataset
+    workplace: TemporaryDirectory | None
     faults: list[list[Fault]] = field(default_factory=list)
     """Of each set."""
     dropped: set[int] = field(default_factory=set)
@@ -99,36 +96,27 @@ def check_sets(
             digests are the lowest, wherever they stand, so that equal rows are on one side.
         pack_to: Length of a packed row, which no conversation may exceed.
         on_bad: Raise for rows that cannot be used, or leave them out.
-        memory: Where what was found is kept; default :func:`memory.default_path`.
+        memory: Where what was found of pictures is kept, and rows in a folder beside it; default
+            :func:`check_cache.default_path`.
 
     Raises:
         ValueError: a set cannot be read, or rows of it cannot be used: lists up to 20. Or no row is
             left for training or for evaluation.
     """
-    workplace = make_workplace()
-    folder = Path(workplace.name)
     share = evaluate if isinstance(evaluate, float) else None
     others = () if evaluate is None or isinstance(evaluate, float) else evaluate
-    given = [_read(of, folder / f"read{n}.arrow") for n, of in enumerate([sources, others]) if of]
-    _require_some_of_each(sources, given[0].rows)
     collator = ConversationCollator(processor)
-    with closing(Memory(memory or default_path())) as remembered:
-        facts = _check_pictures([path for read in given for path in read.pictures], remembered)
-        sizes = [_check_rows(read.rows, collator, remembered) for read in given]
-    for read, of_rows in zip(given, sizes, strict=True):
-        _add_faults(read, of_rows, facts, max_positions, pack_to)
+    memory = memory or default_path()
+    given = [_read(of, collator, memory) for of in (sources, others) if of]
+    _require_some_of_each(sources, given[0].rows)
+    with closing(Memory(memory)) as remembered:
+        shown = [path for read in given for path in _pictures_of(read.rows)]
+        facts = _check_pictures(shown, remembered)
+    for read in given:
+        _find_faults(read, facts, max_positions, pack_to)
     _refuse_or_tell(given, on_bad)
-    made = []
-    for number, (read, of_rows) in enumerate(zip(given, sizes, strict=True)):
-        sides: list[Callable[[bytes], bool]] = [lambda digest: True]
-        if share is not None:
-            sides = [lambda digest: not _is_held_out(digest, share)]
-            sides += [lambda digest: _is_held_out(digest, share)]
-        for side, takes in enumerate(sides):
-            path = folder / f"kept{number}{side}.arrow"
-            made.append(_keep(read, of_rows, facts, path, takes, pack_to))
-        read.rows.path.unlink()
-    checked, *rest = [replace(one, workplace=workplace) for one in made]
+    made = [_keep(read, facts, pack_to, side) for read in given for side in _sides(share)]
+    checked, *rest = made
     _require_some_of_each(sources, checked.rows)
     if not rest:
         return checked
@@ -163,63 +151,113 @@ def require_pictures(
         raise ValueError(f"{text}\n{cure_of(text, '--image-folder')}")
 
 
-def digest_row(messages: list[dict], pictures: dict[str, Facts]) -> bytes:
-    """sha256 of a row's JSON, with the sha256 of each picture for its path.
+def _digest_messages(messages: list[dict]) -> bytes:
+    """sha256 of a row's JSON, without its pictures.
 
     The keys of a message are sorted; those in tools are not, for the template writes them as they
     stand.
     """
-    return _digest_messages(messages, lambda path: pictures[path].sha256)
-
-
-def _digest_messages(messages: list[dict], name_of: Callable[[str], str]) -> bytes:
     if pictures_of(messages):
-        messages = replace_pictures(messages, name_of)
+        messages = replace_pictures(messages, lambda path: "")
     messages = [dict(sorted(message.items())) for message in messages]
-    text = ENCODER.encode(messages)
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(ENCODER.encode(messages).encode()).digest()
 
 
-def _is_held_out(digest: bytes, share: float) -> bool:
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+def _sides(share: float | None) -> list[Callable[[str], bool]]:
+    """Which rows are taken, by their digests: all; or those to train on, and those held out."""
+    if share is None:
+        return [lambda digest: True]
+    return [
+        lambda digest: not _is_held_out(digest, share),
+        lambda digest: _is_held_out(digest, share),
+    ]
+
+
+def _is_held_out(digest: str, share: float) -> bool:
+    return int(digest[:16], 16) < share * 2**64
 
 
 # Sets
 
 
-def _read(sources: Sources, path: Path) -> _Read:
-    """Read sets to a file; digests in it are of rows without their pictures."""
-    writer = RowsWriter(path)
-    files: list[FileStamp] = []
-    pictures: dict[str, None] = {}
-    faults: list[list[Fault]] = []
-    for number, source in enumerate(sources):
+def _read(sources: Sources, collator: ConversationCollator, memory: Path | None) -> _Read:
+    """Read and measure the rows of sets."""
+    files = []
+    for source in sources:
         if os.path.isfile(source.path):
             found = stamp_of(source.path) or (-1, -1)
             files.append(FileStamp(source.path, *found, digest_file(source.path)))
-        faults.append([])
-        for row in tqdm(read_rows(source), desc="reading rows", disable=None, delay=5):
-            if isinstance(row, Fault):
-                faults[-1].append(row)
-                continue
-            text = ENCODER.encode(row.messages)
-            if len(text) > MOST_CHARACTERS:
-                told = f"has {len(text):,} characters; expected {MOST_CHARACTERS:,} at most"
-                faults[-1].append(Fault(row.line, f"{told}: shorten the conversation"))
-                continue
-            pictures |= dict.fromkeys(row.pictures)
-            writer.add(
-                messages=text,
-                source=number,
-                line=row.line,
-                digest=_digest_messages(row.messages, lambda path: ""),
-            )
-    return _Read(sources, files, writer.close(), pictures, faults)
+    folder = None if memory is None else memory.parent / "rows"
+    key = None
+    if len(files) == len(sources):  # of folders and the Hub it is not seen whether they changed
+        sets = [asdict(source) | {"weight": 1} for source in sources]
+        key = [sets, [stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
+    rows, workplace = store_rows(lambda: _rows_of(sources, collator), key, folder)
+    faults: list[list[Fault]] = [[] for _ in sources]
+    dropped = set()
+    for start, part in parts(rows, "source", "line", "fault"):
+        for row, (source, line, fault) in enumerate(zip(*part.values(), strict=True), start):
+            if fault is not None:
+                faults[source].append(Fault(line, fault))
+                dropped.add(row)
+    if dropped:
+        forget_rows(rows)  # what cannot be fetched now may be there next time
+    return _Read(sources, files, rows, workplace, faults, dropped)
 
 
-def _require_some_of_each(sources: Sources, rows: StoredRows) -> None:
+def _rows_of(sources: Sources, collator: ConversationCollator) -> Iterator[dict[str, Any]]:
+    """The rows of sets as they are stored, measured some at a time."""
+    for number, source in enumerate(sources):
+        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
+        while some := [*islice(read, ROWS_AT_ONCE)]:
+            stored = [_as_stored(row, number) for row in some]
+            good = [at for at, row in enumerate(stored) if row["fault"] is None]
+            for at, size in zip(
+                good, _measure([some[at][1] for at in good], collator), strict=True
+            ):
+                stored[at] |= {"fault": size} if isinstance(size, str) else size._asdict()
+            yield from stored
+
+
+def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
+    messages = [] if isinstance(row, Fault) else row.messages
+    text = ENCODER.encode(messages)
+    fault = row.text if isinstance(row, Fault) else None
+    if len(text) > MOST_CHARACTERS:
+        fault = f"has {len(text):,} characters; expected {MOST_CHARACTERS:,} at most: shorten the "
+        fault, text = fault + "conversation", ""
+    return {
+        "messages": text,
+        "pictures": pictures_of(messages),
+        "source": source,
+        "line": row.line,
+        "digest": _digest_messages(messages),
+        "fault": fault,
+        **dict.fromkeys(Size._fields, 0),
+    }
+
+
+def _measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[Size | str]:
+    """The size of each conversation, or why it cannot be rendered."""
+    if not conversations:
+        return []
+    try:
+        return [*collator.measure(conversations)]
+    except Exception as error:  # a template and its filters raise what they like
+        if len(conversations) == 1:
+            return [f"cannot be rendered by the model's chat template: {error}"]
+        return [_measure([conversation], collator)[0] for conversation in conversations]
+
+
+def _pictures_of(rows: Dataset) -> Iterator[str]:
+    for _, part in parts(rows, "pictures"):
+        for pictures in part["pictures"]:
+            yield from pictures
+
+
+def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
     """Raise ``ValueError`` if a set has rows and a weight so small that none of them comes."""
-    counts = np.bincount(rows.column("source"), minlength=len(sources)).tolist()
+    counts = np.bincount(column(rows, "source"), minlength=len(sources)).tolist()
     for source, count in zip(sources, counts, strict=True):
         if count and not round(source.weight * count):
             raise ValueError(
@@ -229,26 +267,21 @@ def _require_some_of_each(sources: Sources, rows: StoredRows) -> None:
             )
 
 
-def _add_faults(
-    read: _Read,
-    sizes: "_Sizes",
-    facts: dict[str, Facts],
-    max_positions: int,
-    pack_to: int | None,
+def _find_faults(
+    read: _Read, facts: dict[str, Facts], max_positions: int, pack_to: int | None
 ) -> None:
-    """What is wrong with rows that were read."""
-    for start, part in read.rows.parts():
-        for at, (text, source, line) in enumerate(
-            zip(part["messages"], part["source"], part["line"], strict=True)
-        ):
-            shown = pictures_of(json.loads(text)) if read.pictures else []
-            fault = _fault_of_pictures(shown, facts)
+    """What is wrong with rows that were read and rendered."""
+    for start, part in parts(read.rows, "source", "line", "pictures", *Size._fields):
+        columns = zip(*part.values(), strict=True)
+        for row, (source, line, pictures, *size) in enumerate(columns, start):
+            if row in read.dropped:
+                continue
+            fault = _fault_of_pictures(pictures, facts)
             if fault is None:
-                size = sizes.of(start + at)
-                fault = _fault_of_size(len(shown), size, max_positions, pack_to)
+                fault = _fault_of_size(len(pictures), Size(*size), max_positions, pack_to)
             if fault is not None:
                 read.faults[source].append(Fault(line, fault))
-                read.dropped.add(start + at)
+                read.dropped.add(row)
     for faults in read.faults:
         faults.sort()
 
@@ -256,13 +289,10 @@ def _add_faults(
 def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None:
     told = []
     for read in given:
-        of_set = read.rows.column("source")
-        good = np.delete(of_set, [*read.dropped])
-        counts = np.bincount(good, minlength=len(read.sources)).tolist()
+        counts = np.bincount(column(read.rows, "source"), minlength=len(read.sources)).tolist()
         for source, faults, count in zip(read.sources, read.faults, counts, strict=True):
-            total = count + len(faults)
             if faults:
-                told.append(describe_faults(source, faults, total))
+                told.append(describe_faults(source, faults, count))
     if not told:
         return
     text = "\n".join(told)
@@ -274,47 +304,31 @@ def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None
 
 
 def _keep(
-    read: _Read,
-    sizes: "_Sizes",
-    facts: dict[str, Facts],
-    path: Path,
-    takes: Callable[[bytes], bool],
-    pack_to: int | None,
+    read: _Read, facts: dict[str, Facts], pack_to: int | None, takes: Callable[[str], bool]
 ) -> CheckedData:
-    """Write the rows that can be used, and are on this side, with what was found of them."""
-    writer = RowsWriter(path)
-    shown: dict[str, None] = {}
-    for start, part in read.rows.parts():
-        columns = (part[name] for name in ("messages", "source", "line", "digest"))
-        for row, (text, source, line, digest) in enumerate(zip(*columns, strict=True), start):
-            if row in read.dropped:
-                continue
-            pictures = []
-            if read.pictures:
-                messages = json.loads(text)
-                pictures = pictures_of(messages)
-                digest = digest_row(messages, facts) if pictures else digest
-            if takes(digest):
-                shown |= dict.fromkeys(pictures)
-                size = sizes.of(row)
-                assert isinstance(size, Size)
-                of_row = {"messages": text, "source": source, "line": line, "digest": digest}
-                writer.add(**of_row, **size._asdict())
+    """The rows that can be used, and are on this side, with what was found of them."""
+    good = np.delete(np.arange(len(read.rows)), [*read.dropped])
+    rows = read.rows.select(good)
+    digests = row_digests(rows, {path: found.sha256 for path, found in facts.items()})
+    rows = rows.select([row for row, digest in enumerate(digests) if takes(digest)])
     return CheckedData(
         sources=tuple(read.sources),
         files=tuple(read.files),
         pack_to=pack_to,
-        rows=writer.close(),
-        pictures=tuple(Picture(path, *facts[path][:4]) for path in shown),
+        rows=rows,
+        pictures=tuple(
+            Picture(path, *facts[path][:4]) for path in dict.fromkeys(_pictures_of(rows))
+        ),
         skipped=read.skipped,
+        workplace=read.workplace,
     )
 
 
 def _require_both(checked: CheckedData, evaluated: CheckedData, share: float | None) -> None:
     rows, held_out = len(checked.rows), len(evaluated.rows)
     if share is None:
-        there = {bytes(digest) for digest in checked.rows.column("digest")}
-        same = sum(bytes(digest) in there for digest in evaluated.rows.column("digest"))
+        there = {*checked.row_digests}
+        same = sum(digest in there for digest in evaluated.row_digests)
         if same:
             print(f"{same:,} of the {held_out:,} rows of data.eval are trained on, too", flush=True)
     elif not (rows and held_out):
@@ -389,76 +403,6 @@ def _fault_of_pictures(shown: list[str], pictures: dict[str, Facts]) -> str | No
     return None
 
 
-# Rows
-
-
-class _Sizes:
-    """Of rows by their numbers, or why they cannot be rendered."""
-
-    def __init__(self, number: int):
-        self.sizes = np.full((number, len(Size._fields)), -1, np.int32)
-        self.faults: dict[int, str] = {}
-
-    def set(self, row: int, size: Size | str) -> None:
-        if isinstance(size, str):
-            self.faults[row] = size
-        else:
-            self.sizes[row] = size
-
-    def of(self, row: int) -> Size | str:
-        if row in self.faults:
-            return self.faults[row]
-        return Size(*self.sizes[row].tolist())
-
-
-def _check_rows(rows: StoredRows, collator: ConversationCollator, memory: Memory) -> _Sizes:
-    """The size of each row, or why it cannot be rendered."""
-    renderer = _digest_renderer(collator.processor)
-    sizes = _Sizes(len(rows))
-    new = 0
-    for start, part in rows.parts():
-        keys = [f"row {renderer} {digest.hex()}" for digest in part["digest"]]
-        known = memory.get(dict.fromkeys(keys))
-        for row, key in enumerate(keys, start):
-            if key in known:
-                sizes.set(row, Size(*known[key]))
-        new += len({*keys} - known.keys())
-    processes = min(new // ROWS_A_PROCESS, os.cpu_count() or 1)
-    waiting: deque[tuple[str, list[int]]] = deque()
-    measured = measure_all(_new_rows(rows, sizes, waiting), collator, processes)
-    learned: dict[str, Any] = {}
-    with (
-        closing(measured),
-        tqdm(total=new, desc="rendering rows", disable=None, delay=1) as bar,
-    ):
-        for size in measured:
-            bar.update()
-            digest, same = waiting.popleft()
-            for row in same:
-                sizes.set(row, size)
-            if isinstance(size, Size):
-                learned[f"row {renderer} {digest}"] = size
-            if len(learned) == KEPT_AT_ONCE:
-                memory.put(learned)
-                learned = {}
-    memory.put(learned)
-    return sizes
-
-
-def _new_rows(
-    rows: StoredRows, sizes: _Sizes, waiting: deque[tuple[str, list[int]]]
-) -> Iterator[list[dict]]:
-    """Rows without a size, each once in a part; ``waiting`` gets their digests and numbers."""
-    for start, part in rows.parts():
-        same: dict[bytes, list[int]] = {}
-        for at, digest in enumerate(part["digest"]):
-            if sizes.sizes[start + at, 0] < 0:
-                same.setdefault(digest, []).append(start + at)
-        for digest, numbers in same.items():
-            waiting.append((digest.hex(), numbers))
-            yield json.loads(part["messages"][numbers[0] - start])
-
-
 def _digest_renderer(processor) -> str:
     """The same where a row has the same ids."""
     facts = [
@@ -471,10 +415,8 @@ def _digest_renderer(processor) -> str:
 
 
 def _fault_of_size(
-    pictures: int, size: Size | str, max_positions: int, pack_to: int | None
+    pictures: int, size: Size, max_positions: int, pack_to: int | None
 ) -> str | None:
-    if isinstance(size, str):
-        return size
     if size.images != pictures:
         return (
             f"has {pictures} pictures, and the model's chat template makes places for "

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
+from datasets import Dataset
 
 from ..atomic import write_atomically
 from ..terminal_text import own_command
@@ -18,9 +20,9 @@ from .packing import share_out
 from .pictures import Picture
 from .rows import place
 from .source import Source
-from .stored_rows import Conversations, StoredRows
+from .stored_rows import Conversations, column, parts, read_stored, write_stored
 
-RULES = 5
+RULES = 6
 """Raised with every change after which what was good may no longer be."""
 
 
@@ -82,7 +84,7 @@ class CheckedData:
     sources: tuple[Source, ...]
     files: tuple[FileStamp, ...]
     pack_to: int | None
-    rows: StoredRows
+    rows: Dataset
     pictures: tuple[Picture, ...]
     skipped: int
     eval: "CheckedData | None" = None
@@ -104,20 +106,20 @@ class CheckedData:
         weights = [source.weight for source in self.sources]
         if all(weight == 1 for weight in weights):
             return np.arange(len(self.rows))
-        of_set = self.rows.column("source")
-        digests = self.rows.column("digest")[:, :8].copy().view(">u8")[:, 0]
-        parts = []
+        of_set = column(self.rows, "source")
+        first_halves = column(self.rows, "digest")[:, :8].copy().view(">u8")[:, 0]
+        chosen_rows = []
         for number, weight in enumerate(weights):
             rows = np.flatnonzero(of_set == number)
             more = round((weight - int(weight)) * len(rows))
-            chosen = rows[np.argsort(digests[rows], kind="stable")[:more]]
-            parts += [rows] * int(weight) + [np.sort(chosen)]
-        return np.concatenate(parts)
+            chosen = rows[np.argsort(first_halves[rows], kind="stable")[:more]]
+            chosen_rows += [rows] * int(weight) + [np.sort(chosen)]
+        return np.concatenate(chosen_rows)
 
     def column(self, name: str) -> np.ndarray:
         """Of each conversation, in order: "positions", "in_table", "images" or "learned" of its
         :class:`Size`."""
-        return self.rows.column(name)[self.order]
+        return column(self.rows, name)[self.order]
 
     @cached_property
     def row_sizes(self) -> tuple[Size, ...]:
@@ -127,9 +129,11 @@ class CheckedData:
 
     @cached_property
     def row_digests(self) -> tuple[str, ...]:
-        """Of each conversation, by :func:`check.digest_row`."""
-        names = bytes(self.rows.column("digest")).hex()
-        return tuple(names[64 * row : 64 * row + 64] for row in self.order.tolist())
+        """Of each conversation, by :func:`row_digests`."""
+        digests = row_digests(
+            self.rows, {picture.path: picture.sha256 for picture in self.pictures}
+        )
+        return tuple(digests[row] for row in self.order.tolist())
 
     @cached_property
     def row_lines(self) -> tuple[int | str, ...]:
@@ -165,8 +169,8 @@ class CheckedData:
     def place(self, conversation: int) -> str:
         """Where a conversation stands, for people."""
         row = int(self.order[conversation])
-        source = self.sources[int(self.rows.column("source")[row])]
-        return place(source, int(self.rows.column("line")[row]))
+        source = self.sources[self.rows[row]["source"]]
+        return place(source, self.rows[row]["line"])
 
     def conversations(self) -> Conversations:
         """The conversations of an epoch, which are read from the disk.
@@ -187,20 +191,20 @@ class CheckedData:
     def write(self, path: Path) -> "CheckedData":
         """Write what was found to a JSON file, and the rows beside it."""
         moved = self._move(path, "")
-        write_atomically(path, json.dumps(moved._values() | {"rules": RULES}))
+        write_atomically(path, json.dumps(moved._values(path, "") | {"rules": RULES}))
         return moved
 
     def _move(self, path: Path, suffix: str) -> "CheckedData":
-        rows = self.rows.move(path.with_name(f"{path.stem}{suffix}.arrow"))
+        rows = write_stored(self.rows, path.with_name(f"{path.stem}{suffix}.arrow"))
         eval_rows = None if self.eval is None else self.eval._move(path, "_eval")
-        return replace(self, rows=rows, eval=eval_rows)
+        return replace(self, rows=rows, eval=eval_rows, workplace=None)
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, path: Path, suffix: str) -> dict[str, Any]:
         names = ("files", "pack_to", "pictures", "skipped", "asked")
         values = {name: getattr(self, name) for name in names}
         values["sources"] = [asdict(source) for source in self.sources]
-        values["rows"] = self.rows.path.name
-        return values | {"eval": None if self.eval is None else self.eval._values()}
+        values["rows"] = [f"{path.stem}{suffix}.arrow", len(self.rows)]
+        return values | {"eval": None if self.eval is None else self.eval._values(path, "_eval")}
 
     @classmethod
     def read(cls, path: Path) -> "CheckedData":
@@ -223,6 +227,7 @@ class CheckedData:
     @classmethod
     def _of(cls, values: dict, folder: Path) -> "CheckedData":
         evaluated = values.pop("eval")
+        name, number = values.pop("rows")
         return cls(
             sources=tuple(
                 Source(**source | {"ignore": tuple(source["ignore"])})
@@ -230,7 +235,7 @@ class CheckedData:
             ),
             files=tuple(FileStamp(*item) for item in values.pop("files")),
             pictures=tuple(Picture(*item) for item in values.pop("pictures")),
-            rows=StoredRows(folder / values.pop("rows")),
+            rows=read_stored(folder / name, number),
             eval=None if evaluated is None else cls._of(evaluated, folder),
             **values,
         )
@@ -247,6 +252,20 @@ class CheckedData:
         return self._facts() == other._facts() and self.eval == other.eval
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def row_digests(rows: Dataset, pictures: Mapping[str, str]) -> list[str]:
+    """sha256 of each row's words and of the bytes of its pictures, wherever they lie.
+
+    Args:
+        pictures: sha256 of the bytes of each, by its path.
+    """
+    digests = []
+    for _, part in parts(rows, "digest", "pictures"):
+        for words, shown in zip(*part.values(), strict=True):
+            of_pictures = "".join(pictures[path] for path in shown).encode()
+            digests.append(hashlib.sha256(words + of_pictures).hexdigest())
+    return digests
 
 
 def stamp_of(path: str) -> tuple[int, int] | None:

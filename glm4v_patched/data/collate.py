@@ -43,9 +43,8 @@ class ConversationCollator:
         self.end_id = tokenizer.eos_token_id
         self.image_id = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
         self.assistant_id = tokenizer.convert_tokens_to_ids("<|assistant|>")
-        self.role_ids = tokenizer.convert_tokens_to_ids(
-            ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-        )
+        roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+        self.role_ids = frozenset(tokenizer.convert_tokens_to_ids(roles))
 
     def __call__(self, conversations: list[list[dict]]) -> dict[str, Tensor]:
         """Returns ``input_ids``, ``attention_mask``, ``labels`` ``(B, L)`` padded on the right,
@@ -92,18 +91,18 @@ class ConversationCollator:
 
     def measure(self, conversations: list[list[dict]]) -> list[Size]:
         """Sizes of what :meth:`encode` makes of each; images are not opened."""
-        rows = self.processor.tokenizer.apply_chat_template(
+        rows = self.processor.tokenizer.encode_chats(
             [without_marks(conversation) for conversation in conversations],
             chat_template=self.processor.chat_template,
-            return_dict=False,
-        )
+        )["input_ids"]
         sizes = []
         for ids, conversation in zip(rows, conversations, strict=True):
             ids = [*ids, self.end_id]
             images = ids.count(self.image_id)
             # In what the tokenizer writes, an image has one id for all its inner positions.
             positions = len(ids) + images * (self.processor.num_image_tokens - 1)
-            learned = sum(label != IGNORE_INDEX for label in self.labels(ids, conversation))
+            labels = self.labels(ids, conversation)
+            learned = len(labels) - labels.count(IGNORE_INDEX)
             sizes.append(Size(positions, len(ids), images, learned))
         return sizes
 
@@ -126,10 +125,9 @@ class ConversationCollator:
                 "are not known: use the template of this package's tokenizer"
             )
         turns = iter(learned)
-        labels, speaking = [], False
-        for at, token in enumerate(ids):
-            ends_turn = token in self.role_ids or at == len(ids) - 1
-            labels.append(token if speaking else IGNORE_INDEX)
-            if ends_turn:
-                speaking = token == self.assistant_id and next(turns)
+        labels = [IGNORE_INDEX] * len(ids)
+        roles = [at for at, token in enumerate(ids) if token in self.role_ids]
+        for at, ends_at in zip(roles, [*roles[1:], len(ids) - 1], strict=True):
+            if ids[at] == self.assistant_id and next(turns):
+                labels[at + 1 : ends_at + 1] = ids[at + 1 : ends_at + 1]
         return labels

@@ -1,10 +1,19 @@
-"""Rows in an Arrow file, which is read from the disk and not held in memory. Needs no torch."""
+"""Rows as they were read and measured, in Arrow files that the library ``datasets`` writes.
 
+They are read from the disk and not held in memory. What was read once is kept in the user's cache
+folder, and is there at once when the same files are checked for the same model again.
+"""
+
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,119 +22,162 @@ from ..atomic import open_atomically
 from ..terminal_text import pip_install
 
 try:
+    import datasets
     import pyarrow as pa
+    from datasets import Dataset
 except ImportError as error:
     raise RuntimeError(
         f"rows are kept in Arrow files: {pip_install('glm4v-patched[train]')}"
     ) from error
 
 ROWS_AT_ONCE = 1000
-"""In each part of a file but the last."""
-SCHEMA = pa.schema(
+SECONDS_KEPT = 30 * 24 * 3600
+"""Of what no check has asked for since."""
+FEATURES = datasets.Features(
     {
-        "messages": pa.string(),  # JSON, for keys differ from row to row
-        "source": pa.int32(),
-        "line": pa.int64(),
-        "digest": pa.binary(32),
-        "positions": pa.int32(),
-        "in_table": pa.int32(),
-        "images": pa.int32(),
-        "learned": pa.int32(),
+        "messages": datasets.Value("string"),  # JSON, for keys differ from row to row
+        "pictures": datasets.List(datasets.Value("string")),  # paths, in their order
+        "source": datasets.Value("int32"),
+        "line": datasets.Value("int64"),
+        "digest": datasets.Value("binary"),  # sha256 of the messages without their pictures
+        "positions": datasets.Value("int32"),
+        "in_table": datasets.Value("int32"),
+        "images": datasets.Value("int32"),
+        "learned": datasets.Value("int32"),
+        "fault": datasets.Value("string"),
     }
 )
 
 
-class RowsWriter:
-    """Writes a file of rows, a part at a time; of a row that is not measured, sizes are 0."""
+class _Generator:
+    """What ``datasets`` calls for the rows. It names its cache by what this pickles to: the key."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-        self.number = 0
-        self.file = pa.ipc.new_file(str(path), SCHEMA)
+    def __init__(self, key: str, rows: Callable[[], Iterator[dict[str, Any]]] | None):
+        self.key, self.rows = key, rows
 
-    def add(self, **values: Any) -> None:
-        self.rows.append(values)
-        self.number += 1
-        if len(self.rows) == ROWS_AT_ONCE:
-            self._write()
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        assert self.rows is not None
+        return self.rows()
 
-    def close(self) -> "StoredRows":
-        if self.rows:
-            self._write()
-        self.file.close()
-        return StoredRows(self.path)
-
-    def _write(self) -> None:
-        columns = [
-            pa.array([row.get(field.name, 0) for row in self.rows], field.type) for field in SCHEMA
-        ]
-        self.file.write_batch(pa.record_batch(columns, schema=SCHEMA))
-        self.rows = []
+    def __reduce__(self) -> tuple:
+        return _Generator, (self.key, None)
 
 
-class StoredRows:
-    """The rows of a file; another process opens it for itself.
+def store_rows(
+    rows: Callable[[], Iterator[dict[str, Any]]], key: Any, folder: Path | None
+) -> tuple[Dataset, TemporaryDirectory | None]:
+    """Write rows to a file, or take the file that an earlier call wrote for an equal key.
+
+    Args:
+        rows: Makes them, with the keys of ``FEATURES``.
+        key: JSON values on which all of the rows depend; None, if that is not known.
+        folder: Of the files. Without one that can be written they are in a temporary folder.
+
+    Returns:
+        The rows, and the temporary folder that holds them, if one does.
+    """
+    text = uuid.uuid4().hex if key is None else json.dumps(key, sort_keys=True)
+    generator = _Generator(hashlib.sha256(text.encode()).hexdigest(), rows)
+    workplace = None
+    if folder is None or not _can_be_written(folder):
+        workplace = TemporaryDirectory(prefix="glm4v-checking-")
+        folder = Path(workplace.name)
+    _remove_old(folder)
+    stored = _from_generator(generator, folder)
+    if len(stored) != stored.info.splits["train"].num_examples:  # it was damaged
+        forget_rows(stored)
+        stored = _from_generator(generator, folder)
+    os.utime(_folder_of(stored))
+    return stored, workplace
+
+
+def _from_generator(generator: _Generator, folder: Path) -> Dataset:
+    with _without_bars():
+        try:
+            return Dataset.from_generator(generator, FEATURES, cache_dir=str(folder))
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None
+
+
+def forget_rows(rows: Dataset) -> None:
+    """Have rows read anew next time; those that are open stay readable."""
+    shutil.rmtree(_folder_of(rows), ignore_errors=True)
+
+
+def _folder_of(rows: Dataset) -> Path:
+    return Path(rows.cache_files[0]["filename"]).parent
+
+
+def _can_be_written(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _remove_old(folder: Path) -> None:
+    # Beside those of finished checks also what killed ones left.
+    for kept in folder.glob("generator/*/*/*"):
+        if kept.lstat().st_mtime < time.time() - SECONDS_KEPT:
+            shutil.rmtree(kept, ignore_errors=True)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    were_disabled = datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.utils.enable_progress_bars()
+
+
+def read_stored(path: Path, number: int) -> Dataset:
+    """The rows of a file of :func:`write_stored`, which are so many.
 
     Raises:
-        ValueError: the file is not there, or is no such file.
+        ValueError: the file is not there, or does not hold them.
     """
+    try:
+        rows = Dataset.from_file(str(path))
+        if rows.features != FEATURES:
+            raise ValueError("its columns are others")
+        if len(rows) != number:
+            raise ValueError(f"it has {len(rows):,} rows; expected {number:,}")
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
+        raise ValueError(f"{path} does not hold the rows: {error}") from error
+    return rows
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._open()
 
-    def _open(self) -> None:
-        try:
-            self.file = pa.ipc.open_file(pa.memory_map(str(self.path)))
-            if self.file.schema != SCHEMA:
-                raise ValueError("its columns are others")
-        except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-            raise ValueError(f"{self.path} does not hold the rows: {error}") from error
-        # A row is found by its number alone, for all parts but the last have so many rows.
-        parts = self.file.num_record_batches
-        first, last = (self.file.get_batch(n).num_rows if parts else 0 for n in (0, parts - 1))
-        self.rows_of_part = first or 1
-        self.number = max(parts - 1, 0) * first + last
+def write_stored(rows: Dataset, path: Path) -> Dataset:
+    """The same rows in a file of their own, which is whole or not there."""
+    batches = rows.select_columns([*FEATURES]).with_format("arrow").iter(ROWS_AT_ONCE)
+    with (
+        open_atomically(path) as file,
+        pa.ipc.new_stream(file, FEATURES.arrow_schema) as target,
+    ):
+        for batch in batches:
+            target.write_table(batch)
+    return read_stored(path, len(rows))
 
-    def __getstate__(self) -> Path:
-        return self.path
 
-    def __setstate__(self, path: Path) -> None:
-        self.path = path
-        self._open()
+def column(rows: Dataset, name: str) -> np.ndarray:
+    """The values of all rows; of "digest", ``(rows, 32)`` bytes."""
+    table = rows.select_columns([name]).with_format("arrow")[:]
+    values = table.column(name)
+    if name == "digest":
+        joined = b"".join(values.to_pylist())
+        return np.frombuffer(joined, np.uint8).reshape(-1, 32)
+    return values.to_numpy()
 
-    def __len__(self) -> int:
-        return self.number
 
-    def messages(self, row: int) -> list[dict]:
-        part = self.file.get_batch(row // self.rows_of_part)
-        return json.loads(part.column(0)[row % self.rows_of_part].as_py())
-
-    def column(self, name: str) -> np.ndarray:
-        """The values of all rows; of "digest", ``(rows, 32)`` bytes."""
-        parts = [self.file.get_batch(n).column(name) for n in range(self.file.num_record_batches)]
-        if name == "digest":
-            arrays = [
-                np.frombuffer(part.buffers()[1], np.uint8)[: len(part) * 32] for part in parts
-            ]
-            return np.concatenate([np.empty(0, np.uint8), *arrays]).reshape(-1, 32)
-        empty = np.empty(0, SCHEMA.field(name).type.to_pandas_dtype())
-        return np.concatenate([empty, *(part.to_numpy() for part in parts)])
-
-    def parts(self) -> Iterator[tuple[int, dict[str, list]]]:
-        """The number of the first row of each part, and its columns; messages as their JSON."""
-        for number in range(self.file.num_record_batches):
-            yield number * self.rows_of_part, self.file.get_batch(number).to_pydict()
-
-    def move(self, path: Path) -> "StoredRows":
-        """The same rows in another place, where they stay."""
-        if os.path.abspath(path) == os.path.abspath(self.path):
-            return self
-        # Copied, for they may lie on another disk; who made the first file removes it.
-        with open(self.path, "rb") as source, open_atomically(path) as target:
-            shutil.copyfileobj(source, target, 2**24)
-        return StoredRows(path)
+def parts(rows: Dataset, *names: str) -> Iterator[tuple[int, dict[str, list]]]:
+    """The number of the first row of each part, and its columns."""
+    taken = rows.select_columns([*names])
+    for number, part in enumerate(taken.iter(ROWS_AT_ONCE)):
+        yield number * ROWS_AT_ONCE, part
 
 
 class Conversations(Sequence):
@@ -135,8 +187,9 @@ class Conversations(Sequence):
         order: Which rows, in which order; a row may come several times.
     """
 
-    def __init__(self, rows: StoredRows, order: np.ndarray):
+    def __init__(self, rows: Dataset, order: np.ndarray):
         self.rows, self.order = rows, order
+        self.messages = rows.select_columns(["messages"])
 
     def __len__(self) -> int:
         return len(self.order)
@@ -144,12 +197,12 @@ class Conversations(Sequence):
     @property
     def most_images(self) -> int:
         """Of one conversation."""
-        return int(self.rows.column("images")[self.order].max(initial=0))
+        return int(column(self.rows, "images")[self.order].max(initial=0))
 
     def __getitem__(self, index):
         if isinstance(index, slice):
             return Conversations(self.rows, self.order[index])
-        return self.rows.messages(int(self.order[index]))
+        return json.loads(self.messages[int(self.order[index])]["messages"])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or len(self) != len(other):

@@ -25,7 +25,7 @@ from glm4v_patched.data.check_cache import Memory, default_path
 from glm4v_patched.data.checked_data import CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.decoding import find_fault, read_facts, read_facts_of_all
-from glm4v_patched.data.rendering import measure_all
+from glm4v_patched.data.source import Source
 from glm4v_patched.demo.tiny_model import build_processor, tiny_config
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
@@ -155,17 +155,6 @@ def test_a_template_that_drops_pictures_or_words_is_noticed(tmp_path, processor,
             run(path)
     finally:
         processor.chat_template = template
-
-
-@pytest.mark.newest  # Python's processes
-def test_processes_measure_rows_as_this_one_does(tmp_path, processor):
-    collator = ConversationCollator(processor)
-    rows = [turns(answer="a " * n, rounds=n % 3 + 1) for n in range(1, 150)]
-    rows[70] = [{"role": "nobody", "content": "x"}]
-    alone = list(measure_all(rows, collator, 0))
-    assert list(measure_all(rows, collator, 2)) == alone
-    assert alone[0] == collator.measure(rows[:1])[0]
-    assert isinstance(alone[70], str) and sum(isinstance(size, str) for size in alone) == 1
 
 
 # Pictures
@@ -508,30 +497,59 @@ def any_age(monkeypatch):
     monkeypatch.setattr(check, "NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
 
 
-def test_a_second_check_decodes_and_renders_only_what_is_new(
+def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_knows(
     tmp_path, run, decoded, any_age, monkeypatch
 ):
-    rendered = []
-    measure = check.measure_all
+    measured = []
+    measure = ConversationCollator.measure
 
-    def noted(row):
-        rendered.append(row)
-        return row
+    def noted(collator, rows):
+        measured.extend(rows)
+        return measure(collator, rows)
 
-    monkeypatch.setattr(check, "measure_all", lambda rows, *more: measure(map(noted, rows), *more))
+    monkeypatch.setattr(ConversationCollator, "measure", noted)
     a, b = draw(tmp_path / "a.png"), draw(tmp_path / "b.png")
     first = run(write(tmp_path, turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
-    assert decoded == [str(a), str(b)] and len(rendered) == 2  # two rows differ in pictures alone
+    assert decoded == [str(a), str(b)] and len(measured) == 3
     assert run(Path(first.path)) == first
-    assert len(decoded) == 2 and len(rendered) == 2
+    assert len(decoded) == 2 and len(measured) == 3
 
     mended = run(write(tmp_path, turns("a.png"), turns("b.png", "green"), turns("a.png", "red")))
-    assert len(decoded) == 2 and len(rendered) == 3
+    assert len(decoded) == 2 and len(measured) == 6
     assert [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)] == [
         True,
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("change", ["template", "field of the set", "rows cut", "row not usable"])
+def test_rows_are_read_again_where_something_changed_on_which_they_depend(
+    tmp_path, processor, run, monkeypatch, change
+):
+    path = write(tmp_path, turns(), turns(rounds=2))
+    first = run(path)
+    stored = Path(first.rows.cache_files[0]["filename"])
+    if change == "rows cut":
+        stored.write_bytes(stored.read_bytes()[:-8])
+        assert run(path) == first
+    elif change == "template":
+        template = processor.chat_template + "{{ 'x' }}"
+        monkeypatch.setattr(processor, "chat_template", template)
+        assert [size.positions for size in run(path).row_sizes] == [
+            size.positions + 1 for size in first.row_sizes
+        ]
+    elif change == "field of the set":
+        with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
+            run(Source(str(path), format="alpaca"))
+    else:
+        picture = tmp_path / "later.png"
+        path = write(tmp_path, turns("later.png"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="does not exist"):
+                run(path)
+        draw(picture)
+        assert run(path).counts.pictures == 1
 
 
 @pytest.mark.parametrize("change", ["bytes", "time", "renamed"])

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from glm4v_patched.data import loading
 from glm4v_patched.data.loading import default_workers, loader_options, worker_start
-from glm4v_patched.data.stored_rows import Conversations, RowsWriter
+from glm4v_patched.data.stored_rows import Conversations
 from glm4v_patched.finetune import evaluation, worker
-from tests.helpers.recipes import drawn_recipe, train_here
+from tests.helpers.recipes import drawn_recipe, stored, train_here
 
 START = "multiprocessing_context"
 Usage = namedtuple("Usage", "total used free")
@@ -54,10 +54,7 @@ def test_evaluation_s_workers_fit_beside_those_of_training(tmp_path, machine, mo
     picture, total = 12 * 1120**2, 2**30
     machine(8, shared_memory=total)
     training = default_workers(1, pictures=2, side=1120) * 3 * 2 * picture
-    writer = RowsWriter(tmp_path / "rows.arrow")
-    for images in (1, 0, 2, 1):
-        writer.add(messages="[]", digest=bytes(32), images=images)
-    rows = Conversations(writer.close(), np.arange(4))
+    rows = Conversations(stored(*({"images": images} for images in (1, 0, 2, 1))), np.arange(4))
     started = []
 
     def watched(*arguments, **options):

@@ -13,7 +13,7 @@ from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import disk, progress, summary, worker
-from glm4v_patched.finetune.plan import Plan
+from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.summary import fault_of_memory, show_sample
@@ -43,14 +43,17 @@ def test_a_dry_run_says_all_and_writes_nothing(drawn, tmp_path, capsys):
     before = sorted(Path(drawn.model).parent.rglob("*"))
     assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu", "--dry-run"]) == 0
     told = capsys.readouterr().out
+    counts = check_data(drawn).counts
+    assert counts.rows == counts.pictures == 14  # of 20, which batches of 4 take in 4 steps
     for line in [
-        "data        17 rows, 17 pictures; 335 positions, of which 63 are learned",
-        "evaluation  after every epoch, on 3 rows",
-        "steps       10, 5 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
+        f"data        14 rows, 14 pictures; {counts.positions} positions, of which "
+        f"{counts.learned} are learned",
+        "evaluation  after every epoch, on 6 rows",
+        "steps       8, 4 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
         "trained     lora_lm: 6,144 of 766,688 weights; learning rate 0.001",
         "device      1 x CPU, fp32, no ZeRO",
         "kept        tower full, language full, offload False, compile False",
-        ", 3 checkpoints at once of ",
+        ", 2 checkpoints at once of ",
         "(4 positions of a picture)<|end_of_image|>Which",
         "<|assistant|>[[",
         "<|endoftext|>]]",
@@ -212,7 +215,7 @@ def test_speed_is_that_of_steps_without_what_comes_between(monkeypatch):
     assert measurements.found() == {"samples_per_s": 3 * 8 / (2 + 3 + 1)}
 
 
-@pytest.mark.parametrize(("pack_to", "samples_per_row"), [(None, 1), (400, 17)])
+@pytest.mark.parametrize(("pack_to", "samples_per_row"), [(None, 1), (400, 14)])
 def test_a_packed_row_counts_as_the_samples_in_it(
     drawn, tmp_path, monkeypatch, pack_to, samples_per_row
 ):

@@ -8,9 +8,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from datasets import Dataset
 from torch import nn
 
 from glm4v_patched.data.rows import write_conversations
+from glm4v_patched.data.stored_rows import FEATURES
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
@@ -144,3 +146,10 @@ def built(asked: Recipe) -> nn.Module:
     from glm4v_patched.finetune.worker import build_model
 
     return build_model(decided(asked), base_of(asked))
+
+
+def stored(*rows: dict) -> Dataset:
+    """Rows as they are stored, in memory; of what is not given, nothing."""
+    none = {"messages": "[]", "pictures": [], "digest": bytes(32), "fault": None}
+    numbers = {name: 0 for name in FEATURES if name not in none}
+    return Dataset.from_list([numbers | none | row for row in rows], features=FEATURES)
