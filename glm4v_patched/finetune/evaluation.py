@@ -108,6 +108,7 @@ class Sample:
         chosen = [int(with_room[int(n * step)]) for n in range(min(number, len(with_room)))]
         conversations = checked.conversations()
         self.questions = [question_of(row, conversations[row]) for row in chosen]
+        self.rows = [checked.row_lines[row] for row in chosen]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
@@ -134,7 +135,7 @@ class Sample:
         finally:
             model.generation_config = usual
         if draws:
-            draw_sheet(self.questions, answers, self.sheet)
+            draw_sheet(self.questions, answers, self.sheet, self.rows)
         pairs = zip(answers, self.questions, strict=True)
         right = [exact_match(answer, question.reference or "") for answer, question in pairs]
         return sum(right) / len(right)

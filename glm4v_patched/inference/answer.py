@@ -1,6 +1,7 @@
 """Answers the rows of a data file: on one process or several, each on a GPU of its own."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -92,18 +93,37 @@ def answer_questions(
 
             require_pictures(request.data, to_learn=False)
             _require_room(request, base, missing)
+        times = [time.monotonic()]
         try:
             with _progress(len(questions), len(file.lines)) as progress:
                 for question, answer in answers(request, placement, base, missing):
-                    file.add(Line(question.row, *answer, question.reference, question.swapped))
+                    file.add(Line(question, *answer))
                     progress.update()
+                    times.append(time.monotonic())
         except (KeyboardInterrupt, RuntimeError) as error:
             kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}, and the same "
             kept += f"command continues{', without --overwrite' * overwrite}"
             if overwrite and not file.has_begun:
                 kept = f"nothing was answered, and {out} is as it was"
             raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
+        if missing:
+            print(_describe_speed(times, request.batch_size * placement.processes), flush=True)
         return file.all_lines()
+
+
+def _describe_speed(times: Sequence[float], at_once: int) -> str:
+    """
+    Args:
+        times: When it began, and when each answer was there.
+        at_once: Answers that come together; before the first ones the model is loaded.
+    """
+    start, *done = times
+    told = f"{len(done):,} rows answered in {done[-1] - start:.1f} s"
+    if len(done) <= at_once:
+        return f"{told}, in which the model was loaded"
+    first = done[at_once - 1]
+    speed = (len(done) - at_once) / max(done[-1] - first, 1e-9)
+    return f"{told}: the first {at_once:,} after {first - start:.1f} s, then {speed:.3g} rows/s"
 
 
 def settings_of(

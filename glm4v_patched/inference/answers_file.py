@@ -13,28 +13,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..atomic import require_file, write_atomically
-from ..data.messages import pictures_of
+from ..data.messages import pictures_of, text_of
 from ..data.rows import Source
 from ..terminal_text import shorten
 from .questions import Question
+from .scoring import exact_match
 
 
 class Line(NamedTuple):
-    """An answer in the file; the fields are those of its JSON."""
+    """An answer in the file."""
 
-    row: int
+    question: Question
     answer: str
     finish_reason: str
-    reference: str | None = None
-    swapped: bool = False
 
     def to_json(self) -> str:
-        values = self._asdict()
-        if self.reference is None:
-            del values["reference"]
-        if not self.swapped:
-            del values["swapped"]
-        return json.dumps(values, ensure_ascii=False)
+        """What is asked stands there, too, so that the file can be read by itself."""
+        row, prompt, reference, swapped = self.question
+        told = {"row": row, "question": text_of(prompt[-1]), "pictures": pictures_of(prompt)}
+        told |= {"answer": self.answer, "finish_reason": self.finish_reason}
+        if reference is not None:
+            told |= {"reference": reference, "right": exact_match(self.answer, reference) == 1}
+        if swapped:
+            told["swapped"] = True
+        return json.dumps(told, ensure_ascii=False)
 
 
 class AnswersFile:
@@ -133,15 +135,16 @@ class AnswersFile:
                 return
             start += len(text)
             try:
-                line = Line(**json.loads(text))
-                question = known[line.row, line.swapped]
-            except (ValueError, TypeError, KeyError, RecursionError):
+                told = json.loads(text)
+                row, swapped = told["row"], told.get("swapped", False)
+                line = Line(known[row, swapped], told["answer"], told["finish_reason"])
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise self._damaged(number, "is no answer to a row of the data") from None
-            if (line.row, line.swapped) in self.lines:
-                raise self._damaged(number, f"answers row {line.row} a second time")
-            if line.reference != question.reference:
-                raise self._damaged(number, f"has another reference than row {line.row}")
-            self.lines[line.row, line.swapped] = line
+            if (row, swapped) in self.lines:
+                raise self._damaged(number, f"answers row {row} a second time")
+            if told.get("reference") != line.question.reference:
+                raise self._damaged(number, f"has another reference than row {row}")
+            self.lines[row, swapped] = line
 
     def _damaged(self, number: int, what: str) -> ValueError:
         return ValueError(
@@ -160,7 +163,7 @@ class AnswersFile:
             self._begin()
         self.file.write(line.to_json().encode() + b"\n")
         self.file.flush()
-        self.lines[line.row, line.swapped] = line
+        self.lines[line.question.row, line.question.swapped] = line
 
     def all_lines(self) -> list[Line]:
         """In the order of the questions, all of which are answered."""

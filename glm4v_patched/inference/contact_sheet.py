@@ -1,54 +1,105 @@
 """The contact sheet: pictures with question, answer and reference, to be looked at."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 
 from ..atomic import open_atomically
 from ..data.messages import pictures_of, text_of
 from .questions import Question
 from .scoring import exact_match
+from .sheet_fonts import LINE_HEIGHT, Fonts
 
-CELL_WIDTH, PICTURE_SIDE, TEXT_HEIGHT, MARGIN = 180, 112, 56, 8
-COLUMNS, MOST_CELLS, CHARACTERS = 6, 24, 28
-RIGHT, WRONG = (20, 130, 60), (190, 30, 30)
+COLUMNS, MOST_CELLS = 4, 24
+CELL_WIDTH, PICTURES_HEIGHT, MARGIN = 280, 150, 10
+MOST_LINES = 4  # of a question, or of an answer
+GREY, BLACK, RIGHT, WRONG = (110, 110, 110), (0, 0, 0), (20, 130, 60), (190, 30, 30)
 
 
-def draw_sheet(questions: Sequence[Question], answers: Sequence[str], path: Path) -> None:
-    """Draw up to 24 of the rows, spread evenly: the first picture, the question, the answer in
-    green if it is the reference, and else in red with the reference below.
+def draw_sheet(
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    path: Path,
+    rows: Sequence[int | str] | None = None,
+) -> None:
+    """Draw up to 24 of the rows: first those whose answer is not the reference, spread evenly.
 
-    Characters that Pillow's own font lacks are drawn as boxes.
+    Of each: its pictures in their own shape, its row, their files, the question, and the answer in
+    green if it is the reference, or else in red with the reference below. A character that no font
+    of this machine has is written as its code point (:class:`sheet_fonts.Fonts`).
+
+    Args:
+        rows: What each is called, if not by its row.
     """
-    step = max(len(questions) / MOST_CELLS, 1)
-    chosen = [int(number * step) for number in range(min(len(questions), MOST_CELLS))]
-    rows = -(-len(chosen) // COLUMNS)
-    height = PICTURE_SIDE + TEXT_HEIGHT + 2 * MARGIN
-    sheet = Image.new("RGB", (COLUMNS * CELL_WIDTH, rows * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for place, number in enumerate(chosen):
-        left = place % COLUMNS * CELL_WIDTH + MARGIN
-        top = place // COLUMNS * height + MARGIN
-        _paste_picture(sheet, questions[number], (left, top))
-        is_right, lines = _lines(questions[number], answers[number])
-        for line, text in enumerate(lines):
-            colour = "black" if line == 0 else RIGHT if is_right else WRONG
-            draw.text((left, top + PICTURE_SIDE + 4 + 16 * line), text, fill=colour)
+    names = [question.row for question in questions] if rows is None else rows
+    pairs = list(zip(questions, answers, names, strict=True))
+    wrong = [pair for pair in pairs if not _is_right(*pair[:2])]
+    right = [pair for pair in pairs if _is_right(*pair[:2])]
+    shown = _spread(wrong, MOST_CELLS)
+    shown += _spread(right, MOST_CELLS - len(shown))
+    fonts = Fonts()
+    cells = [_cell(question, answer, row, fonts) for question, answer, row in shown]
+    title = f"{len(right):,} of {len(pairs):,} answers are the reference"
+    if len(shown) < len(pairs):
+        title += f"; {len(shown)} rows are shown, those with other answers first"
+    if fonts.missing:
+        title += f"; {len(fonts.missing):,} characters are in no font here: install Noto Sans"
+    _side_by_side(cells, fonts.draw_lines([(title, BLACK)], _width(COLUMNS), MOST_LINES), path)
+
+
+def _is_right(question: Question, answer: str) -> bool:
+    return bool(exact_match(answer, question.reference or ""))
+
+
+def _spread(items: list, most: int) -> list:
+    number = min(len(items), most)
+    return [items[place * len(items) // number] for place in range(number)]
+
+
+def _width(columns: int) -> int:
+    return columns * (CELL_WIDTH + MARGIN) - MARGIN
+
+
+def _cell(question: Question, answer: str, row: int | str, fonts: Fonts) -> Image.Image:
+    pictures = pictures_of(question.prompt)
+    named = ", ".join([f"row {row}", *(Path(picture).name for picture in pictures)])
+    lines = [(named, GREY), (text_of(question.prompt[-1]), BLACK)]
+    if _is_right(question, answer):
+        lines.append((answer, RIGHT))
+    else:
+        lines += [(answer, WRONG), (f"expected: {question.reference or ''}", BLACK)]
+    words = fonts.draw_lines(lines, CELL_WIDTH, MOST_LINES)
+    top = PICTURES_HEIGHT if pictures else 0
+    cell = Image.new("RGB", (CELL_WIDTH, top + words.height), "white")
+    _paste_pictures(cell, pictures)
+    cell.paste(words, (0, top))
+    return cell
+
+
+def _paste_pictures(cell: Image.Image, pictures: Sequence[str]) -> None:
+    """All of them, upright, in boxes of one size."""
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / max(columns, 1))
+    for place, path in enumerate(pictures):
+        box = CELL_WIDTH // columns, PICTURES_HEIGHT // rows
+        with Image.open(path) as picture:
+            upright = ImageOps.exif_transpose(picture).convert("RGB")
+        fitted = ImageOps.contain(upright, (box[0] - 4, box[1] - 4))
+        cell.paste(fitted, (place % columns * box[0], place // columns * box[1]))
+
+
+def _side_by_side(cells: Sequence[Image.Image], title: Image.Image, path: Path) -> None:
+    rows = [cells[start : start + COLUMNS] for start in range(0, len(cells), COLUMNS)]
+    heights = [max(cell.height for cell in row) + LINE_HEIGHT for row in rows]
+    size = _width(COLUMNS) + 2 * MARGIN, title.height + sum(heights) + 3 * MARGIN
+    sheet = Image.new("RGB", size, "white")
+    sheet.paste(title, (MARGIN, MARGIN))
+    top = title.height + 2 * MARGIN
+    for row, height in zip(rows, heights, strict=True):
+        for column, cell in enumerate(row):
+            sheet.paste(cell, (MARGIN + column * (CELL_WIDTH + MARGIN), top))
+        top += height
     with open_atomically(path) as file:
         sheet.save(file, "PNG")
-
-
-def _paste_picture(sheet: Image.Image, question: Question, place: tuple[int, int]) -> None:
-    if pictures := pictures_of(question.prompt):
-        with Image.open(pictures[0]) as picture:
-            upright = ImageOps.exif_transpose(picture).convert("RGB")
-            sheet.paste(upright.resize((PICTURE_SIDE, PICTURE_SIDE)), place)
-
-
-def _lines(question: Question, answer: str) -> tuple[bool, list[str]]:
-    reference = question.reference or ""
-    is_right = bool(exact_match(answer, reference))
-    lines = [text_of(question.prompt[-1]), answer]
-    lines += [] if is_right else [f"expected: {reference}"]
-    return is_right, [" ".join(line.split())[:CHARACTERS] for line in lines]

@@ -63,20 +63,20 @@ def evaluate(
             "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
         }
         write_atomically(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-        right = [line.answer for line in lines if not line.swapped]
+        right = [line.answer for line in lines if not line.question.swapped]
         draw_sheet(questions, right, folder / SHEET)
     return report
 
 
 def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, Any]:
     """Numbers of rows, and the mean of each metric with right and with swapped pictures."""
-    right = [line for line in lines if not line.swapped]
-    swapped = [line for line in lines if line.swapped]
+    right = [line for line in lines if not line.question.swapped]
+    swapped = [line for line in lines if line.question.swapped]
     cut = sum(line.finish_reason == "length" for line in right)
     scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": cut}
     for name, metric in metrics.items():
         for suffix, some in (("", right), ("_swapped", swapped)):
-            pairs = ((line.answer, line.reference or "") for line in some)
+            pairs = ((line.answer, line.question.reference or "") for line in some)
             scores[name + suffix] = mean_score(name, metric, pairs)
     return scores
 

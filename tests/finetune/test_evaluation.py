@@ -82,7 +82,7 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, m
     checked = check_data(drawn)
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
     answers = []
-    monkeypatch.setattr(evaluation, "draw_sheet", lambda questions, found, _: answers.extend(found))
+    monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
     sheet = Path(drawn.out, "answers.png")
     sample = evaluation.Sample(checked.eval, processor, 8, 64, 4, 1024, sheet)
     assert len(sample.questions) == min(8, len(checked.eval.conversations()))

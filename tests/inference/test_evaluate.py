@@ -1,6 +1,7 @@
 """``glm4v-patched evaluate``: scores with right and with swapped pictures."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,10 @@ def test_a_model_that_looks_is_right_only_with_the_right_pictures(
     assert (out / "answers.png").is_file()
     lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert [line.get("swapped", False) for line in lines] == [False] * 4 + [True] * 4
+    assert [line["right"] for line in lines] == [True] * 4 + [False] * 4
+    assert all(Path(line["pictures"][0]).is_file() and line["question"] for line in lines)
+    assert {line["pictures"][0] for line in lines[4:]} <= {line["pictures"][0] for line in lines}
+    assert re.search(r"8 rows answered in [\d.]+ s", told)
 
 
 def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(

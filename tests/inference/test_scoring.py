@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from glm4v_patched.data.messages import pictures_of
-from glm4v_patched.inference.contact_sheet import draw_sheet
 from glm4v_patched.inference.questions import Question, digest_pictures
 from glm4v_patched.inference.scoring import (
     METRICS,
@@ -165,17 +164,3 @@ def test_a_metric_that_is_not_there_is_named(tmp_path, monkeypatch, text, messag
     (tmp_path / "broken.py").write_text("nonsense\n")
     with pytest.raises(ValueError, match=message):
         load_metric(text)
-
-
-def test_the_sheet_shows_what_was_right_and_what_was_not(tmp_path):
-    Image.new("RGB", (8, 8), "orange").save(tmp_path / "a.png")
-    shown = [{"role": "user", "content": "q", "image": str(tmp_path / "a.png")}]
-    rows = [Question(1, shown, "HIL"), Question(2, [{"role": "user", "content": "q"}], "一\n二")]
-    draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
-    colours = {colour for _, colour in Image.open(tmp_path / "sheet.png").getcolors(1 << 20)}
-    assert (255, 165, 0) in colours
-    # Letters have soft edges.
-    assert any(green > red + 80 for red, green, _ in colours)
-    assert any(red > green + 80 and blue > 20 for red, green, blue in colours)
-    draw_sheet(rows * 40, ["a", "b"] * 40, tmp_path / "sheet.png")
-    assert Image.open(tmp_path / "sheet.png").size[1] < 1000

@@ -1,0 +1,186 @@
+"""Text of any script in a picture, in the fonts of this machine that have its characters.
+
+Pillow draws a text in one font; which font has which character, it does not say.
+"""
+
+import functools
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+SIZE, LINE_HEIGHT = 14, 18
+BITMAP_SIZE = 109  # of Noto Color Emoji, whose glyphs are bitmaps of this one size
+
+Colour = tuple[int, int, int]
+
+
+class Face:
+    """A font's file, and the characters that it has."""
+
+    def __init__(self, path: str):
+        from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
+
+        with TTFont(path, fontNumber=0, lazy=True) as file:
+            self.characters = frozenset(map(chr, file.getBestCmap() or ()))
+        self.scale = 1.0
+        self.font: Any
+        try:
+            self.font = ImageFont.truetype(path, SIZE)
+        except OSError:
+            self.font = ImageFont.truetype(path, BITMAP_SIZE)
+            self.scale = SIZE / BITMAP_SIZE
+
+    def has(self, character: str) -> bool:
+        """Also False where Pillow draws nothing, as it does of some fonts' coloured outlines."""
+        if character not in self.characters:
+            return False
+        return character.isspace() or self.font.getmask(character, "RGBA").getbbox() is not None
+
+    def length(self, text: str) -> float:
+        return self.font.getlength(text) * self.scale
+
+
+class PillowsOwn(Face):
+    """For where matplotlib, which brings a font and finds the machine's, is not installed."""
+
+    def __init__(self) -> None:
+        self.characters = frozenset(map(chr, range(0x20, 0x7F)))
+        self.scale, self.font = 1.0, ImageFont.load_default(SIZE)
+
+
+class Fonts:
+    """``missing`` has the characters, drawn so far, that no font has: ``U+4E2D`` stands for each.
+
+    The first font is matplotlib's DejaVu Sans, for Latin, Greek, Cyrillic, Hebrew and Arabic.
+    """
+
+    def __init__(self) -> None:
+        self.missing: set[str] = set()
+
+    def draw_lines(self, texts: Sequence[tuple[str, Colour]], width: int, most: int) -> Image.Image:
+        """Texts with their colours, each broken into lines as wide as that, of which it has so many
+        at most."""
+        lines = [(line, colour) for text, colour in texts for line in self._wrap(text, width, most)]
+        image = Image.new("RGB", (width, LINE_HEIGHT * len(lines)), "white")
+        for number, (line, colour) in enumerate(lines):
+            left = 0.0
+            for face, run in _runs(line):
+                _draw_run(image, (round(left), number * LINE_HEIGHT), face, run, colour)
+                left += face.length(run)
+        return image
+
+    def _wrap(self, text: str, width: int, most: int) -> list[str]:
+        text = self._drawable(" ".join(text.split()))
+        lines: list[str] = []
+        while text and len(lines) < most:
+            fits = _fitting(text, width)
+            # At a blank, if there is one; Chinese and Japanese have none.
+            end = text.rfind(" ", 1, fits + 1) if fits < len(text) else fits
+            end = max(fits, 1) if end < 1 else end
+            lines.append(text[:end])
+            text = text[end:].lstrip()
+        if text:
+            lines[-1] = lines[-1][:-2] + "…"
+        return lines
+
+    def _drawable(self, text: str) -> str:
+        parts = []
+        for character in text:
+            if _is_invisible(character) or _face_of(character) is not None:
+                parts.append(character)
+            else:
+                self.missing.add(character)
+                parts.append(f" U+{ord(character):04X} ")
+        return " ".join("".join(parts).split())
+
+
+def _draw_run(
+    image: Image.Image, place: tuple[int, int], face: Face, text: str, colour: Colour
+) -> None:
+    if face.scale == 1:
+        # Below the ascender: fonts of one line then stand on one line.
+        place = place[0], place[1] + SIZE
+        ImageDraw.Draw(image).text(place, text, fill=colour, font=face.font, anchor="ls")
+        return
+    size = max(round(face.font.getlength(text)), 1), BITMAP_SIZE
+    tile = Image.new("RGBA", size)
+    ImageDraw.Draw(tile).text((0, 0), text, font=face.font, embedded_color=True)
+    tile = tile.resize((max(round(size[0] * face.scale), 1), SIZE))
+    image.paste(tile, (place[0], place[1] + 2), tile)
+
+
+def _fitting(text: str, width: int) -> int:
+    """How many characters from the first on are not wider."""
+    ends = range(1, len(text) + 1)
+    return sum(1 for _ in takewhile(lambda end: _length(text[:end]) <= width, ends))
+
+
+def _length(text: str) -> float:
+    return sum(face.length(run) for face, run in _runs(text))
+
+
+def _runs(text: str) -> Iterator[tuple[Face, str]]:
+    """What is drawn in one font; invisible characters, such as a joiner, go with what is before."""
+    before = next(_faces())
+
+    def face_here(character: str) -> Face:
+        nonlocal before
+        if not _is_invisible(character):
+            before = _face_of(character) or before
+        return before
+
+    for face, run in groupby(text, face_here):
+        yield face, "".join(run)
+
+
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
+
+
+@functools.cache
+def _face_of(character: str) -> Face | None:
+    return next((face for face in _faces() if face.has(character)), None)
+
+
+def _faces() -> Iterator[Face]:
+    """In the order in which they are asked, each read when it is needed."""
+    if not _files():
+        yield _pillows_own()
+    for path in _files():
+        if (face := _face(path)) is not None:
+            yield face
+
+
+@functools.cache
+def _files() -> list[str]:
+    try:
+        from matplotlib import font_manager, get_data_path
+    except ImportError:
+        return []
+    own = os.path.join(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+
+    def order(path: str) -> tuple:
+        name = Path(path).stem
+        return "Regular" not in name, "Sans" not in name, path
+
+    # One that has a box for each character there is would be the answer to all questions.
+    found = (path for path in font_manager.findSystemFonts() if "LastResort" not in path)
+    return [own, *sorted(found, key=order)]
+
+
+@functools.cache
+def _face(path: str) -> Face | None:
+    try:
+        return Face(path)
+    except Exception:  # a damaged font may raise anything, and others may have the character
+        return None
+
+
+@functools.cache
+def _pillows_own() -> Face:
+    return PillowsOwn()
