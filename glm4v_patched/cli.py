@@ -145,7 +145,7 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 
 def _train(options: argparse.Namespace) -> int:
-    from .engine.options import is_lora
+    from .finetune.ending import describe_end
     from .finetune.preflight import check
     from .finetune.recipe_file import RecipeError
 
@@ -168,8 +168,7 @@ def _train(options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         return 0
-    what = "adapters" if is_lora(recipe.trained) else "model"
-    print(f"{what} {recipe.out}\nlosses {Path(recipe.out, 'training.json')}")
+    print(describe_end(recipe, placement.on_cpu))
     return 0
 
 

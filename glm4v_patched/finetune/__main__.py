@@ -23,6 +23,7 @@ from typing import Any
 from ..engine.environment import training_environment
 from ..models.placement import Placement, place
 from ..terminal_text import error_text
+from .ending import describe_end
 from .launch import SETTINGS, prepared, require_installed
 from .preflight import check
 from .recipe import Recipe
@@ -108,6 +109,8 @@ def _run(options: argparse.Namespace, process: Process) -> int:
             _require_all_see(store, process, found.plan.path)
             store.set("go", "")
             status = _train(options, found.plan.path)
+            if status == 0:
+                print(describe_end(recipe, placement.on_cpu), flush=True)
     except BaseException as error:
         # Whichever they wait for. The store is gone if the launcher has ended.
         with suppress(RuntimeError):

@@ -285,7 +285,7 @@ def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
     from .checkpoints import last_complete_checkpoint
 
     if save_strategy(recipe.trainer.model_dump()) == "no":
-        return ""
+        return "\nno weights are kept: trainer.save_steps asks for checkpoints"
     checkpoint = last_complete_checkpoint(Path(recipe.out))
     place = "from the beginning, for no checkpoint is complete"
     if checkpoint is not None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import (
     EarlyStoppingCallback,
+    PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
@@ -49,7 +50,7 @@ from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .origin import Origin, length_of
 from .plan import Plan
-from .progress import FirstStep, LossPlot, Measurements, ProgressBar
+from .progress import LossPlot, Progress, quiet_transformers
 from .recipe import Recipe
 from .recipe_trainer import (
     eval_batch_size,
@@ -178,15 +179,15 @@ def train(plan: Plan) -> None:
         eval_dataset=evaluated,
         data_collator=collator,
         processing_class=processor,
-        callbacks=[*callbacks_of(recipe, plan.origin(checked)), FirstStep(options.compile is True)],
+        callbacks=callbacks_of(recipe, plan.origin(checked)),
     )
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
     batch *= arguments.world_size * rows_of_batches.samples_per_row
-    measurements = Measurements(batch)
-    trainer.add_callback(measurements)
-    if not arguments.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(ProgressBar(batch))
+    progress = Progress(batch, options.compile is True, not arguments.disable_tqdm)
+    for theirs in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(theirs)
+    trainer.add_callback(progress)
+    quiet_transformers()
     error = None
     checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
     try:
@@ -202,11 +203,9 @@ def train(plan: Plan) -> None:
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        measured = measurements.found()
+        measured = progress.found()
         if "peak_allocated_gib" in measured:
             measured["predicted_gib"] = plan.needed / GIB
-        if error is None:
-            print(_describe_measured(measured), flush=True)
         known = {"measured": measured, "policies": options.policies}
         known |= {"base": identify(replace(base, adapters=None))}
         _write_report(trainer, error, recipe, known)
@@ -227,21 +226,6 @@ def _how_to_go_on(recipe: Recipe) -> str:
     )
 
 
-def _describe_measured(measured: Mapping[str, float | None]) -> str:
-    told: list[str] = []
-    speed = measured["samples_per_s"]
-    if speed is not None:
-        told.append(f"{speed:.3g} samples/s")
-    if "peak_allocated_gib" in measured:
-        names = ("peak_allocated_gib", "predicted_gib", "peak_reserved_gib")
-        allocated, predicted, reserved = (f"{measured[name]:.1f}" for name in names)
-        told.append(
-            f"{allocated} GiB allocated at most on the first GPU ({predicted} predicted), "
-            f"{reserved} reserved"
-        )
-    return "trained: " + (", ".join(told) or "too few steps to tell the speed")
-
-
 def _write_report(
     trainer: Trainer, error: str | None, recipe: Recipe, known: Mapping[str, Any]
 ) -> None:
@@ -259,6 +243,7 @@ def _write_report(
     report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
     if evaluations:
         report["evaluations"] = evaluations
+    report["steps"] = {"asked": trainer.args.max_steps, "done": trainer.state.global_step}
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
     report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), **known}

@@ -1,27 +1,23 @@
-"""What is told before the first step, and what is seen while training goes on."""
+"""What is told before the first step."""
 
 import re
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, progress, summary, worker
+from glm4v_patched.finetune import disk, summary
 from glm4v_patched.finetune.plan import Plan, check_data
-from glm4v_patched.finetune.progress import LossPlot, Measurements, ProgressBar
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.summary import fault_of_memory, show_sample
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import drawn_recipe, recipe, train_here
+from tests.helpers.recipes import drawn_recipe, recipe
 
 
 @pytest.fixture(scope="module")
@@ -145,99 +141,3 @@ def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monk
     assert re.search(r"optimizer   [\d.]+ MB of the machine's memory", told.out)
     assert "engine.offload is true, and the optimizer takes" in told.err
     assert not (tmp_path / "out").exists()
-
-
-def test_the_loss_is_drawn_as_it_trains(drawn, tmp_path, monkeypatch):
-    drawn_after = []
-
-    def draw(history, path):
-        drawn_after.append(len(history))
-        path.write_text("a plot")
-
-    monkeypatch.setattr(progress, "plot_loss", draw)
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_PLOTS", 0)
-    train_here(drawn.override({"out": str(tmp_path / "out")}))
-    assert len(drawn_after) > 3 and drawn_after == sorted(drawn_after)
-    assert (tmp_path / "out" / "loss.png").is_file()
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_PLOTS", 30)
-    plot, args = LossPlot(), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    drawn_after.clear()
-    for _ in range(3):
-        plot.on_log(args, TrainerState(is_world_process_zero=True), TrainerControl())
-    assert len(drawn_after) == 1
-
-
-def test_what_draws_the_loss_keeps_nothing_of_the_training(tmp_path, monkeypatch):
-    """As matplotlib keeps the errors of its parser of fonts, which have the frames of all callers;
-    data workers that ended later than their loader's queues cost five seconds."""
-    kept = []
-
-    def draw(history, path):
-        try:
-            raise ValueError
-        except ValueError as error:
-            kept.append(error)
-
-    class Model:
-        pass
-
-    def train() -> weakref.ref:
-        model = Model()
-        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-        LossPlot().on_log(arguments, TrainerState(is_world_process_zero=True), TrainerControl())
-        return weakref.ref(model)
-
-    monkeypatch.setattr(progress, "plot_loss", draw)
-    left = train()
-    assert kept and left() is None
-
-
-def test_speed_is_that_of_steps_without_what_comes_between(monkeypatch):
-    clock = {"now": 0.0}
-    monkeypatch.setattr("glm4v_patched.finetune.progress.time.monotonic", lambda: clock["now"])
-    measurements = Measurements(batch=8)
-
-    def step(seconds: float) -> None:
-        clock["now"] += seconds
-        measurements.on_step_end(None, None, None)
-
-    assert measurements.found() == {"samples_per_s": None}
-    for seconds in (60, 9, 9, 9):  # layers are compiled, workers start
-        step(seconds)
-    assert measurements.found() == {"samples_per_s": None}
-    step(2)
-    measurements.on_evaluate(None, None, None)
-    step(100)
-    step(3)
-    measurements.on_save(None, None, None)
-    step(50)
-    step(1)
-    assert measurements.found() == {"samples_per_s": 3 * 8 / (2 + 3 + 1)}
-
-
-@pytest.mark.parametrize(("pack_to", "samples_per_row"), [(None, 1), (400, 14)])
-def test_a_packed_row_counts_as_the_samples_in_it(
-    drawn, tmp_path, monkeypatch, pack_to, samples_per_row
-):
-    def measure(batch: float):
-        raise InterruptedError(batch)
-
-    monkeypatch.setattr(worker, "Measurements", measure)
-    asked = {"out": str(tmp_path / "out"), "data.pack_to": pack_to}
-    with pytest.raises(InterruptedError) as measured:
-        train_here(drawn.override(asked))
-    # Two rows a batch, two batches a step.
-    assert measured.value.args == (pytest.approx(2 * 2 * samples_per_row),)
-
-
-def test_the_bar_shows_loss_rate_and_speed(tmp_path, monkeypatch):
-    clock = iter([0.0, 0.0, 4.0])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    state = TrainerState(is_world_process_zero=True, is_local_process_zero=True, max_steps=10)
-    bar = ProgressBar(batch=8)
-    bar.on_train_begin(args, state, TrainerControl())
-    state.global_step = 2
-    bar.on_log(args, state, TrainerControl(), logs={"loss": 1.5, "learning_rate": 1e-4})
-    assert bar.training_bar.postfix == "loss=1.5, lr=0.0001, samples/s=4"
-    bar.training_bar.close()
