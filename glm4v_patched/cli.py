@@ -78,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         help="check everything, say what would be trained, and train nothing",
     )
 
+    recipe = commands.add_parser("recipe", help="print a recipe that ships, to be edited")
+    recipe.set_defaults(run=_recipe)
+    recipe.add_argument("name", nargs="?", metavar="NAME", help="without it, all are listed")
+
     add_inference_commands(commands)
 
     bench = commands.add_parser("bench", help="measure training on this machine")
@@ -170,6 +174,12 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     print(describe_end(recipe, placement.on_cpu))
     return 0
+
+
+def _recipe(options: argparse.Namespace) -> None:
+    from .finetune.shipped_recipes import describe_shipped, shipped_text
+
+    print(describe_shipped() if options.name is None else shipped_text(options.name))
 
 
 def _bench(options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from glm4v_patched import cli
 from glm4v_patched.cli import main
 from glm4v_patched.engine.deepspeed import config
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
-from glm4v_patched.finetune import launch
+from glm4v_patched.finetune import ending, launch
 from glm4v_patched.finetune.checkpoints import write_manifest
 from glm4v_patched.finetune.origin import Origin, Rows, base_of
 from glm4v_patched.finetune.plan import Plan, check_data, settings_of
@@ -226,14 +226,21 @@ def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
     assert not (tmp_path / "out" / "recipe.json").exists()
 
 
+@pytest.fixture
+def commands(monkeypatch) -> list[list[str]]:
+    """Of training processes, which do nothing here, so that nothing is told of what they did."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(launch, "_run", lambda command, _: asked.append(command) or "")
+    monkeypatch.setattr(ending, "describe_end", lambda *_: "")
+    return asked
+
+
 @pytest.mark.parametrize("options", [["--resume"], ["--resume-from", "out/checkpoint-4"]])
 def test_training_continues_from_the_checkpoint_it_names(
-    tmp_path, recipe, options, monkeypatch, capsys
+    tmp_path, recipe, options, commands, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     add_checkpoint(tmp_path, 4)
-    commands = []
-    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or "")
     assert run_train(tmp_path, *options) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
     plan = Plan.read(Path(commands[0][-2]))
@@ -241,11 +248,9 @@ def test_training_continues_from_the_checkpoint_it_names(
 
 
 def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
-    tmp_path, recipe, monkeypatch, capsys
+    tmp_path, recipe, commands, capsys
 ):
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    commands = []
-    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or "")
     assert run_train(tmp_path, "--resume") == 0
     assert "no complete checkpoint in" in capsys.readouterr().out
     assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()

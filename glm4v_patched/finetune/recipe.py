@@ -27,6 +27,7 @@ from ..engine.options import (
     is_lora,
     trains_vision,
 )
+from .other_names import OTHER_VALUES, cure
 from .recipe_data import Data
 from .recipe_file import (
     Document,
@@ -407,6 +408,8 @@ def _faults_of(error: ValidationError, recipe: type[Recipe]) -> Iterator[Fault]:
                     yield Fault(inner, f"{inner} is missing; expected {expected(missing)}")
         elif isinstance(found, FieldInfo):
             hint = _hint_of_share(value) if name == "data.eval" else _hint(value, found)
+            if isinstance(value, str) and (meant := OTHER_VALUES.get(name, {}).get(value)):
+                hint = f"; did you mean {meant}?"
             yield Fault(name, f"{name} is {shown(value)}; expected {expected(found)}{hint}")
         else:
             text = f"expected a section with {_some([*found.model_fields])}"
@@ -456,24 +459,6 @@ def _fields_under(name: str, found: FieldInfo | type[Section]) -> list[tuple[str
     return [(f"{name}.{inner}", field) for inner, field in fields(found)]
 
 
-# Words of other programs.
-OTHER_NAMES = {
-    "micro_batch": "trainer.per_device_train_batch_size",
-    "batch_size": "trainer.per_device_train_batch_size",
-    "lr": "trainer.learning_rate",
-    "r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "target_modules": "lora.targets",
-    "epochs": "trainer.num_train_epochs",
-    "scheduler": "trainer.lr_scheduler_type",
-    "accumulation": "trainer.gradient_accumulation_steps",
-    "grad_accum": "trainer.gradient_accumulation_steps",
-    "clipping": "trainer.max_grad_norm",
-    "keep_checkpoints": "trainer.save_total_limit",
-}
-
-
 def _unknown(path: Sequence[str], recipe: type[Recipe]) -> str:
     names = [name for name, _ in fields(recipe)]
     name = shown_name(".".join(path))
@@ -487,11 +472,10 @@ def _unknown(path: Sequence[str], recipe: type[Recipe]) -> str:
     assert not isinstance(around, FieldInfo)
     near = {known.rpartition(".")[2]: known for known in names}
     near |= {inner: f"{section}.{inner}".strip(".") for inner in around.model_fields}
-    found = OTHER_NAMES.get(path[-1])
-    if found is None and (close := difflib.get_close_matches(path[-1], near, 1)):
-        found = near[close[0]]
-    if found is not None:
-        return f"{told}; did you mean {found}?"
+    if path[-1] not in near and (text := cure(path[-1])):
+        return f"{told}; {text}"
+    if close := difflib.get_close_matches(path[-1], near, 1):
+        return f"{told}; did you mean {near[close[0]]}?"
     return f"{told}; expected {_some([*around.model_fields], 'or')}"
 
 

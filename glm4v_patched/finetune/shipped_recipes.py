@@ -1,6 +1,7 @@
 """The recipes that ship, by their names. Needs no torch."""
 
 import difflib
+import itertools
 from pathlib import Path
 
 from .recipe_file import RecipeError, shown
@@ -8,11 +9,45 @@ from .recipe_file import RecipeError, shown
 FOLDER = Path(__file__).with_name("recipes")
 RECIPE = "recipe.json"  # of a run, in its folder
 SUFFIXES = (".yaml", ".yml", ".json")
+YOURS = "data:\n  train: my.jsonl\nout: trained"
 
 
 def shipped_names() -> list[str]:
     """As ``lora_1x80gb``: what is trained, and the GPUs that it is for."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def describe_shipped() -> str:
+    """A line for each: its name, and what it is for."""
+    lines = []
+    for name in shipped_names():
+        comment = itertools.takewhile(lambda line: line.startswith("# "), _lines(name))
+        told = " ".join(line[2:] for line in comment).partition(" Run it with:")[0]
+        lines.append(f"{name:<22}{told}")
+    return "\n".join(lines)
+
+
+def shipped_text(name: str) -> str:
+    """A recipe to edit: one that ships, with the fields that are left to its reader.
+
+    Raises:
+        RecipeError: none that ships has that name.
+    """
+    if name not in shipped_names():
+        near = difflib.get_close_matches(name, shipped_names(), 1)
+        raise _none_ships(name, f"; did you mean {near[0]}?" if near else "")
+    return "\n".join(
+        [*_lines(name), "# Yours: the rows, and the folder for what is trained.", YOURS]
+    )
+
+
+def _lines(name: str) -> list[str]:
+    return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+
+
+def _none_ships(name: str, told: str, what: str = "no recipe that ships") -> RecipeError:
+    ships = ", ".join(shipped_names())
+    return RecipeError(f"{shown(name)} is {what}{told}\nrecipes that ship: {ships}")
 
 
 def find_recipe(path: Path) -> Path:
@@ -33,10 +68,7 @@ def find_recipe(path: Path) -> Path:
         raise RecipeError(f"{shown(str(path))} is a folder{told}")
     told = _did_you_mean(path, names)
     if names:
-        raise RecipeError(
-            f"{shown(path.name)} is no file, and no recipe that ships{told}\n"
-            f"recipes that ship: {', '.join(names)}"
-        )
+        raise _none_ships(path.name, told, "no file, and no recipe that ships")
     if told:
         raise RecipeError(f"{shown(str(path))} is no file{told}")
     return path

@@ -110,10 +110,14 @@ def refusal(name: str) -> str | None:
         return None
     if name in INSTEAD:
         return f"trainer.{name} is set by the recipe; expected {INSTEAD[name]}"
-    for start, reason in REASONS.items():
-        if name == start or name.startswith(start + "_"):
-            return f"trainer.{name} cannot be set: {reason}"
-    return None
+    reason = reason_against(name)
+    return reason and f"trainer.{name} cannot be set: {reason}"
+
+
+def reason_against(name: str) -> str | None:
+    """Why a field is refused that nothing stands for; None of others."""
+    found = (why for start, why in REASONS.items() if name == start or name.startswith(f"{start}_"))
+    return next(found, None)
 
 
 def installed_fields() -> dict[str, Any]:

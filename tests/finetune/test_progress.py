@@ -1,9 +1,7 @@
 """What is seen of a training while it goes on, and what is said of it at its end."""
 
 import json
-import logging
 import re
-import shutil
 import weakref
 from pathlib import Path
 
@@ -95,21 +93,6 @@ def test_a_line_says_how_fast_the_steps_since_the_last_one_were(clock, tmp_path,
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/10 epoch 0.50 loss 1.235 lr 1.0e-4 0.133 samples/s ")
     assert " 2 samples/s " in second and second.endswith(" left 0:00:28")
-
-
-def test_what_the_trainer_aligns_and_we_undo_is_not_told(drawn, tmp_path, caplog):
-    """The published model has three end tokens, and its tokenizer one."""
-    model = shutil.copytree(drawn.model, tmp_path / "model")
-    for name in ("config.json", "generation_config.json"):
-        if (path := model / name).exists():
-            values = json.loads(path.read_text())
-            ends = values["eos_token_id"]
-            values["eos_token_id"] = [5, *(ends if isinstance(ends, list) else [ends])]
-            path.write_text(json.dumps(values))
-    with caplog.at_level(logging.WARNING):
-        changes = {"trainer.max_steps": 1, "data.eval": None, "trainer.save_steps": None}
-        train_here(drawn.override({"model": str(model), "out": str(tmp_path / "out")} | changes))
-    assert not [record for record in caplog.records if "PAD/BOS/EOS" in record.getMessage()]
 
 
 def arguments(folder: Path) -> TrainingArguments:

@@ -96,6 +96,26 @@ def test_a_shipped_recipe_needs_data_and_a_folder_and_says_so(capsys, monkeypatc
     assert "did you mean lora_1x80gb?" in told and all(name in told for name in NAMES)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_printed_recipe_is_the_one_that_ships_with_places_for_what_is_yours(
+    name, capsys, tmp_path
+):
+    assert main(["recipe", name]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert Recipe.read(tmp_path / "mine.yaml") == shipped(name)
+    assert main(["recipe"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    assert all("GPU" in line and "Run it with" not in line for line in lines)
+
+
+def test_a_recipe_to_print_that_does_not_ship_is_named_with_those_that_do(capsys):
+    assert main(["recipe", "lora_1x80g"]) == 1
+    told = capsys.readouterr().err
+    assert '"lora_1x80g" is no recipe that ships; did you mean lora_1x80gb?' in told
+    assert all(name in told for name in NAMES)
+
+
 def test_a_file_of_that_name_comes_first(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("lm_2x141gb").write_text(json.dumps({"model": "mine"}))
