@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import product
@@ -60,7 +61,8 @@ def run(options: argparse.Namespace) -> None:
         else:
             print(markdown_table(rows), end="")
     if options.pictures:
-        print("\n".join(map(str, draw_pictures(rows, options.pictures))))
+        drawn = "\n".join(map(str, draw_pictures(rows, options.pictures)))
+        print(drawn or "no picture is drawn, as no row has figures")
 
 
 def _measure_all(options: argparse.Namespace) -> list[dict]:
@@ -78,13 +80,16 @@ def _measure_all(options: argparse.Namespace) -> list[dict]:
         raise ValueError(f"--timeout {options.timeout}: expected a number above 0")
     require_machine(asked, gpus, on_cpu)
     print("  ".join(COLUMNS))
+    start = time.monotonic()
     rows = []
     for settings in asked:
         row = measure_in_processes(settings, gpus, options.timeout, on_cpu)
-        print("  ".join(cells_of(row)), row.get("error", ""), sep="\n" * ("error" in row))
+        cells = map(str.ljust, cells_of(row), map(len, COLUMNS))  # below the names
+        print("  ".join(cells).rstrip(), row.get("error", ""), sep="\n" * ("error" in row))
         rows.append(row)
         if options.out:
             add_rows(options.out, [row])
+    print(f"{len(rows):,} rows measured in {time.monotonic() - start:.0f} s")
     return rows
 
 

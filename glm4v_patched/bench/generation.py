@@ -7,6 +7,7 @@ import argparse
 import json
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -150,10 +151,12 @@ def measure_speed(options: argparse.Namespace) -> None:
     place(1, options.device)
     if options.out:
         read_rows(REQUIRED, options.out, may_be_new=True)
+    start = time.monotonic()
     for speed in speeds:
         rows = _measure(speed, options.python, options.timeout * len(speed.batch))
         if options.out:
             add_rows(REQUIRED, options.out, rows)
+    print(f"measured in {time.monotonic() - start:.0f} s")
 
 
 def table(rows: list[dict]) -> str:

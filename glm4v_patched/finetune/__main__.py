@@ -109,8 +109,6 @@ def _run(options: argparse.Namespace, process: Process) -> int:
             _require_all_see(store, process, found.plan.path)
             store.set("go", "")
             status = _train(options, found.plan.path)
-            if status == 0:
-                print(describe_end(recipe, placement.on_cpu), flush=True)
     except BaseException as error:
         # Whichever they wait for. The store is gone if the launcher has ended.
         with suppress(RuntimeError):
@@ -195,12 +193,15 @@ def _train(options: argparse.Namespace, plan: Path) -> int:
 
     if options.device != "cpu":
         require_gpu()
+    is_first = os.environ["RANK"] == "0"
     try:
-        train(Plan.read(plan))
+        train(found := Plan.read(plan))
     except Diverged as error:
-        if os.environ["RANK"] == "0":
+        if is_first:
             print(f"glm4v_patched.finetune: {error}", file=sys.stderr)
         return 1
+    if is_first:
+        print(describe_end(found.recipe, found.placement.on_cpu))
     return 0
 
 

@@ -62,7 +62,7 @@ MEANT = {
     "accumulation": "trainer.gradient_accumulation_steps",
     "grad_accum": "trainer.gradient_accumulation_steps",
     "lr": "trainer.learning_rate",
-    "vit_lr": "trainer.learning_rate: {tower: 1e-6, adapter: 1e-5, language_model: 1e-5}",
+    "vit_lr": "trainer.learning_rate: {tower: 1.0e-6, adapter: 1.0e-5, language_model: 1.0e-5}",
     "scheduler": "trainer.lr_scheduler_type",
     "epochs": "trainer.num_train_epochs",
     "num_epochs": "trainer.num_train_epochs",

@@ -164,6 +164,8 @@ def train(plan: Plan) -> None:
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     plan.require_true()
     set_seed(recipe.trainer.seed)  # adapters are random
+    if arguments.process_index:  # the first one's bar is that of all
+        quiet_transformers()
     with doing("loading the model", tells=arguments.process_index == 0):
         model = build_model(options, base)
     trainer = RecipeTrainer(

@@ -347,10 +347,11 @@ def test_a_bar_is_named_by_what_sets_its_row_apart():
         "2; lm; 2 x NVIDIA H200; -, full; ZeRO-3, optimizer adamw_8bit",
         "3; full; 2 x NVIDIA H200, at most 24 GiB; none, full; ZeRO-3",
     ]
-    assert figure.axes[0].get_title() == "micro-batch, ids of text: 4, 512"
-    assert figure.axes[0].get_ylabel() == f"#; trained; hardware; {POLICIES}; method"
+    assert figure.get_suptitle() == (
+        f"micro-batch, ids of text: 4, 512\nrows: #; trained; hardware; {POLICIES}; method"
+    )
     (name,) = names_of(speed_figure(rows[:1]))
-    assert name == "1; -; lm; 2 x NVIDIA H200; 4, 512; -, full; -; ZeRO-3"
+    assert name == "1; lm; 2 x NVIDIA H200; 4, 512; -, full; ZeRO-3"
 
 
 @pytest.mark.parametrize("rows", [MEASURED, TRIED, MEASURED[:1]], ids=len)
@@ -365,6 +366,10 @@ def test_pictures_of_rows_of_any_age_are_whole_and_legible(draw, rows):
     assert len(names) == len(rows) and min(name.x0 for name in names) >= 0
     assert all(above.y0 > below.y1 for above, below in zip(names, names[1:], strict=False))
     assert axes.get_position().width >= 0.4  # of the figure
+    for text in (*figure.texts, axes.xaxis.label):
+        extent = text.get_window_extent()
+        assert extent.x0 >= 0 and extent.y0 >= 0
+        assert extent.x1 <= figure.bbox.width and extent.y1 <= figure.bbox.height
     drawn = "peak_allocated_gib" if draw is memory_figure else "tokens_per_s_per_gpu"
     longest = "peak_reserved_gib" if draw is memory_figure else drawn
     bars = {place: sum(part[2] for part in bar) for place, bar in bars_of(figure).items()}
@@ -374,9 +379,18 @@ def test_pictures_of_rows_of_any_age_are_whole_and_legible(draw, rows):
     assert axes.get_xlim()[1] > max(row.get(longest, 0) for row in rows)
 
 
-@pytest.mark.parametrize("row", [make_row(), fail(make_row()), make_row(peak_allocated_gib=None)])
-def test_one_row_makes_both_pictures(tmp_path, row):
-    for path in draw_pictures([row], tmp_path / "new" / "folder"):
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (make_row(), ["memory.png", "speed.png"]),
+        (fail(make_row()), []),
+        (make_row(peak_allocated_gib=None, device="cpu"), ["speed.png"]),
+    ],
+)
+def test_pictures_are_drawn_of_what_was_measured(tmp_path, row, names):
+    paths = draw_pictures([row], tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == names
+    for path in paths:
         with Image.open(path) as picture:
             assert picture.format == "PNG" and picture.convert("L").getextrema() == (0, 255)
 
