@@ -23,6 +23,7 @@ from PIL import Image
 
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
+from glm4v_patched.finetune.recipe import Recipe
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
@@ -94,6 +95,7 @@ ELSEWHERE = {
     "torchrun --nnodes 2": "tests/distributed/test_more_machines.py",
     "deepspeed --hostfile hosts": "needs ssh; its launcher was tried by hand, as the page says",
     "apt-get install python3-dev": "a system's package",
+    "apt-get install fonts-noto-cjk": "a system's package",
     # Other tests: .ci/run runs them, or a person with GPUs.
     "pytest": "test_tests_that_pages_name_are_there",
     "ruff check .": ".ci/run",
@@ -145,7 +147,7 @@ def of_program(name: str) -> list[str]:
 @pytest.mark.parametrize("arguments", of_program("glm4v-patched"))
 def test_options_are_there(arguments):
     if "--help" not in arguments:
-        _parser().parse_args(shlex.split(arguments))
+        _parser().parse_args(shlex.split(arguments.partition(" > ")[0]))
 
 
 @pytest.mark.parametrize("arguments", of_program("pytest"))
@@ -289,6 +291,13 @@ def test_fields_are_given_on_the_command_line(given, reader):
     recipe = json.loads((reader.folder / "other" / "recipe.json").read_text())
     assert (recipe["engine"]["zero_stage"], recipe["trainer"]["learning_rate"]) == (2, 2e-5)
     assert "trainer.learning_rate" in reader.shell(help_)
+
+
+@runs("glm4v-patched recipe")
+def test_a_recipe_is_printed_to_be_edited(given, reader):
+    (command,) = given
+    reader.shell(command)
+    assert Recipe.read(reader.folder / command.rpartition("> ")[2]).trained == "lora_lm"
 
 
 @pytest.fixture(scope="module")
