@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from transformers.utils.logging import disable_progress_bar
+
 from .. import __version__
 from ..atomic import write_atomically
 from ..data.check import require_pictures
@@ -116,6 +118,7 @@ def _run(
     conversations: list[list[dict]],
 ) -> dict:
     started = time.time()
+    disable_progress_bar()  # of files of a tiny model
     train_file, held_out = _prepare_data(out, data, conversations)
     build_from_scratch(out / "initial", read_conversations(train_file), SEED)
     print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)

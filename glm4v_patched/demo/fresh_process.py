@@ -14,6 +14,7 @@ sys.modules["glm4v_patched"] = None  # type: ignore[assignment]  # makes its imp
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoProcessor  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 BATCH = 32
 MAX_NEW_TOKENS = 32
@@ -42,6 +43,7 @@ def answer(folder: str, prompts: list[list[dict]]) -> list[str]:
 
 
 if __name__ == "__main__":
+    disable_progress_bar()  # of files of a tiny model
     requests = json.loads(Path(sys.argv[1]).read_text())
     replies = [answer(request["model"], request["prompts"]) for request in requests]
     Path(sys.argv[2]).write_text(json.dumps(replies, ensure_ascii=False))

@@ -42,7 +42,7 @@ def plot_loss(
         axes.legend()
     axes.set(xlabel="step", ylabel="loss (nats per supervised token)")
     axes.ticklabel_format(style="plain", useOffset=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
     axes.grid(alpha=0.3)
     with open_atomically(path) as file:
         figure.savefig(file, dpi=130, format="png")
