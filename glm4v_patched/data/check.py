@@ -211,11 +211,14 @@ def _rows_of(sources: Sources, collator: ConversationCollator) -> Iterator[dict[
         read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
         while some := [*islice(read, ROWS_AT_ONCE)]:
             stored = [_as_stored(row, number) for row in some]
-            good = [at for at, row in enumerate(stored) if row["fault"] is None]
-            for at, size in zip(
-                good, _measure([some[at][1] for at in good], collator), strict=True
-            ):
-                stored[at] |= {"fault": size} if isinstance(size, str) else size._asdict()
+            good = [
+                (row.messages, values)
+                for row, values in zip(some, stored, strict=True)
+                if isinstance(row, Row) and values["fault"] is None
+            ]
+            sizes = _measure([messages for messages, _ in good], collator)
+            for (_, values), size in zip(good, sizes, strict=True):
+                values |= {"fault": size} if isinstance(size, str) else size._asdict()
             yield from stored
 
 
