@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, ModelInfo, snapshot_download
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
-from glm4v_patched.atomic import is_inside
+from glm4v_patched.atomic import fault_of_file, require_inside
 
 from .errors import AGAIN, NO_HUB
 from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
@@ -98,27 +98,23 @@ def is_small(name: str, size: int) -> bool:
 def read_folder(folder: Path) -> dict[str, File]:
     """Every file by its path in the folder, but for folders whose names begin with a dot.
 
-    ``ValueError`` for a link that leads out of it, or to a folder; but links of the Hub's cache,
-    from a snapshot to the blobs beside it, are followed.
+    ``ValueError`` for a device, a pipe, text with another name (a hard link), and a link that leads
+    out of it, or to a folder; but links of the Hub's cache, from a snapshot to the blobs beside it,
+    are followed.
     """
-    root = Path(os.path.realpath(folder))
     found = {}
-    for where, folders, names in os.walk(root):
+    for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(where, name) for name in [*folders, *names]):
-            name, end = path.relative_to(root).as_posix(), Path(os.path.realpath(path))
-            if path.is_symlink() and (end.is_dir() or not is_inside(path, root)):
-                told = f"{folder / name} is a link to {end}, to a folder or out of this one, and"
-                raise ValueError(f"{told} is not followed: put a copy in its place, or remove it")
-            if path.is_file():
-                size = path.stat().st_size
-                # What was read counts, whatever has become of the file since.
-                small = is_small(name, size)
-                # Weights have another name where they came from; text is always written.
-                if small and not path.is_symlink() and path.stat().st_nlink > 1:
-                    told = f"{folder / name} has another name, too (a hard link), and"
-                    raise ValueError(f"{told} is not read: put a copy in its place, or remove it")
-                found[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
+        links = [name for name in folders if Path(where, name).is_symlink()]
+        for path in (Path(where, name) for name in [*links, *names]):
+            name = path.relative_to(folder).as_posix()
+            # Weights have another name where they came from; text is always written.
+            if path.is_symlink() or fault_of_file(path, alone=is_small(name, path.stat().st_size)):
+                require_inside(path, folder)
+            size = path.stat().st_size
+            # What was read counts, whatever has become of the file since.
+            small = is_small(name, size)
+            found[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
     return found
 
 

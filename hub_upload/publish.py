@@ -10,7 +10,6 @@ arrived.
 import argparse
 import re
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import (
@@ -22,9 +21,8 @@ from huggingface_hub import (
 )
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
-from tqdm import tqdm
 
-from glm4v_patched.terminal_text import printable
+from glm4v_patched.terminal_text import in_bytes, printable
 
 from .errors import AGAIN, shorten
 from .files import Contents, File, look_at, read_folder
@@ -75,11 +73,13 @@ class Publication:
         else:
             self.head, self.tagged = info.sha, self.read_tag()
             self.state = f"{'private' if info.private else 'public'}, at {self.head}"
-        theirs = None
+        # Without a manifest of ours, a file of a name that we use is somebody's all the same.
+        ours: set[str] = set()
         if MANIFEST in self.there:
             path = self.api.hf_hub_download(self.repo, MANIFEST, revision=self.head)
             theirs = read_manifest(Path(path).read_bytes(), f"{self.repo}: {MANIFEST}")
-        self.plan(theirs)
+            ours = theirs.names | self.files.keys()
+        self.plan(ours)
 
     def read_tag(self) -> str | None:
         try:
@@ -87,28 +87,25 @@ class Publication:
         except hub_errors.RevisionNotFoundError:
             return None
 
-    def plan(self, theirs: Manifest | None) -> None:
-        """What happens to each file; ``theirs`` is of what is there, if that is a build of ours."""
-        # Without a manifest of ours, a file of a name that we use is somebody's all the same.
-        ours = theirs.names if theirs else set()
-        known = {GIT_FILE, *ours, *(self.files if theirs else ())}
-        foreign = sorted(self.there.keys() - known)
+    def plan(self, ours: set[str]) -> None:
+        """What happens to each file; ``ours`` are names that only a build of ours uses there."""
+        foreign = sorted(self.there.keys() - ours - {GIT_FILE})
         if foreign and not self.options.allow_foreign:
             told = f"{len(foreign)} files that no {MANIFEST} of ours lists ({shorten(foreign, 5)})"
             cure = "--allow-foreign publishes beside them, and over those of the same name"
             raise ValueError(f"{self.repo} has {told}: is it the right repository? {cure}")
-        self.deleted = sorted((self.there.keys() & ours) - self.files.keys() - {GIT_FILE})
-        changed = set(self.lacking(self.there))
-        self.kept = sorted(self.files.keys() - changed)
-        self.copied = sorted(name for name in changed if self.files[name].path is None)
-        self.uploaded = sorted(changed - {*self.copied})
+        changed = self.lacking(self.there)
+        self.copied = [name for name in changed if self.files[name].path is None]
+        self.uploaded = [name for name in changed if self.files[name].path]
+        self.deleted = sorted(self.there.keys() & ours - self.files.keys())
+        self.kept = sorted(self.files.keys() - {*changed})
         self.foreign = [name for name in foreign if name not in self.files]
         self.changes = bool(changed or self.deleted)
-        if self.copied:
-            self.require_copies()
+        self.copies = self.require_copies() if self.copied else []
 
-    def require_copies(self) -> None:
-        """``ValueError`` unless weights that are not in the folder are where they come from."""
+    def require_copies(self) -> list[CommitOperationCopy]:
+        """Of weights that the Hub itself copies; ``ValueError`` unless they are where they come
+        from."""
         assert self.origin, "weights that are neither here nor anywhere do not pass verify"
         try:
             _, source = look_at(self.api, self.origin.repository, self.origin.revision)
@@ -118,6 +115,8 @@ class Publication:
         if wrong := [name for name in self.copied if not self.files[name].is_at(source.get(name))]:
             told = f"{shorten(wrong)} at {self.origin} is not what {MANIFEST} lists"
             raise ValueError(f"{told}, so it is not copied; {UPLOAD}")
+        where = {"src_repo_id": self.origin.repository, "src_revision": self.origin.revision}
+        return [CommitOperationCopy(n, n, src_repo_type="model", **where) for n in self.copied]
 
     def show(self) -> None:
         say(f"Repository {self.repo} ({self.state}), version {self.tag}")
@@ -135,7 +134,7 @@ class Publication:
 
     def size_of(self, names: Iterable[str]) -> str:
         sizes = [(self.files.get(name) or self.there[name]).size or 0 for name in names]
-        return tqdm.format_sizeof(sum(sizes), "B")
+        return in_bytes(sum(sizes))
 
     def check_settings(self) -> None:
         if self.options.private and self.state.startswith("public"):
@@ -154,7 +153,7 @@ class Publication:
         """One commit on the head that was compared, read back and compared again."""
         commit = self.api.create_commit(
             self.repo,
-            [*self.copies(), *self.additions(), *map(CommitOperationDelete, self.deleted)],
+            [*self.copies, *self.additions(), *map(CommitOperationDelete, self.deleted)],
             commit_message=f"glm4v-patched {self.manifest.version}",
             parent_commit=self.head,
         )
@@ -166,14 +165,6 @@ class Publication:
             raise ValueError(f"{told}: {shorten(wrong, 5)} differs; {cure}")
         say(f"Verified {len(self.files)} files.")
         return commit.oid
-
-    def copies(self) -> list[CommitOperationCopy]:
-        """Of weights that the Hub itself copies."""
-        copy = partial(CommitOperationCopy, src_repo_type="model")
-        if self.origin:
-            where = {"src_repo_id": self.origin.repository, "src_revision": self.origin.revision}
-            copy = partial(copy, **where)
-        return [copy(name, name) for name in self.copied]
 
     def additions(self) -> list[CommitOperationAdd]:
         """Small files as they were read, weights as the manifest lists them."""

@@ -362,10 +362,10 @@ def test_a_model_comes_from_the_hub_at_its_revision(folder, tmp_path, monkeypatc
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
         repository = hub.add_repository(NAME, files)
-        repository.refs["refs/tags/v1"] = repository.head
+        repository.refs["v1"] = repository.head
         newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
         changes = {"config.json": json.dumps(newer).encode()}
-        repository.add_commit("refs/heads/main", changes, "another rotation")
+        repository.add_commit(changes)
         asked = recipe(
             {"model": NAME, "revision": "v1", "trained": "lora_lm", "engine.precision": "fp32"}
         )

@@ -1,10 +1,11 @@
-"""A Hugging Face Hub on loopback: what the real clients 0.36 and 2.4 need of its protocol.
+"""A Hugging Face Hub on loopback: what real clients, 0.36 and 2.4, ask to load, build, verify and
+publish.
 
 ``with LocalHub() as hub:`` serves repositories in memory at ``hub.endpoint`` to ``hub.token``;
 ``hub.requests`` is what was asked and how many bytes went each way, ``hub.fail`` makes it fail.
 ``python tests/helpers/local_hub.py our-org`` serves one to try things on, until Ctrl-C.
-Large files always travel as git LFS. 0.36 asks the LFS batch, which never chooses xet; 2.4 uploads
-through hf_xet, where it is installed, without asking: it needs ``HF_HUB_DISABLE_XET=1``.
+It is a server, and no stand-in for ``HfApi``, because processes and transformers ask it, too.
+Large files travel as git LFS: uploads through hf_xet need ``HF_HUB_DISABLE_XET=1``.
 """
 
 import base64
@@ -22,11 +23,90 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import huggingface_hub.constants
 import huggingface_hub.file_download
-import yaml
 
-from tests.helpers.hub_repositories import Commit, File, Refusal, Repository, Sparse, is_lfs
 
-DATE = "2026-01-01T00:00:00.000Z"
+@dataclass(frozen=True)
+class Sparse:
+    """A file of which only size, hash and the first bytes exist."""
+
+    size: int
+    sha256: str
+    head: bytes = b""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file in a tree: its content, and whether git holds that or a pointer to LFS."""
+
+    content: bytes | Sparse
+    lfs: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.content.size if isinstance(self.content, Sparse) else len(self.content)
+
+    @property
+    def sha256(self) -> str:
+        sparse = isinstance(self.content, Sparse)
+        return self.content.sha256 if sparse else hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def oid(self) -> str:
+        """git's name of the blob."""
+        blob = self.content
+        if self.lfs:
+            version = "version https://git-lfs.github.com/spec/v1"
+            blob = f"{version}\noid sha256:{self.sha256}\nsize {self.size}\n".encode()
+        return hashlib.sha1(b"blob %d\0" % len(blob) + blob).hexdigest()
+
+    def part(self, start: int, end: int) -> bytes:
+        held = self.content.head if isinstance(self.content, Sparse) else self.content
+        assert end <= len(held), f"bytes {start}-{end} were read of a file that has none"
+        return held[start:end]
+
+
+def is_lfs(path: str, size: int) -> bool:
+    return path.endswith((".safetensors", ".bin", ".model")) or size > 10**7
+
+
+@dataclass
+class Repository:
+    """Commits in their order, the references to them, and what a commit may point at by sha256."""
+
+    private: bool = False
+    commits: dict[str, dict[str, File]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, bytes | Sparse] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.add_commit({".gitattributes": b""})
+
+    @property
+    def head(self) -> str:
+        return self.refs["main"]
+
+    @property
+    def files(self) -> dict[str, File]:
+        return self.commits[self.head]
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {name: oid for name, oid in self.refs.items() if name != "main"}
+
+    def add_commit(self, changes: dict[str, bytes | Sparse | File | None]) -> str:
+        """Commit to main; ``None`` deletes a file."""
+        files = dict(self.files) if self.refs else {}
+        for path, content in changes.items():
+            if not isinstance(content, File | None):
+                content = File(content, is_lfs(path, File(content).size))
+            files[path] = content
+        files = {path: file for path, file in files.items() if file}
+        self.objects |= {file.sha256: file.content for file in files.values() if file.lfs}
+        # The number keeps two commits of the same files apart, as the date does in git.
+        text = repr([len(self.commits), *((path, file.oid) for path, file in files.items())])
+        self.refs["main"] = oid = hashlib.sha1(text.encode()).hexdigest()
+        self.commits[oid] = files
+        return oid
 
 
 @dataclass
@@ -42,6 +122,8 @@ class Request:
 
 @dataclass
 class Fault:
+    """What happens to requests that match; :meth:`LocalHub.fail` says what its fields do."""
+
     method: str
     pattern: str
     times: int = 1
@@ -52,7 +134,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut_request: int | None = None
     cut_response: int | None = None
-    call: Callable[[], None] | None = None
+    call: Callable[[], object] = lambda: None
 
 
 class LocalHub:
@@ -60,8 +142,7 @@ class LocalHub:
 
     def __init__(self, organisations: tuple[str, ...] = ("our-org",)):
         self.token = "hf_localhubsecret" + "0" * 20
-        self.user = "tester"
-        self.namespaces = {self.user, *organisations}
+        self.organisations = organisations
         self.repositories: dict[str, Repository] = {}
         self.requests: list[Request] = []
         self.errors: list[BaseException] = []
@@ -69,8 +150,7 @@ class LocalHub:
         self.lock = threading.RLock()
 
     def __enter__(self) -> "LocalHub":
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.hub = self
+        self._server = _Server(("127.0.0.1", 0), type("", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         # Polled often: every test waits for this once.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
@@ -95,11 +175,11 @@ class LocalHub:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
 
     def add_repository(
-        self, name: str, files: dict[str, bytes | Sparse] | None = None, **settings
+        self, name: str, files: dict[str, bytes | Sparse] | None = None, private: bool = False
     ) -> Repository:
-        repository = self.repositories[name] = Repository(name, **settings)
+        repository = self.repositories[name] = Repository(private)
         if files:
-            repository.add_commit("refs/heads/main", files, "files")
+            repository.add_commit(files)
         return repository
 
     def fail(self, method: str, pattern: str, **fault) -> None:
@@ -127,21 +207,6 @@ class LocalHub:
                         return fault
         return Fault(method, path)
 
-    def repository(self, name: str, token: str | None, write: bool = False) -> Repository:
-        """A repository that this token may read, or write; the Hub's refusals otherwise."""
-        if token not in (None, self.token):
-            raise Refusal(401, "Invalid credentials in Authorization header")
-        mine = token == self.token and name.split("/")[0] in self.namespaces
-        found = self.repositories.get(name)
-        if found is None or (found.private and not mine):
-            # The Hub does not say to others whether a repository exists.
-            raise Refusal(404 if token else 401, "Repository not found", "RepoNotFound")
-        if write and token is None:
-            raise Refusal(401, "Invalid username or password.")
-        if write and not mine:
-            raise Refusal(403, f"You don't have the required permissions for {name}")
-        return found
-
 
 def redirect_client(endpoint: str, monkeypatch) -> None:
     """Let the client of this process, which read ``HF_ENDPOINT`` at its import, talk to another."""
@@ -152,11 +217,19 @@ def redirect_client(endpoint: str, monkeypatch) -> None:
         monkeypatch.setattr(holder, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
 
 
+class Refusal(Exception):
+    """An answer that is no success; ``code`` is the Hub's ``X-Error-Code``."""
+
+    def __init__(self, status: int, message: str, code: str = ""):
+        super().__init__(message)
+        self.status, self.headers = status, {"X-Error-Message": message, "X-Error-Code": code}
+
+
 ROUTES: list[tuple[str, re.Pattern, str]] = []
 
 
 def route(method: str, template: str):
-    parts = {"repo": r"[^/]+/[^/]+?", "rev": "[^/]+", "path": ".+", "oid": "[0-9a-f]{64}"}
+    parts = {"repo": r"[^/]+/[^/]+?", "rev": "[^/]+", "path": ".*", "oid": "[0-9a-f]{64}"}
     pattern = re.sub(r"{(\w+)}", lambda m: f"(?P<{m[1]}>{parts[m[1]]})", template)
 
     def register(function):
@@ -178,73 +251,56 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Routes to methods; each takes the parts of its path and returns JSON, or replies itself."""
 
+    hub: LocalHub
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: 40 ms a request otherwise
 
+    def log_message(self, *_) -> None:
+        pass
+
     def do_GET(self) -> None:
-        self.hub: LocalHub = self.server.hub
         self.log = Request(self.command, self.path)
         self.hub.requests.append(self.log)
         self.fault = self.hub.next_fault(self.command, self.path)
         try:
-            self._answer()
+            self.fault.call()
+            self.body = self._read_body()
+            if self.fault.status or self.fault.answer is not None:
+                answer, told = self.fault.answer, {"error": self.fault.message}
+                answer = told if answer is None else answer
+                self._reply(self.fault.status or 200, answer, self.fault.headers)
+            else:
+                self._handle()
+        except Refusal as refusal:
+            self._reply(refusal.status, {"error": str(refusal)}, refusal.headers)
         except (TimeoutError, ConnectionError):
             self.close_connection = True  # the client went away, or a fault cut it off
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def _answer(self) -> None:
-        if self.fault.call:
-            self.fault.call()
-        self.body = self._read_body()
-        if self.fault.status or self.fault.answer is not None:
-            answer = self.fault.answer
-            if answer is None:
-                answer = {"error": self.fault.message}
-            return self._reply(self.fault.status or 200, answer, self.fault.headers)
-        url = urlsplit(self.path)
-        self.query = parse_qs(url.query)
-        bearer = self.headers.get("Authorization", "")
-        self.token = bearer.removeprefix("Bearer ") or None
-        method = "GET" if self.command == "HEAD" else self.command
-        try:
-            for wanted, pattern, name in ROUTES:
-                if wanted == method and (match := pattern.fullmatch(url.path)):
-                    parts = {key: unquote(value) for key, value in match.groupdict().items()}
-                    with self.hub.lock:
-                        answer = getattr(self, name)(**parts)
-                    if answer is not None:
-                        self._reply(200, answer)
-                    return
-            raise Refusal(404, f"no such route: {self.command} {url.path}")
-        except Refusal as refusal:
-            headers = {"X-Error-Message": str(refusal)}
-            if refusal.code:
-                headers["X-Error-Code"] = refusal.code
-            self._reply(refusal.status, refusal.answer, headers)
-        except ConnectionError:
-            raise
         except Exception as error:  # a mistake of this server, or of the test: shown at its end
             self.hub.errors.append(error)
             self._reply(500, {"error": repr(error)})
 
-    def _read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            body = b""
-            while size := int(self.rfile.readline().split(b";")[0] or b"0", 16):
-                body += self._read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-            return body
-        return self._read(int(self.headers.get("Content-Length") or 0))
+    do_HEAD = do_POST = do_PUT = do_GET
 
-    def _read(self, size: int) -> bytes:
+    def _handle(self) -> None:
+        self.token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        method = "GET" if self.command == "HEAD" else self.command
+        for wanted, pattern, name in ROUTES:
+            if wanted == method and (match := pattern.fullmatch(urlsplit(self.path).path)):
+                parts = {key: unquote(value) for key, value in match.groupdict().items()}
+                with self.hub.lock:
+                    answer = getattr(self, name)(**parts)
+                return None if answer is None else self._reply(200, answer)
+        raise Refusal(404, f"no such route: {self.command} {self.path}")
+
+    def _read_body(self) -> bytes:
         limit = self.fault.cut_request
+        size = int(self.headers.get("Content-Length") or 0)
+        if self.headers.get("Transfer-Encoding"):
+            raise AssertionError("a body in chunks")
         body = self.rfile.read(size if limit is None else min(size, limit))
         self.log.received += len(body)
-        if limit is not None:
-            self.connection.shutdown(socket.SHUT_RDWR)
         if len(body) < size or limit is not None:
+            self.connection.shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("the body ended early")
         return body
 
@@ -266,216 +322,122 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
 
-    def log_message(self, *_) -> None:
-        pass
+    def _repository(self, name: str, write: bool = False) -> Repository:
+        """One that the token may read, or write; the Hub's refusals otherwise."""
+        if self.token not in (None, self.hub.token):
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        mine = self.token and name.split("/")[0] in self.hub.organisations
+        found = self.hub.repositories.get(name)
+        if found is None or (found.private and not mine):
+            # The Hub does not say to others whether a repository exists.
+            raise Refusal(404 if self.token else 401, "Repository not found", "RepoNotFound")
+        if write and not mine:
+            raise Refusal(403, f"You don't have the required permissions for {name}")
+        return found
 
-    def _json(self) -> dict:
-        return json.loads(self.body or b"{}")
-
-    def _commit_of(self, repo: str, rev: str) -> tuple[Repository, Commit]:
-        repository = self.hub.repository(repo, self.token)
-        return repository, repository.commit_of(rev)
-
-    # Who and which repositories
-
-    @route("GET", "/api/whoami-v2")
-    def whoami(self):
-        if self.token != self.hub.token:
-            raise Refusal(401, "Invalid username or password.")
-        orgs = [{"name": name} for name in sorted(self.hub.namespaces - {self.hub.user})]
-        return {"type": "user", "name": self.hub.user, "orgs": orgs, "auth": {}}
-
-    @route("POST", "/api/repos/create")
-    def create_repository(self):
-        if self.token != self.hub.token:
-            raise Refusal(401, "Invalid username or password.")
-        asked = self._json()
-        owner = asked.get("organization") or self.hub.user
-        name = f"{owner}/{asked['name']}"
-        if owner not in self.hub.namespaces:
-            raise Refusal(403, f'You don\'t have the rights to create a model under "{owner}"')
-        url = f"{self.hub.endpoint}/{name}"
-        if name in self.hub.repositories:
-            raise Refusal(409, "You already created this model repo", url=url)
-        # 0.36 sends "private", 2.4 "visibility".
-        private = asked.get("private") or asked.get("visibility") == "private"
-        self.hub.add_repository(name, private=bool(private))
-        return {"url": url, "name": name}
-
-    @route("POST", "/api/validate-yaml")
-    def validate_yaml(self):
-        front = re.match(r"---\n(.*?)\n---\n", self._json()["content"], re.DOTALL)
-        if not front:
-            message = "empty or missing yaml metadata in repo card"
-            return {"errors": [], "warnings": [{"message": message}]}
-        try:
-            data = yaml.safe_load(front[1])
-            problem = None if isinstance(data, dict) else "metadata must be a mapping"
-            if not problem and not isinstance(data.get("license", ""), str):
-                problem = '"license" must be a string'
-        except yaml.YAMLError as error:
-            problem = f"invalid YAML: {error}"
-        if problem:
-            self._reply(400, {"errors": [{"message": problem}], "warnings": []})
-            return None
-        return {"errors": [], "warnings": []}
+    def _at(self, repo: str, rev: str) -> tuple[str, dict[str, File]]:
+        repository = self._repository(repo)
+        oid = repository.refs.get(rev, rev)
+        if oid not in repository.commits:
+            raise Refusal(404, f"Invalid rev id: {rev}", "RevisionNotFound")
+        return oid, repository.commits[oid]
 
     # Reading
 
+    def _entry(self, path: str, file: File) -> dict:
+        entry = {"type": "file", "path": path, "oid": file.oid, "size": file.size}
+        entry |= {"rfilename": path, "blobId": file.oid}
+        if file.lfs:
+            entry["lfs"] = {"oid": file.sha256, "sha256": file.sha256, "size": file.size}
+            entry["lfs"]["pointerSize"] = 130
+        return entry
+
     @route("GET", "/api/models/{repo}/revision/{rev}")
     def info(self, repo, rev):
-        repository, commit = self._commit_of(repo, rev)
-        siblings = []
-        for path, file in sorted(commit.files.items()):
-            entry = {"rfilename": path}
-            if "blobs" in self.query:
-                entry |= {"size": file.size, "blobId": file.oid}
-                if file.lfs:
-                    size = len(file.pointer)
-                    entry["lfs"] = {"sha256": file.sha256, "size": file.size, "pointerSize": size}
-            siblings.append(entry)
-        return {
-            "id": repo,
-            "modelId": repo,
-            "sha": commit.oid,
-            "private": repository.private,
-            "lastModified": DATE,
-            "tags": [],
-            "siblings": siblings,
-        }
+        oid, files = self._at(repo, rev)
+        siblings = [self._entry(*item) for item in sorted(files.items())]
+        private = self._repository(repo).private
+        return {"id": repo, "sha": oid, "private": private, "tags": [], "siblings": siblings}
 
     @route("GET", "/api/models/{repo}")
     def info_of_main(self, repo):
         return self.info(repo, "main")
 
-    def _entry(self, path: str, file: File) -> dict:
-        entry = {"type": "file", "path": path, "oid": file.oid, "size": file.size}
-        if file.lfs:
-            size = len(file.pointer)
-            entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": size}
-        return entry
-
-    @route("GET", "/api/models/{repo}/tree/{rev}/{path}")
+    @route("GET", "/api/models/{repo}/tree/{rev}/?{path}")
     def tree(self, repo, rev, path):
-        _, commit = self._commit_of(repo, rev)
-        folder = f"{path}/" if path else ""
-        files = {p: f for p, f in commit.files.items() if p.startswith(folder)}
-        if path and not files:
+        _, files = self._at(repo, rev)
+        found = [self._entry(*item) for item in sorted(files.items()) if item[0].startswith(path)]
+        if not found:
             raise Refusal(404, f"{path} does not exist on {rev}", "EntryNotFound")
-        recursive = self.query.get("recursive", [""])[0].lower() in ("true", "1")
-        entries = {}
-        for p, file in sorted(files.items()):
-            inner = p.removeprefix(folder).split("/")
-            for depth in range(1, len(inner) if recursive else min(len(inner), 2)):
-                parent = folder + "/".join(inner[:depth])
-                oid = hashlib.sha1(parent.encode()).hexdigest()
-                entries[parent] = {"type": "directory", "path": parent, "oid": oid, "size": 0}
-            if recursive or len(inner) == 1:
-                entries[p] = self._entry(p, file)
-        return list(entries.values())
-
-    @route("GET", "/api/models/{repo}/tree/{rev}")
-    def whole_tree(self, repo, rev):
-        return self.tree(repo, rev, "")
+        return found
 
     @route("POST", "/api/models/{repo}/paths-info/{rev}")
     def paths_info(self, repo, rev):
-        repository, commit = self._commit_of(repo, rev)
-        if "json" in self.headers.get("Content-Type", ""):
-            asked = self._json()["paths"]
-        else:
-            asked = parse_qs(self.body.decode())["paths"]
-        entries = []
-        for path in asked:
-            if file := commit.files.get(path):
-                entry = self._entry(path, file)
-                # The Hub names it in the tree too; here that would send 2.4's downloads to xet.
-                if file.lfs and repository.has_xet:
-                    entry["xetHash"] = file.xet_hash
-                entries.append(entry)
-        return entries
-
-    @route("GET", "/api/models/{repo}/refs")
-    def references(self, repo):
-        repository = self.hub.repository(repo, self.token)
-        kinds = {"branches": "refs/heads/", "tags": "refs/tags/", "pullRequests": "refs/pr/"}
-        answer = {"converts": []}
-        for kind, prefix in kinds.items():
-            answer[kind] = [
-                {"name": name, "ref": prefix + name, "targetCommit": oid}
-                for name, oid in repository.named(prefix).items()
-            ]
-        return answer
-
-    @route("GET", "/api/models/{repo}/commits/{rev}")
-    def commits(self, repo, rev):
-        repository, commit = self._commit_of(repo, rev)
-        listed = []
-        while commit:
-            entry = {"id": commit.oid, "title": commit.title, "message": "", "date": DATE}
-            listed.append(entry | {"authors": [{"user": self.hub.user}]})
-            commit = repository.commits.get(commit.parent)
-        return listed
+        _, files = self._at(repo, rev)
+        # The Hub names xet's hash in the tree too; here that would send downloads to xet.
+        xet = {"xetHash": "0" * 64}
+        asked = [path for path in parse_qs(self.body.decode())["paths"] if path in files]
+        return [self._entry(path, files[path]) | (xet if files[path].lfs else {}) for path in asked]
 
     @route("GET", "/{repo}/resolve/{rev}/{path}")
     def resolve(self, repo, rev, path):
-        _, commit = self._commit_of(repo, rev)
-        file = commit.files.get(path)
-        if file is None:
+        oid, files = self._at(repo, rev)
+        if path not in files:
             raise Refusal(404, f"Entry not found: {path}", "EntryNotFound")
-        headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{file.oid}"', "Accept-Ranges": "bytes"}
+        file, start, status = files[path], 0, 200
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{file.oid}"', "Accept-Ranges": "bytes"}
         if file.lfs:
             headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{file.sha256}"'}
         if self.command == "HEAD":
             return self._reply(200, b"", headers | {"Content-Length": str(file.size)})
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not asked:
-            return self._reply(200, file.part(0, file.size), headers)
-        first, last = asked.groups()
-        start = int(first) if first else file.size - int(last)
-        end = min(int(last) + 1, file.size) if first and last else file.size
-        if start >= file.size:
-            headers["Content-Range"] = f"bytes */{file.size}"
-            return self._reply(416, {"error": "Range not satisfiable"}, headers)
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
-        return self._reply(206, file.part(start, end), headers)
+        end = file.size
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(asked[1]), min(int(asked[2] or end) + 1, end)
+            headers["Content-Range"], status = f"bytes {start}-{end - 1}/{file.size}", 206
+        return self._reply(status, file.part(start, end), headers)
 
     # Writing
 
-    def _may_commit(self, repo: str) -> Repository:
-        """Everybody with a token may open a pull request; pushing takes the right to write."""
-        if self.token == self.hub.token and "create_pr" in self.query:
-            return self.hub.repository(repo, self.token)
-        return self.hub.repository(repo, self.token, write=True)
+    @route("POST", "/api/repos/create")
+    def create_repository(self):
+        asked = json.loads(self.body)
+        owner = asked.get("organization")
+        if self.token != self.hub.token:
+            raise Refusal(401, "Invalid username or password.")
+        if owner not in self.hub.organisations:
+            raise Refusal(403, f'You don\'t have the rights to create a model under "{owner}"')
+        name = f"{owner}/{asked['name']}"
+        if name in self.hub.repositories:
+            raise Refusal(409, "You already created this model repo")
+        self.hub.add_repository(name, private=asked.get("visibility") == "private")
+        return {"url": f"{self.hub.endpoint}/{name}", "name": name}
+
+    @route("POST", "/api/validate-yaml")
+    def validate_yaml(self):
+        return {"errors": [], "warnings": []}
 
     @route("POST", "/api/models/{repo}/preupload/{rev}")
     def preupload(self, repo, rev):
-        commit = self._may_commit(repo).commit_of(rev)
+        self._repository(repo, write=True)
+        _, files = self._at(repo, rev)
         answers = []
-        for asked in self._json()["files"]:
-            path, there = asked["path"], commit.files.get(asked["path"])
-            mode = "lfs" if is_lfs(path, Sparse(asked["size"], "")) else "regular"
-            answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
-            if there:
-                answer["oid"] = there.sha256 if there.lfs else there.oid
-            answers.append(answer)
+        for asked in json.loads(self.body)["files"]:
+            path, there = asked["path"], files.get(asked["path"])
+            mode = "lfs" if is_lfs(path, asked["size"]) else "regular"
+            answer = {"path": path, "uploadMode": mode}
+            answer["oid"] = there and (there.sha256 if there.lfs else there.oid)
+            answers.append(answer | {"shouldIgnore": False})
         return {"files": answers}
 
     @route("POST", "/{repo}.git/info/lfs/objects/batch")
     def lfs_batch(self, repo):
-        asked = self._json()
-        # A pull request names no branch; who may open one may upload for it.
-        repository = self.hub.repository(repo, self.token, write="ref" in asked)
-        objects = []
-        for wanted in asked["objects"]:
-            answer = {"oid": wanted["oid"], "size": wanted["size"]}
+        repository = self._repository(repo, write=True)
+        objects = json.loads(self.body)["objects"]
+        for wanted in objects:
             if wanted["oid"] not in repository.objects:
                 upload = f"{self.hub.endpoint}/lfs/{repo}/{wanted['oid']}"
-                answer["actions"] = {
-                    "upload": {"href": f"{upload}?X-Amz-Signature=presigned"},
-                    "verify": {"href": f"{upload}/verify"},
-                }
-            objects.append(answer)
+                signed, verify = f"{upload}?X-Amz-Signature=presigned", f"{upload}/verify"
+                wanted["actions"] = {"upload": {"href": signed}, "verify": {"href": verify}}
         return {"transfer": "basic", "objects": objects}
 
     @route("PUT", "/lfs/{repo}/{oid}")
@@ -487,94 +449,46 @@ class _Handler(BaseHTTPRequestHandler):
 
     @route("POST", "/lfs/{repo}/{oid}/verify")
     def lfs_verify(self, repo, oid):
-        repository = self.hub.repository(repo, self.token)
-        if oid not in repository.objects:
+        if oid not in self._repository(repo).objects:
             raise Refusal(404, f"{oid} was not uploaded")
         return {}
 
     @route("POST", "/api/models/{repo}/lfs-files/duplicate")
     def lfs_duplicate(self, repo):
-        asked = self._json()
-        source = self.hub.repository(repo, self.token)
-        target = self.hub.repository(asked["target"]["name"], self.token, write=True)
-        failed = []
-        for wanted in asked["files"]:
-            content = source.objects.get(wanted["sha256"])
-            error = None
-            if content is None or File(content, True).xet_hash != wanted["xetHash"]:
-                error = "no such file"
-            elif source.region != target.region:
-                error = f"storage regions differ: {source.region} and {target.region}"
-            if error:
-                failed.append({"sha256": wanted["sha256"], "error": error})
-            else:
-                target.objects[wanted["sha256"]] = content
-        return {"success": [], "failed": failed}
+        asked = json.loads(self.body)
+        target = self._repository(asked["target"]["name"], write=True)
+        hashes = [wanted["sha256"] for wanted in asked["files"]]
+        target.objects |= {digest: self._repository(repo).objects[digest] for digest in hashes}
+        return {"success": [], "failed": []}
 
     @route("POST", "/api/models/{repo}/commit/{rev}")
     def commit(self, repo, rev):
-        repository = self._may_commit(repo)
-        as_pull_request = "create_pr" in self.query
-        ref = rev if rev.startswith("refs/pr/") else f"refs/heads/{rev}"
-        if ref not in repository.refs:
-            raise Refusal(404, f"Invalid rev id: {rev}", "RevisionNotFound")
+        repository = self._repository(repo, write=True)
+        assert rev == "main", rev
         header, *lines = [json.loads(line) for line in self.body.splitlines()]
-        header, base = header["value"], repository.refs[ref]
-        if parent := header.get("parentCommit"):
-            if as_pull_request:
-                base = repository.commit_of(parent).oid
-            elif not base.startswith(parent):
-                message = "A commit has happened since. Please refresh and try again."
-                raise Refusal(412, message)
-        changes = {}
+        if header["value"].get("parentCommit", repository.head) != repository.head:
+            raise Refusal(412, "A commit has happened since. Please refresh and try again.")
+        changes: dict[str, File | None] = {}
         for line in lines:
-            changes |= self._changes(repository, base, line["key"], line["value"])
-        if as_pull_request:
-            number = len(repository.pull_requests) + 1
-            ref = f"refs/pr/{number}"
-        oid = repository.add_commit(ref, changes, header["summary"], base)
-        url = f"{self.hub.endpoint}/{repo}"
-        answer = {"success": True, "commitOid": oid, "commitUrl": f"{url}/commit/{oid}"}
-        if as_pull_request:
-            answer["pullRequestUrl"] = f"{url}/discussions/{number}"
-        return answer
-
-    def _changes(self, repository: Repository, base: str, key: str, value: dict) -> dict:
-        path, before = value["path"], repository.commits[base].files
-        if key == "file":
-            return {path: File(base64.b64decode(value["content"]), False)}
-        if key == "lfsFile":
-            if value["oid"] not in repository.objects:
-                raise Refusal(400, f"{path} points at an LFS object that is not here")
-            return {path: File(repository.objects[value["oid"]], True)}
-        gone = [p for p in before if p == path or (key == "deletedFolder" and p.startswith(path))]
-        if key not in ("deletedFile", "deletedFolder"):
-            raise Refusal(400, f"unknown operation {key}")
-        if not gone:
-            raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-        return dict.fromkeys(gone)
-
-    def _new_reference(self, repo: str, ref: str, rev: str):
-        repository = self.hub.repository(repo, self.token, write=True)
-        if ref in repository.refs:
-            raise Refusal(409, f"{ref} already exists")
-        repository.refs[ref] = repository.commit_of(rev).oid
-        return {}
+            value = line["value"]
+            if line["key"] == "file":
+                content = File(base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile":
+                content = File(repository.objects[value["oid"]], lfs=True)
+            else:
+                content = {"deletedFile": None}[line["key"]]
+            changes[value["path"]] = content
+        oid = repository.add_commit(changes)
+        url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
+        return {"success": True, "commitOid": oid, "commitUrl": url}
 
     @route("POST", "/api/models/{repo}/tag/{rev}")
     def create_tag(self, repo, rev):
-        return self._new_reference(repo, f"refs/tags/{self._json()['tag']}", rev)
-
-    @route("DELETE", "/api/models/{repo}/tag/{rev}")
-    def delete_tag(self, repo, rev):
-        del self.hub.repository(repo, self.token, write=True).refs[f"refs/tags/{rev}"]
+        tag, refs = json.loads(self.body)["tag"], self._repository(repo, write=True).refs
+        if tag in refs:
+            raise Refusal(409, f"{tag} already exists")
+        refs[tag] = self._at(repo, rev)[0]
         return {}
-
-    @route("POST", "/api/models/{repo}/branch/{rev}")
-    def create_branch(self, repo, rev):
-        return self._new_reference(
-            repo, f"refs/heads/{rev}", self._json().get("startingPoint", "main")
-        )
 
 
 if __name__ == "__main__":

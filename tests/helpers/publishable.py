@@ -236,7 +236,7 @@ def add_source(hub: LocalHub, shards: dict[str, bytes | Sparse], **settings) -> 
     source = hub.add_repository(UPSTREAM, {**shards, INDEX: b"{}"}, **settings)
     source.pinned = source.head
     later = dict.fromkeys(shards, Sparse(5, "0" * 64))
-    source.add_commit("refs/heads/main", later, "later weights")
+    source.add_commit(later)
     return source
 
 
@@ -273,7 +273,7 @@ def write_build(
 
 def is_whole(repository: Repository, commit: str, shards=SMALL_SHARDS, code=CODE) -> bool:
     """Whether all of a build, and nothing else, is in a commit."""
-    files, wanted = repository.commits[commit].files, code | FILES | shards
+    files, wanted = repository.commits[commit], code | FILES | shards
     assert set(files) == {*wanted, INDEX, MANIFEST, ".gitattributes"}
     return all(files[name].content == content for name, content in wanted.items())
 

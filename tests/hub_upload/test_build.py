@@ -128,7 +128,7 @@ def test_links_of_a_cache_become_links_to_what_they_point_at(original_hub, make,
     blob = Path(os.path.realpath(snapshot / "LICENSE"))
     blob.unlink()
     blob.symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=f"LICENSE is a link to {tmp_path / 'secret'}"):
+    with pytest.raises(ValueError, match="LICENSE is a link to .*outside"):
         make(snapshot, out="other")
 
 
@@ -143,8 +143,7 @@ def test_a_link_out_of_a_folder_is_refused(name, changed, made_up, run, hub, tmp
         link = next(folder.glob(name), folder / name)
         secret = plant_link(link, folder.with_suffix(".outside"), name.endswith("/"))
         status, told = run(*command)
-        assert status == 1 and f"{link} is a link to {secret}," in told
-        assert "is not followed" in told
+        assert status == 1 and f"{link} is a link to {secret}, outside" in told
     assert not (tmp_path / "out").exists() and not hub.requests
 
 

@@ -137,8 +137,8 @@ def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tm
     (tmp_path / "loads.py").write_text(f"{script}assert len(learned) == 2, learned\n")
     with LocalHub() as hub:
         repository = hub.add_repository(NAME, as_files(built))
-        repository.refs[f"refs/tags/{TAG}"] = repository.head
-        repository.add_commit("refs/heads/main", {"config.json": b"no JSON"}, "not pinned")
+        repository.refs[TAG] = repository.head
+        repository.add_commit({"config.json": b"no JSON"})
         online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")} | hub.environment
         command += " trainer.max_steps=4 --device cpu"
         train = [sys.executable, "-m", "glm4v_patched.cli", *command.split()]

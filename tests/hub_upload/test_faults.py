@@ -23,8 +23,7 @@ from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
 from hub_upload.verify import CHECKS
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.hub_repositories import File
-from tests.helpers.local_hub import redirect_client
+from tests.helpers.local_hub import File, redirect_client
 from tests.helpers.publishable import (
     NAME,
     SMALL_SHARDS,
@@ -111,7 +110,7 @@ def test_a_changed_file_and_a_full_disk_are_one_line(command, hub, ask):
     # Of the right size, and of another content than is listed.
     files = hub.repositories[UPSTREAM if command == "build" else NAME].files
     given = files["config.json"]
-    other = File(b" " * len(given.content), False)
+    other = File(b" " * len(given.content))
     hub.fail("HEAD", CONFIG, times=99, call=lambda: files.update({"config.json": other}))
     status, told = ask(command)
     assert status == 1 and "config.json has another hash" in told, told

@@ -9,7 +9,7 @@ from hub_upload import verify
 from hub_upload.errors import without_secrets
 from hub_upload.layout import INDEX, MANIFEST
 from tests.helpers import local_hub
-from tests.helpers.hub_repositories import File as Stored
+from tests.helpers.local_hub import File as Stored
 from tests.helpers.publishable import (
     CODE,
     FILES,
@@ -47,7 +47,7 @@ def writes(hub):
 
 
 def somebody_commits(repository):
-    return repository.add_commit("refs/heads/main", {".gitattributes": b"* text\n"}, "theirs")
+    return repository.add_commit({".gitattributes": b"* text\n"})
 
 
 def test_a_dry_run_only_reads_and_needs_no_token(hub, publish, made_up, monkeypatch, tmp_path):
@@ -58,7 +58,7 @@ def test_a_dry_run_only_reads_and_needs_no_token(hub, publish, made_up, monkeypa
     for _ in ("missing", "there"):
         status, output = publish(made_up)
         assert status == 0 and "Dry run: nothing was sent" in output
-        assert "upload     40.0kB  model-00001-of-00003.safetensors" in output
+        assert "upload    40.0 kB  model-00001-of-00003.safetensors" in output
         assert f"upload {len(CODE) + len(FILES) + len(SMALL_SHARDS) + 2} (" in output
         hub.add_repository(NAME)
     assert not writes(hub) and not hub.repositories[NAME].tags
@@ -79,7 +79,7 @@ def test_28_gigabytes_are_copied_without_a_byte_of_them(hub, publish, tmp_path):
     build = write_build(tmp_path / "build", SHARDS, pinned)
     status, output = publish(build)
     assert status == 0 and not writes(hub)
-    assert f"copy 15 (27.9GB), upload {len(CODE) + len(FILES) + 2} (" in output
+    assert f"copy 15 (27.9 GB), upload {len(CODE) + len(FILES) + 2} (" in output
     assert f"copied from {UPSTREAM}@{pinned}" in output
     assert publish(build, "--push")[0] == 0 and is_published(hub, NAME, SHARDS)
     small = sum(len(content) for content in (CODE | FILES).values())
@@ -108,31 +108,29 @@ def test_private_is_what_was_asked_for(hub, publish, made_up, arguments):
 
 # What keeps weights from being copied: settings of the source, a fault, and what is told.
 DUPLICATE, SOURCE = "/lfs-files/duplicate", f"{UPSTREAM}/revision/"
+APART = {"failed": [{"sha256": "0" * 64, "error": "storage regions differ: eu and us"}]}
 LISTED = {"id": UPSTREAM, "sha": "b" * 40}
 COPIES_FAILED = [
-    ({"region": "eu"}, None, {}, "storage regions differ: eu and us"),
-    ({"has_xet": False}, None, {}, "no xet hash"),
-    *(({}, DUPLICATE, {"status": status}, f"{status}") for status in (403, 500)),
-    ({}, DUPLICATE, {"cut_response": 0}, "the connection failed"),
-    ({}, DUPLICATE, {"answer": []}, "not that of a Hub"),
-    *(({}, SOURCE, {"answer": answer}, "not that of a Hub") for answer in ({}, [{}])),
-    ({}, SOURCE, {"answer": LISTED | {"siblings": []}}, f"at {UPSTREAM}@"),
-    ({}, SOURCE, {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}, "not for this"),
+    (DUPLICATE, {"answer": APART}, "storage regions differ: eu and us"),
+    *((DUPLICATE, {"status": status}, f"{status}") for status in (403, 500)),
+    (DUPLICATE, {"cut_response": 0}, "the connection failed"),
+    (DUPLICATE, {"answer": []}, "not that of a Hub"),
+    *((SOURCE, {"answer": answer}, "not that of a Hub") for answer in ({}, [{}])),
+    (SOURCE, {"answer": LISTED | {"siblings": []}}, f"at {UPSTREAM}@"),
+    (SOURCE, {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}, "not for this"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "path", "fault", "why"), COPIES_FAILED, ids=str)
-def test_copies_that_fail_are_told(hub, publish, tmp_path, settings, path, fault, why):
-    source = add_source(hub, SMALL_SHARDS, **settings)
+@pytest.mark.parametrize(("path", "fault", "why"), COPIES_FAILED, ids=str)
+def test_copies_that_fail_are_told(hub, publish, tmp_path, path, fault, why):
+    source = add_source(hub, SMALL_SHARDS)
     build = write_build(tmp_path / "b", SMALL_SHARDS, source.pinned)
-    if path:
-        hub.fail("*", path, times=9, message=f"told, {hub.token}", **fault)
+    hub.fail("*", path, times=9, message=f"told, {hub.token}", **fault)
     status, output = publish(build, "--push")
     assert status == 1 and why in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")
     assert path == SOURCE or "build with --weights FOLDER, to upload them" in output
     hub.faults.clear()
-    source.region, source.has_xet = "us", True
     assert publish(build, "--push")[0] == 0 and is_published(hub, NAME) and not hub.asked("PUT")
 
 
@@ -157,7 +155,7 @@ def test_foreign_content_is_refused_unless_told(hub, publish, made_up, of_this_c
             assert not [line for line in output.splitlines() if line.startswith("Tagged")]
     assert status == 0
     # Files that were added to ours are foreign, too.
-    repository.add_commit("refs/heads/main", {"notes.txt": b"theirs"}, "theirs")
+    repository.add_commit({"notes.txt": b"theirs"})
     newer = of_this_clone("0.2.0")
     status, output = publish(newer, "--push")
     assert status == 1 and "notes.txt" in output
@@ -242,7 +240,7 @@ def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, made_up)
 
     def lose_a_file():
         if repository.head != before:
-            repository.files["config.json"] = Stored(b"lost", False)
+            repository.files["config.json"] = Stored(b"lost")
 
     hub.fail("GET", "/revision/(?!v)", times=9, call=lose_a_file)
     status, output = publish(made_up, "--push")
@@ -258,14 +256,14 @@ def test_a_tag_is_at_our_commit_or_told(hub, publish, made_up):
     """Somebody else's tag, or a commit between ours and the tag."""
     repository = hub.add_repository(NAME)
     first = repository.head
-    tag = {f"refs/tags/{TAG}": first}
+    tag = {TAG: first}
     hub.fail("POST", "/tag/", answer={}, call=lambda: repository.refs.update(tag))
     status, output = publish(made_up, "--push")
     ours = repository.head
     assert status == 1 and f"at {NAME}@{ours}, but it is at {first}" in output
     assert "raise the version" in output and repository.tags == {TAG: first}
 
-    del repository.refs[f"refs/tags/{TAG}"]
+    del repository.refs[TAG]
     hub.fail("POST", "/tag/", call=lambda: somebody_commits(repository))
     assert publish(made_up, "--push")[0] == 0
     assert repository.tags == {TAG: ours} and repository.head != ours

@@ -220,7 +220,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     """Also where its branch moves meanwhile. No weights are downloaded: a small model answers."""
     repository = hub.add_repository(NAME, as_files(built))
     head = repository.head
-    move = partial(repository.add_commit, "refs/heads/main", {"config.json": b"{}"}, "moved")
+    move = partial(repository.add_commit, {"config.json": b"{}"})
     hub.fail("GET", "/resolve/", call=move)
     report = verify(NAME, "main")
     assert report.target.revision == head != repository.head
@@ -238,7 +238,7 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     assert report.failures == ["files"]
     assert f"{SHARD} is not what the manifest says: sha256 " in by_name(report)["files"].detail
     # Nor is a pickle downloaded.
-    repository.add_commit("refs/heads/main", {"training_args.bin": b"pickled"}, "more")
+    repository.add_commit({"training_args.bin": b"pickled"})
     assert "training_args.bin" in by_name(verify(NAME))["files"].detail
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]

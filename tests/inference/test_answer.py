@@ -425,10 +425,10 @@ def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypat
         hub.redirect_client(monkeypatch)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         repository = hub.add_repository("our-org/adapters", held)
-        repository.refs["refs/tags/v1"] = first = repository.head
+        repository.refs["v1"] = first = repository.head
         moved = json.loads(held["adapter_config.json"]) | {"base_model_name_or_path": "/was/there"}
         changes = {"adapter_config.json": json.dumps(moved).encode()}
-        repository.add_commit("refs/heads/main", changes, "of another machine")
+        repository.add_commit(changes)
         base = find_source("our-org/adapters", "v1")
         assert (base.model, base.revision) == (str(files.model), None)
         assert base.adapters is not None and base.adapters.name == first
