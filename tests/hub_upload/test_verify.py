@@ -1,20 +1,25 @@
-"""What verify finds, and what it leaves alone: each defect fails its own check and no other."""
+"""What verify finds, and what it leaves alone: each defect fails its own checks and no other, and
+nothing that a stranger planted ever runs.
+
+Each payload writes a file when it runs. Where a plant is signed, the manifest agrees with it.
+"""
 
 import json
-from collections.abc import Callable
+import pickle
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from glm4v_patched import __version__
 from hub_upload import verify as verifying
 from hub_upload.build import build, read_source
 from hub_upload.files import read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS, LoadCheck
+from hub_upload.publish import read_build
 from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Check, Report, verify
 from tests.helpers.publishable import (
     NAME,
@@ -26,15 +31,26 @@ from tests.helpers.publishable import (
     flip,
     real_files,
     shards_of,
+    sign,
     signed,
 )
 
 EOI = "transformer.vision.eoi"
 SHARD = "model-00001-of-00002.safetensors"
+EVIL = "evil-org/evil"
+CODE = 'open(__import__("os").environ["IT_RAN"], "w").close()\n'
+STAGES = [*CHECKS, "parameters", *STEPS]
 
 
 def by_name(report: Report) -> dict[str, Check]:
     return {check.name: check for check in report.checks}
+
+
+@pytest.fixture(autouse=True)
+def marker(tmp_path, monkeypatch) -> Path:
+    """What a payload writes when it runs."""
+    monkeypatch.setenv("IT_RAN", str(tmp_path / "it ran"))
+    return tmp_path / "it ran"
 
 
 def test_failures_are_told_by_table_json_and_status(copy, run):
@@ -50,18 +66,19 @@ def test_failures_are_told_by_table_json_and_status(copy, run):
 
 
 def test_a_target_that_is_nothing_is_said_so(run, built, hub):
-    told = "neither a folder nor an id on the Hub: give DIR or org/name"
-    for target in ("no/such/folder", "missing"):
-        assert run("verify", target) == (1, f"hub_upload: {target} is {told}")
-    status, told = run("verify", built, "--revision", "main")
-    assert status == 1 and "has no revision main" in told
-    status, told = run("verify", "our-org/nothing")
-    assert status == 1 and "404" in told and "our-org/nothing" in told
     hub.add_repository(NAME)
-    assert run("verify", NAME) == (1, f"hub_upload: {NAME} has no {MANIFEST}")
+    for arguments, told in {
+        ("no/such/folder",): "neither a folder nor an id on the Hub: give DIR or org/name",
+        ("missing",): "neither a folder nor an id on the Hub: give DIR or org/name",
+        (built, "--revision", "main"): "has no revision main",
+        ("our-org/nothing",): "404",
+        (NAME,): f"{NAME} has no {MANIFEST}",
+    }.items():
+        status, output = run("verify", *arguments)
+        assert status == 1 and told in output and str(arguments[0]) in output
 
 
-# Defects
+# Defects and payloads
 
 
 def replaced(name: str, old: str, new: str):
@@ -73,12 +90,29 @@ def replaced(name: str, old: str, new: str):
     return plant
 
 
-def added(name: str, content: bytes):
+def added(name: str, content: bytes | str):
+    """Write a file, or before what a file of code has."""
+
     def plant(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_bytes() if path.exists() and name.endswith(".py") else b""
+        path.unlink(missing_ok=True)
+        path.write_bytes((content.encode() if isinstance(content, str) else content) + before)
 
     return plant
+
+
+def listed(name: str, content: bytes | str, version: str = "9.9.9"):
+    return lambda folder: [added(name, content)(folder), sign(folder, name, version=version)]
+
+
+def fields(name: str, **values):
+    return signed(amended(name, **values))
+
+
+def without(name: str):
+    return lambda folder: (folder / name).unlink()
 
 
 def truncated(folder: Path) -> None:
@@ -89,7 +123,7 @@ def where(folder: Path) -> dict[str, str]:
     return json.loads((folder / INDEX).read_text())["weight_map"]
 
 
-def rewritten(change: Callable[[dict], object]):
+def rewritten(change):
     """Change the tensors of the shard that holds the one named above."""
 
     def plant(folder: Path) -> None:
@@ -99,7 +133,7 @@ def rewritten(change: Callable[[dict], object]):
         path.unlink()
         save_file(weights, path, metadata={"format": "pt"})
 
-    return plant
+    return signed(plant)
 
 
 def a_tensor_that_is_missing(folder: Path) -> None:
@@ -112,51 +146,149 @@ def an_index_that_names_the_wrong_shard(folder: Path) -> None:
     edit(folder / INDEX, lambda index: index["weight_map"].update({EOI: other}))
 
 
-UNSIGNED = [
+class Payload:
+    def __reduce__(self):
+        return exec, (CODE,)
+
+
+def a_pickle_as_the_only_weights(folder: Path) -> None:
+    for name in [*shards_of(folder), INDEX]:
+        (folder / name).unlink()
+    torch.save({"a": Payload()}, folder / "model.safetensors")
+
+
+DEFECTS = [
     ("files code", replaced("visual.py", "import", "import ")),
-    ("files code", added("custom_generate/generate.py", b"raise SystemExit\n")),
-    ("files code", lambda folder: (folder / "sharding.py").unlink()),
+    ("files code", without("sharding.py")),
     ("files weights", truncated),
-    ("files weights", lambda folder: (folder / SHARD).unlink()),
-    ("files config", lambda folder: (folder / "config.json").unlink()),
+    ("files weights", without(SHARD)),
+    ("files config", without("config.json")),
     ("files auto_map config", added("config.json", b"[")),
     ("files auto_map weights", added(INDEX, b"[")),
     ("files", amended("config.json", rope_ratio=2)),
     ("files", replaced("README.md", "## Use it", "## Use that")),
-    ("files", lambda folder: (folder / "requirements.txt").unlink()),
+    ("files", without("requirements.txt")),
     ("files", added("notes.txt", b"mine")),
-    ("files", added("pytorch_model.bin", b"anything")),
     ("files", lambda f: save_file({"a": torch.ones(1)}, f / "extra.safetensors")),
-]
-SIGNED = [
-    ("code", replaced("visual.py", '"""', '""" ')),
-    ("auto_map", replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokenization_c')),
-    ("auto_map", amended("generation_config.json", auto_map={"AutoConfig": "a.B"})),
-    ("weights", truncated),
-    ("weights", an_index_that_names_the_wrong_shard),
-    ("config", amended("config.json", architectures=["ChatGLMModel"])),
-    ("config", amended("config.json", boi_token_id=4)),
-    ("config", amended("generation_config.json", eos_token_id=[500, 512])),
-    ("config", amended("tokenizer_config.json", image_size=112)),
-    ("parameters", amended("config.json", rmsnorm=False)),
-    ("parameters", a_tensor_that_is_missing),
+    ("weights", signed(truncated)),
+    ("weights", signed(an_index_that_names_the_wrong_shard)),
+    ("config", fields("config.json", architectures=["ChatGLMModel"])),
+    ("config", fields("config.json", boi_token_id=4)),
+    ("config", fields("generation_config.json", eos_token_id=[500, 512])),
+    ("config", fields("tokenizer_config.json", image_size=112)),
+    ("parameters", fields("config.json", rmsnorm=False)),
+    ("parameters", signed(a_tensor_that_is_missing)),
     ("parameters", rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()}))),
-    ("answers", replaced("chat_template.jinja", "* images", "* 0")),
+    ("answers", signed(replaced("chat_template.jinja", "* images", "* 0"))),
     ("answers", rewritten(lambda weights: weights[EOI].fill_(float("nan")))),
 ]
-DEFECTS = [*UNSIGNED, *((names, signed(plant)) for names, plant in SIGNED)]
-STAGES = [*CHECKS, "parameters", *STEPS]
+AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": EVIL}
+PAYLOADS = [
+    ("files code", added("extra.py", CODE)),
+    ("files code", added("custom_generate/generate.py", CODE)),
+    ("code", listed("transformers.py", CODE)),
+    ("code", listed("visual.py", CODE)),
+    ("code", listed("loss.py", CODE, version=__version__)),
+    ("files", added("evil.pth", f"import os; {CODE}")),
+    ("files", added("visual.cpython-311-x86_64-linux-gnu.so", "\x7fELF")),
+    ("files", added("pytorch_model.bin", pickle.dumps(Payload()))),
+    ("files", listed("pytorch_model.bin", pickle.dumps(Payload()))),
+    *(("files", listed("LICENSE", pickle.dumps(Payload(), n))) for n in range(1, 6)),
+    ("weights", listed(SHARD, pickle.dumps(Payload()))),
+    ("weights", signed(a_pickle_as_the_only_weights)),
+    ("files auto_map", listed("adapter_config.json", json.dumps(ADAPTER))),
+    ("auto_map", signed(replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokeniz'))),
+    *(("auto_map", fields(f"{n}config.json", auto_map=AUTO)) for n in ("", "preprocessor_")),
+    ("auto_map", fields("generation_config.json", auto_map={"AutoConfig": "a.B"})),
+    ("auto_map", fields("processor_config.json", inner=[{"auto_map": {"A": "visual.Evil"}}])),
+    ("auto_map", fields("config.json", custom_pipelines={"a": {"impl": "evil.Evil"}})),
+    ("auto_map", fields("config.json", text_config={"_attn_implementation": EVIL})),
+    ("auto_map", fields("config.json", attn_implementation=f"{EVIL}@main:evil")),
+]
 
 
-@pytest.mark.parametrize(("names", "plant"), DEFECTS)
-def test_a_defect_fails_its_own_checks_and_no_other(names, plant, copy, in_process):
+@pytest.mark.parametrize(("names", "plant"), DEFECTS + PAYLOADS)
+def test_a_defect_fails_its_own_checks_and_neither_runs_nor_is_published(
+    names, plant, copy, in_process, marker, monkeypatch
+):
+    plant(copy)
+    failed = names.split()
+    if not {*failed} & {*STEPS}:
+        monkeypatch.setattr(verifying, "_run", lambda *_: pytest.fail("it was run"))
+    report = verify(str(copy))
+    assert report.failures == failed, report.as_table()
+    assert all(by_name(report)[name].detail for name in failed) and not marker.exists()
+    # The files are all looked at whatever else is wrong; what needs the code stops at a failure.
+    after = STAGES[max(STAGES.index(failed[-1]) + 1, len(CHECKS)) :]
+    assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
+    if {*failed} & {*CHECKS}:
+        with pytest.raises(ValueError, match="does not pass verify"):
+            read_build(copy)
+
+
+@pytest.mark.parametrize(("names", "plant"), PAYLOADS)
+def test_a_payload_in_a_repository_never_runs(names, plant, copy, hub, marker, monkeypatch):
+    plant(copy)
+    hub.add_repository(NAME, as_files(copy))
+    hub.add_repository(EVIL, {"config.json": b"{}", "evil.py": CODE.encode()})
+    monkeypatch.setattr(verifying, "_run", lambda *_: pytest.fail("it was run"))
+    assert {*names.split()} <= {*verify(NAME).failures} and not marker.exists()
+
+
+def test_a_planted_file_would_have_run_where_it_is_loaded(copy, run, marker):
+    listed("configuration_chatglm.py", CODE)(copy)
+    status, output = run("verify", copy)
+    assert status == 1 and "None of it was run" in output and not marker.exists()
+    exec((copy / "configuration_chatglm.py").read_text().splitlines()[0])
+    assert marker.exists()
+
+
+# In words of Jinja, ways out of a sandbox that people have tried.
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('touch \"$IT_RAN\"').read() }}",
+    f"{{{{ raise_exception.__globals__['__builtins__']['exec']('{CODE.strip()}') }}}}",
+]
+HARMLESS = [
+    *(listed("chat_template.jinja", escape) for escape in ESCAPES),
+    fields("tokenizer_config.json", chat_template="".join(ESCAPES), tokenizer_class="os.system"),
+    listed("requirements.txt", f"evil @ file:///tmp/evil\n--index-url {CODE}"),
+    listed("LICENSE", pickle.dumps(Payload(), 0)),
+    # This clone's code under another version, and caches of git and of the client.
+    *(added(name, "") for name in (".git/config", ".cache/huggingface/x.bin", ".gitattributes")),
+    amended(MANIFEST, version="9.9.9"),
+]
+
+
+@pytest.mark.parametrize("plant", HARMLESS)
+def test_what_may_be_anybodys_is_let_in_and_runs_nothing(plant, copy, marker, in_process):
     plant(copy)
     report = verify(str(copy))
-    assert report.failures == names.split(), report.as_table()
-    assert all(by_name(report)[name].detail for name in names.split())
-    # The files are all looked at whatever else is wrong; what needs the code stops at a failure.
-    after = STAGES[max(STAGES.index(names.split()[-1]) + 1, len(CHECKS)) :]
-    assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
+    assert by_name(report)["loads"].status != SKIPPED, report.as_table()
+    assert not {*report.failures} & {*CHECKS} and not marker.exists()
+
+
+def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
+    """The process does not see what appears, or is exchanged, after the checks."""
+    load_check(
+        "source = sys.argv[1]\n"
+        "read = lambda name: open(os.path.join(source, name), 'rb').read().hex()\n"
+        "sys.exit(json.dumps({name: read(name) for name in os.listdir(source)}))"
+    )
+    before = as_files(copy)
+    check = verifying.check_files
+
+    def exchange(target):
+        done = check(target)
+        (copy / "visual.py").write_text(CODE)
+        (copy / "adapter_config.json").write_text("{}")
+        return done
+
+    monkeypatch.setattr(verifying, "check_files", exchange)
+    told = by_name(verify(str(copy)))[STEPS[0]].detail
+    seen = json.loads(told[told.index("{") :])
+    assert {name: bytes.fromhex(content) for name, content in seen.items()} == before
 
 
 def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_for(copy):
@@ -165,22 +297,10 @@ def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_f
             changed = bytearray(content)
             changed[at] ^= 1
             (copy / name).write_bytes(changed)
-            if name == MANIFEST:
-                with suppress(ValueError):  # no build of ours
-                    assert failures(read_folder(copy))
-            else:
+            with suppress(ValueError) if name == MANIFEST else suppress():  # no build of ours
                 assert failures(read_folder(copy)), name
         (copy / name).write_bytes(content)
-    flip(copy / shards_of(copy)[0])
-    assert failures(read_folder(copy), check_weights=False) == []
-
-
-def test_what_is_no_defect_passes(copy):
-    """This clone's code under another version, and caches of git and of the client."""
-    amended(MANIFEST, version="9.9.9")(copy)
-    for name in (".git/config", ".cache/huggingface/download/x.bin", ".gitattributes"):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_text("")
+    flip(copy / SHARD)
     assert failures(read_folder(copy), check_weights=False) == []
 
 
@@ -202,9 +322,7 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
         monkeypatch.setenv(name, "hf_secret")
     report = verify(str(built))
     assert report.failures == [STEPS[1]] and ENDS[program] in by_name(report)[STEPS[1]].detail
-    assert (
-        by_name(report)[STEPS[0]].status == PASSED and by_name(report)[STEPS[2]].status == SKIPPED
-    )
+    assert [by_name(report)[step].status for step in STEPS] == [PASSED, FAILED, SKIPPED]
 
 
 def test_a_class_of_another_is_not_taken_for_that_of_the_folder(tmp_path):
@@ -220,8 +338,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     """Also where its branch moves meanwhile. No weights are downloaded: a small model answers."""
     repository = hub.add_repository(NAME, as_files(built))
     head = repository.head
-    move = partial(repository.add_commit, {"config.json": b"{}"})
-    hub.fail("GET", "/resolve/", call=move)
+    hub.fail("GET", "/resolve/", call=lambda: repository.add_commit({"config.json": b"{}"}))
     report = verify(NAME, "main")
     assert report.target.revision == head != repository.head
     assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
@@ -233,13 +350,11 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
 def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(built, hub):
     files = as_files(built)
     files[SHARD] = files[SHARD][:-1] + bytes([files[SHARD][-1] ^ 1])
-    repository = hub.add_repository(NAME, files)
-    report = verify(NAME)
-    assert report.failures == ["files"]
-    assert f"{SHARD} is not what the manifest says: sha256 " in by_name(report)["files"].detail
-    # Nor is a pickle downloaded.
-    repository.add_commit({"training_args.bin": b"pickled"})
-    assert "training_args.bin" in by_name(verify(NAME))["files"].detail
+    hub.add_repository(NAME, files | {"training_args.bin": b"pickled"})
+    assert "not in the manifest: training_args.bin" in by_name(verify(NAME))["files"].detail
+    hub.add_repository(NAME, files)
+    told = by_name(verify(NAME))["files"].detail
+    assert f"{SHARD} is not what the manifest says: sha256 " in told
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
 
