@@ -98,14 +98,6 @@ def publish(hub, run):
 
 
 @pytest.fixture
-def made_up(tmp_path) -> Path:
-    """A small build with its shards in the folder, from a source that nobody knows."""
-    from tests.helpers.publishable import SMALL_SHARDS, write_build
-
-    return write_build(tmp_path / "build", SMALL_SHARDS, local=True)
-
-
-@pytest.fixture
 def load_check(monkeypatch, tmp_path):
     """Replace the process that runs the published code; what it prints is its last error."""
     from hub_upload import verify

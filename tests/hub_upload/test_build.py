@@ -144,10 +144,10 @@ PLANTS = {
 
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.parametrize("name", ["LICENSE", "notes.txt", "model-00001-of-*"])
-def test_what_would_let_a_secret_in_is_refused(name, kind, changed, made_up, run, hub, tmp_path):
+def test_what_would_let_a_secret_in_is_refused(name, kind, changed, copy, run, hub, tmp_path):
     """Also what has the content that the manifest lists: at the next reading it may be another."""
     build = ("build", "--weights", changed, "--out", tmp_path / "out")
-    for folder, command in {changed: build, made_up: ("publish", made_up, "--repo", NAME)}.items():
+    for folder, command in {changed: build, copy: ("publish", copy, "--repo", NAME)}.items():
         path = next(folder.glob(name), folder / name)
         secret = folder.with_suffix(".outside") / "id_rsa"
         secret.parent.mkdir()

@@ -7,92 +7,132 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 
 import pytest
-from huggingface_hub import CommitOperationAdd, close_session
+from huggingface_hub import CommitOperationAdd, close_session, constants
 
 from hub_upload import files
 from hub_upload.__main__ import main
+from hub_upload.build import build, read_source
 from hub_upload.errors import reason_of
 from hub_upload.layout import our_code
-from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
-from hub_upload.verify import CHECKS
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.local_hub import File, redirect_client
-from tests.helpers.publishable import (
-    NAME,
-    SMALL_SHARDS,
-    TAG,
-    UPSTREAM,
-    add_source,
-    as_files,
-    is_published,
-    is_whole,
-    waited_for,
-    write_build,
-)
-
-by_name = pytest.mark.parametrize("command", ["build", "verify"])
+from tests.helpers.publishable import NAME, TAG, UPSTREAM, as_files, is_published, is_whole
 
 
 @pytest.fixture
 def ask(hub, original, built, run, nothing_runs, tmp_path):
-    """Run build or verify by name; its status and its line of error."""
+    """Run one of the three by its name; its status, and its line of error."""
     source = f"{UPSTREAM}@{hub.add_repository(UPSTREAM, as_files(original)).head}"
-    hub.add_repository(NAME, as_files(built))
-    out = tmp_path / "into" / "out"
-    commands = {"build": ("build", "--weights", source, "--out", out, "--name", NAME)}
-    commands["verify"] = ("verify", NAME)
-    ask = lambda command, *more: run(*commands[command], *more)  # noqa: E731
-    ask.out = out
-    return ask
+    hub.add_repository("our-org/there", as_files(built))
+    commands = {
+        "build": ("build", "--weights", source, "--out", tmp_path / "into/out", "--name", NAME),
+        "verify": ("verify", "our-org/there"),
+        "publish": ("publish", built, "--repo", NAME, "--push"),
+    }
+    return lambda command: run(*commands[command])
 
 
-def completes(hub, ask, command: str) -> bool:
-    """Whether the next run does, and what the one before has left."""
-    into = ask.out.parent
-    assert not into.exists() or [*into.iterdir()] == []
-    hub.faults.clear()
-    assert ask(command)[0] == 0
-    if command == "build":
-        read_build(ask.out)
-        assert [path.name for path in into.iterdir()] == ["out"]
+def nothing_is_wrong(hub, command: str, built: Path, tmp_path: Path) -> bool:
+    """Whether what a command has left by now is what was there before, or all of it."""
+    if command == "build" and (into := tmp_path / "into").exists():
+        assert [path.name for path in into.iterdir()] == ["out"] * (into / "out").exists()
+        assert not (into / "out").exists() or read_build(into / "out")
+    if command == "publish" and (there := hub.repositories.get(NAME)):
+        _, *others = there.commits
+        assert len(others) <= 1 and all(is_whole(there.commits[oid], built) for oid in others)
+        assert there.tags in ({}, {TAG: there.head} if others else {})
     return True
 
 
-LISTING, CONFIG = "/api/models/", "/resolve/.*/config.json"
-NO_HUB, CUT = "the server's answer is not that of a Hub", "the connection failed \\("
-LISTED = {"id": NAME, "sha": "b" * 40}
-FAULTS = [
-    ("*", LISTING, {"status": 401}, "401"),
-    ("*", LISTING, {"cut_response": 10}, CUT),
-    ("*", LISTING, {"answer": []}, NO_HUB),
-    ("*", LISTING, {"answer": LISTED}, NO_HUB),
-    ("*", LISTING, {"answer": LISTED | {"siblings": [{"rfilename": "config.json"}]}}, NO_HUB),
-    ("*", CONFIG, {"status": 429}, "429"),
-    ("*", CONFIG, {"answer": []}, "Response from http"),
-    ("GET", CONFIG, {"answer": {}}, "Consistency check failed"),
-    # An optional file: without it, the build would be another one.
-    ("GET", "/resolve/.*/generation_config.json", {"status": 403}, "403"),
-]
+@contextmanager
+def waited_for(seconds: float):
+    """The client of this process waits so long for an answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", str(seconds))
+        for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+            patch.setattr(constants, name, seconds)
+        yield
 
 
-@by_name
-@pytest.mark.parametrize(("method", "path", "fault", "message"), FAULTS, ids=str)
-def test_a_fault_of_a_server_is_one_line(command, method, path, fault, message, hub, ask):
-    hub.fail(method, path, times=999, message=f"echo of {hub.token}", **fault)
-    status, told = ask(command)
-    assert status == 1 and re.search(message, told) and told.count("\n") == 0, told
+# Every kind of fault at every request
+
+NO_HUB, FAILED = "the server's answer is not that of a Hub", r"the connection failed \("
+ODD = f"{NO_HUB}|Consistency check|has another hash|Response from http|is not what|not a valid"
+KINDS = {
+    **{str(status): ({"status": status}, str(status)) for status in (401, 403, 404, 412, 500)},
+    "400": ({"status": 400}, "Bad request"),
+    "429": ({"status": 429, "headers": {"Retry-After": "0"}}, "429"),
+    "an empty object": ({"answer": {}}, ODD),
+    "an empty list": ({"answer": []}, ODD),
+    "a cut request": ({"cut_request": 1}, FAILED),
+    "no answer to what was done": ({"cut_response": 0}, FAILED),
+    "half an answer": ({"cut_response": 10}, FAILED),
+    "silence": ({"call": lambda: time.sleep(0.4)}, "did not answer within 0.2 s"),
+}
+# Of a sound run. The same is asked for each file: some of them stand for all.
+NUMBER = {"build": 23, "verify": 5 + 2 * (len(our_code()) + 13), "publish": 15}
+
+
+def faults() -> list:
+    """At each request some of the faults, always; all others behind the marker."""
+    found = []
+    for command, number in NUMBER.items():
+        ends = {*range(4), *range(number - 12, number)}
+        for (i, kind), at in product(enumerate(KINDS), range(number)):
+            always = (i + 3 * at) % len(KINDS) in (0, 6) and (at in ends or at % 8 == 0)
+            marks = () if always else pytest.mark.exhaustive
+            found.append(pytest.param(command, kind, at, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("command", "kind", "at"), faults())
+def test_a_fault_at_any_request_leaves_nothing_wrong_and_the_next_run_completes(
+    command, kind, at, hub, ask, built, tmp_path
+):
+    fault, _ = KINDS[kind]
+    hub.fail("*", "", after=at, message=f"echo of {hub.token}", **fault)
+    with waited_for(0.2 if kind == "silence" else 60):
+        status, told = ask(command)
+    hub.faults.clear()
+    hub.errors.clear()
+    assert status == 0 or "run the same command again" in told, told
+    assert nothing_is_wrong(hub, command, built, tmp_path)
+    # A header of weights that cannot be read fails its check; all else ends the command.
+    assert re.findall(r"(?m)^(\w+) +failed", told) in ([], ["weights"]), told
+    assert ask(command)[0] == 0 and nothing_is_wrong(hub, command, built, tmp_path)
+    if command == "publish":
+        assert is_published(hub, built)
+        # What has arrived is not sent again.
+        sent = [request for request in hub.asked("PUT") if request.status == 200]
+        assert len(sent) <= 2 + ("answer" in fault)
+
+
+@pytest.mark.parametrize("command", NUMBER)
+def test_the_faults_reach_every_request(command, hub, ask):
+    assert ask(command)[0] == 0
+    assert len(hub.requests) == NUMBER[command]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["/api/models/", "/resolve/.*/config.json"])
+@pytest.mark.parametrize("command", ["build", "verify"])
+def test_a_fault_that_stays_is_one_line_with_its_kind(kind, path, command, hub, ask):
+    fault, message = KINDS[kind]
+    hub.fail("*", path, times=999, message=f"echo of {hub.token}", **fault)
+    with waited_for(0.2 if kind == "silence" else 60):
+        status, told = ask(command)
+    hub.errors.clear()
+    assert (status, told.count("\n")) == (1, 0) and re.search(message, told), told
     assert "run the same command again" in told
-    assert completes(hub, ask, command)
 
 
-def test_a_mistake_of_ours_is_no_answer_of_a_server(hub, ask, monkeypatch):
+def test_a_mistake_of_ours_is_no_answer_of_a_server(ask, monkeypatch):
     # It is the test's, and not the client's.
     monkeypatch.setattr(files.HfApi, "model_info", lambda *of, **more: {}["x"])
     with pytest.raises(KeyError):
@@ -102,33 +142,27 @@ def test_a_mistake_of_ours_is_no_answer_of_a_server(hub, ask, monkeypatch):
     assert re.search(NO_HUB, reason_of(odd.value))
 
 
-@by_name
-def test_a_changed_file_and_a_full_disk_are_one_line(command, hub, ask):
-    with files_of_at_most(1000):
-        status, told = ask(command)
-    assert status == 1 and "no space left" in told and "make room" in told, told
-    # Of the right size, and of another content than is listed.
-    files = hub.repositories[UPSTREAM if command == "build" else NAME].files
-    given = files["config.json"]
-    other = File(b" " * len(given.content))
-    hub.fail("HEAD", CONFIG, times=99, call=lambda: files.update({"config.json": other}))
+@pytest.mark.parametrize("command", ["build", "verify"])
+def test_a_file_that_is_not_as_the_hub_lists_it_is_told(command, hub, ask):
+    there = hub.repositories[UPSTREAM if command == "build" else "our-org/there"].files
+    other = File(b" " * there["config.json"].size)
+    change = lambda: there.update({"config.json": other})  # noqa: E731
+    hub.fail("HEAD", "/resolve/.*/config.json", times=99, call=change)
     status, told = ask(command)
     assert status == 1 and "config.json has another hash" in told, told
-    files["config.json"] = given
-    assert completes(hub, ask, command)
 
 
 COMMANDS = [
-    ["build", "--weights", f"{NAME}@{'a' * 40}", "--out", "built"],
-    ["build", "--weights", NAME, "--out", "built"],
+    ["build", "--weights", f"{NAME}@{'a' * 40}", "--out", "out"],
+    ["build", "--weights", NAME, "--out", "out"],
     ["verify", NAME],
-    ["publish", "build", "--repo", NAME, "--push"],
+    ["publish", "copy", "--repo", NAME, "--push"],
 ]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_no_answer_and_no_server_are_told(command, hub, silent, run, made_up, monkeypatch):
-    monkeypatch.chdir(made_up.parent)
+def test_no_answer_and_no_server_are_told(command, hub, silent, run, copy, monkeypatch):
+    monkeypatch.chdir(copy.parent)
     for server, message in {
         silent: f"{silent} did not answer within 0.2 s",
         "http://127.0.0.1:9": r"the connection failed \(.*refused",  # nothing listens there
@@ -139,7 +173,10 @@ def test_no_answer_and_no_server_are_told(command, hub, silent, run, made_up, mo
             status, told = run(*command)
         assert status == 1 and time.monotonic() - begun < 30
         assert re.search(message, told) and told.count("\n") == 0, told
-        assert "run the same command again" in told and not Path("built").exists()
+        assert "run the same command again" in told and not Path("out").exists()
+
+
+# Disks
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "modeling_chatglm.py"])
@@ -157,107 +194,38 @@ def test_a_disk_that_is_full_for_the_output_is_one_line(file, original, built, r
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_output_to_a_full_disk_stops_before_anything_is_sent(hub, ask, run, made_up, monkeypatch):
+@pytest.mark.parametrize("command", ["verify", "publish"])
+def test_a_full_disk_stops_a_command_before_anything_is_sent(command, hub, ask, monkeypatch):
+    """That of the output, and that of what is downloaded."""
     there = {**hub.repositories}
-    for command in (("verify", NAME), ("publish", made_up, "--repo", "our-org/new", "--push")):
-        with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
-            patch.setattr(sys, "stdout", disk)
-            status, told = run(*command)
-            assert status == 1 and told.startswith("hub_upload: no space left on a disk")
+    with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
+        patch.setattr(sys, "stdout", disk)
+        status, told = ask(command)
+    assert status == 1 and told.startswith("hub_upload: no space left on a disk")
+    if command == "verify":
+        with files_of_at_most(1000):
+            status, told = ask(command)
+        assert status == 1 and "no space left" in told and "make room" in told, told
     assert hub.repositories == there
 
 
-# Every kind of fault at every request
-
-KINDS = {
-    **{str(status): {"status": status} for status in (400, 401, 403, 404, 412, 500)},
-    "429": {"status": 429, "headers": {"Retry-After": "0"}},
-    "an empty object": {"answer": {}},
-    "an empty list": {"answer": []},
-    "a cut request": {"cut_request": 1},
-    "no answer to what was done": {"cut_response": 0},
-    "half an answer": {"cut_response": 10},
-    "silence": {"call": lambda: time.sleep(0.4)},
-}
-# Of a sound run. verify asks for each file in the same way, twice: some of them stand for all.
-OF_FILES = 3 + 2 * (len(our_code()) + 8)
-REQUESTS = {
-    "publish": range(17),
-    "verify": [*range(3), *range(3, OF_FILES, 6), *range(OF_FILES, OF_FILES + 12)],
-}
-
-
-def pairs(command: str, *always: int) -> list:
-    """At each request some of the faults, always; all others behind the marker."""
-    found = []
-    for (i, fault), (number, at) in product(enumerate(KINDS), enumerate(REQUESTS[command])):
-        marks = () if (i + 3 * number) % len(KINDS) in always else pytest.mark.exhaustive
-        found.append(pytest.param(fault, at, id=f"{fault} at {at}", marks=marks))
-    return found
-
-
-@pytest.fixture
-def planted(hub):
-    """A fault, for as long as a command runs."""
-
-    @contextmanager
-    def planted(fault: str, at: int) -> Iterator[None]:
-        hub.fail("*", "", after=at, message=f"echo of {hub.token}", **KINDS[fault])
-        with waited_for(0.2 if fault == "silence" else 60):
-            yield
-        hub.faults.clear()
-
-    yield planted
-    hub.errors.clear()
-
-
-@pytest.mark.parametrize(("fault", "at"), pairs("publish", 0, 6))
-def test_publish_leaves_nothing_wrong(fault, at, hub, planted, publish, made_up):
-    with planted(fault, at):
-        status, told = publish(made_up, "--push")
-    assert is_published(hub, NAME) if status == 0 else "run the same command again" in told, told
-    if repository := hub.repositories.get(NAME):
-        initial, *others = repository.commits
-        assert len(others) <= 1 and all(is_whole(repository, commit) for commit in others)
-        assert repository.tags in ({}, {TAG: repository.head} if others else {})
-    assert publish(made_up, "--push")[0] == 0 and is_published(hub, NAME)
-    # What has arrived is not sent again.
-    sent = [request for request in hub.asked("PUT") if request.status == 200]
-    assert len(sent) <= len(SMALL_SHARDS) + ("answer" in KINDS[fault])
-
-
-@pytest.mark.parametrize(("fault", "at"), pairs("verify", 0))
-def test_verify_passes_only_what_it_has_seen(fault, at, hub, planted, run, nothing_runs, made_up):
-    hub.add_repository(NAME, as_files(made_up))
-    with planted(fault, at):
-        status, told = run("verify", NAME)
-    passed = f"{len(CHECKS) + 1 + len(STEPS)} passed"
-    assert passed in told if status == 0 else "run the same command again" in told, told
-    # A header of weights that cannot be read fails its check; all else ends the command.
-    assert re.findall(r"(?m)^(\w+) +failed", told) in ([], ["weights"]), told
-    status, told = run("verify", NAME)
-    assert status == 0 and passed in told, told
-
-
-def test_the_sweeps_reach_every_request(hub, run, publish, nothing_runs, made_up):
-    assert publish(made_up, "--push")[0] == 0
-    sent = len(hub.requests)
-    assert sent == len(REQUESTS["publish"])
-    assert run("verify", NAME)[0] == 0
-    assert len(hub.requests) - sent == max(REQUESTS["verify"]) + 1
+# Kills
 
 
 @pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
+def test_killed_at_any_request_the_next_run_completes(hub, original, built, tmp_path, copied):
     """A fork is killed; importing anew for each would take minutes."""
-    pinned = add_source(hub, SMALL_SHARDS).pinned if copied else None
-    build = write_build(tmp_path / "build", SMALL_SHARDS, pinned, local=not copied)
-    output = tmp_path / "output"
+    folder, output = built, tmp_path / "output"
+    if copied:
+        folder = tmp_path / "without"
+        head = hub.add_repository(UPSTREAM, as_files(original)).head
+        build(read_source(f"{UPSTREAM}@{head}"), folder, NAME)
+    hub.requests.clear()
     close_session()
 
     def child() -> None:
         with output.open("a") as file, redirect_stdout(file), redirect_stderr(file):
-            sys.exit(main(["publish", str(build), "--repo", NAME, "--push"]))
+            sys.exit(main(["publish", str(folder), "--repo", NAME, "--push"]))
 
     def publish(started: queue.Queue | None = None) -> int | None:
         process = multiprocessing.get_context("fork").Process(target=child)
@@ -267,7 +235,7 @@ def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
         process.join()
         return process.exitcode
 
-    assert publish() == 0 and is_published(hub, NAME), output.read_text()
+    assert publish() == 0 and is_published(hub, folder), output.read_text()
     number = len(hub.requests)
     assert number > 10
     for killed_at in range(number):
@@ -276,6 +244,6 @@ def test_killed_at_any_request_the_next_run_completes(hub, tmp_path, copied):
         hub.fail("*", "", after=killed_at, call=lambda q=started: q.get().kill())
         assert publish(started) == -signal.SIGKILL, f"not killed at request {killed_at}"
         there = hub.repositories.get(NAME)
-        assert there is None or not there.tags or is_published(hub, NAME)
-        assert publish() == 0 and is_published(hub, NAME), f"killed at request {killed_at}"
+        assert there is None or not there.tags or is_published(hub, folder)
+        assert publish() == 0 and is_published(hub, folder), f"killed at request {killed_at}"
     assert f"Tagged {TAG}" in output.read_text() and hub.token not in output.read_text()
