@@ -243,9 +243,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *where) -> None:
-        # A client that closes before it has read an answer resets the wait for its next request.
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(*where)
+        """A client that closes before it has read an answer resets the wait for its next request;
+        all else is kept in ``LocalHub.errors``."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -286,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
         method = "GET" if self.command == "HEAD" else self.command
         for wanted, pattern, name in ROUTES:
             if wanted == method and (match := pattern.fullmatch(urlsplit(self.path).path)):
-                parts = {key: unquote(value) for key, value in match.groupdict().items()}
+                parts = {key: unquote(value) for key, value in match.groupdict("main").items()}
                 with self.hub.lock:
                     answer = getattr(self, name)(**parts)
                 return None if answer is None else self._reply(200, answer)
@@ -295,8 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _read_body(self) -> bytes:
         limit = self.fault.cut_request
         size = int(self.headers.get("Content-Length") or 0)
-        if self.headers.get("Transfer-Encoding"):
-            raise AssertionError("a body in chunks")
+        assert not self.headers.get("Transfer-Encoding"), "a body in chunks"
         body = self.rfile.read(size if limit is None else min(size, limit))
         self.log.received += len(body)
         if len(body) < size or limit is not None:
@@ -352,16 +350,12 @@ class _Handler(BaseHTTPRequestHandler):
             entry["lfs"]["pointerSize"] = 130
         return entry
 
-    @route("GET", "/api/models/{repo}/revision/{rev}")
+    @route("GET", "/api/models/{repo}(?:/revision/{rev})?")
     def info(self, repo, rev):
         oid, files = self._at(repo, rev)
         siblings = [self._entry(*item) for item in sorted(files.items())]
         private = self._repository(repo).private
         return {"id": repo, "sha": oid, "private": private, "tags": [], "siblings": siblings}
-
-    @route("GET", "/api/models/{repo}")
-    def info_of_main(self, repo):
-        return self.info(repo, "main")
 
     @route("GET", "/api/models/{repo}/tree/{rev}/?{path}")
     def tree(self, repo, rev, path):
@@ -407,8 +401,7 @@ class _Handler(BaseHTTPRequestHandler):
         if owner not in self.hub.organisations:
             raise Refusal(403, f'You don\'t have the rights to create a model under "{owner}"')
         name = f"{owner}/{asked['name']}"
-        if name in self.hub.repositories:
-            raise Refusal(409, "You already created this model repo")
+        assert name not in self.hub.repositories, f"{name} is there already"
         self.hub.add_repository(name, private=asked.get("visibility") == "private")
         return {"url": f"{self.hub.endpoint}/{name}", "name": name}
 
@@ -435,9 +428,8 @@ class _Handler(BaseHTTPRequestHandler):
         objects = json.loads(self.body)["objects"]
         for wanted in objects:
             if wanted["oid"] not in repository.objects:
-                upload = f"{self.hub.endpoint}/lfs/{repo}/{wanted['oid']}"
-                signed, verify = f"{upload}?X-Amz-Signature=presigned", f"{upload}/verify"
-                wanted["actions"] = {"upload": {"href": signed}, "verify": {"href": verify}}
+                url = f"{self.hub.endpoint}/lfs/{repo}/{wanted['oid']}?X-Amz-Signature=presigned"
+                wanted["actions"] = {"upload": {"href": url}}
         return {"transfer": "basic", "objects": objects}
 
     @route("PUT", "/lfs/{repo}/{oid}")
@@ -445,12 +437,6 @@ class _Handler(BaseHTTPRequestHandler):
         if hashlib.sha256(self.body).hexdigest() != oid:
             raise Refusal(400, f"these {len(self.body)} bytes are not {oid}")
         self.hub.repositories[repo].objects[oid] = self.body
-        return {}
-
-    @route("POST", "/lfs/{repo}/{oid}/verify")
-    def lfs_verify(self, repo, oid):
-        if oid not in self._repository(repo).objects:
-            raise Refusal(404, f"{oid} was not uploaded")
         return {}
 
     @route("POST", "/api/models/{repo}/lfs-files/duplicate")
