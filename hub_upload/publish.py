@@ -58,7 +58,7 @@ class Publication:
         if not re.fullmatch(ID, self.repo):
             raise ValueError(f"--repo {self.repo} is no id of a repository: give it as org/name")
         self.manifest, self.files = read_build(options.folder)
-        self.origin, self.tag = self.manifest.weights_from, f"v{self.manifest.version}"
+        self.tag = f"v{self.manifest.version}"
 
     def look(self) -> None:
         """Compare with the head of the destination; only reads."""
@@ -106,17 +106,18 @@ class Publication:
     def require_copies(self) -> list[CommitOperationCopy]:
         """Of weights that the Hub itself copies; ``ValueError`` unless they are where they come
         from."""
-        assert self.origin, "weights that are neither here nor anywhere do not pass verify"
+        origin = self.manifest.weights_from
+        assert origin, "weights that are neither here nor anywhere do not pass verify"
         try:
-            _, source = look_at(self.api, self.origin.repository, self.origin.revision)
+            _, source = look_at(self.api, origin.repository, origin.revision)
         except (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError):
-            told = f"{self.origin} is not there, or not for this token"
+            told = f"{origin} is not there, or not for this token"
             raise ValueError(f"{told}: no weights can be copied from there; {UPLOAD}") from None
         if wrong := [name for name in self.copied if not self.files[name].is_at(source.get(name))]:
-            told = f"{shorten(wrong)} at {self.origin} is not what {MANIFEST} lists"
+            told = f"{shorten(wrong)} at {origin} is not what {MANIFEST} lists"
             raise ValueError(f"{told}, so it is not copied; {UPLOAD}")
-        where = {"src_repo_id": self.origin.repository, "src_revision": self.origin.revision}
-        return [CommitOperationCopy(n, n, src_repo_type="model", **where) for n in self.copied]
+        repo, commit = origin.repository, origin.revision
+        return [CommitOperationCopy(name, name, commit, repo, "model") for name in self.copied]
 
     def show(self) -> None:
         say(f"Repository {self.repo} ({self.state}), version {self.tag}")
@@ -128,7 +129,8 @@ class Publication:
         totals = [f"{verb} {len(names)} ({self.size_of(names)})" for verb, names in rows.items()]
         say(f"Total      {', '.join(totals)}; leave: not ours")
         if self.copied:
-            say(f"Weights are copied from {self.origin}. If the Hub refuses, {UPLOAD}.")
+            origin = self.manifest.weights_from
+            say(f"Weights are copied from {origin}. If the Hub refuses, {UPLOAD}.")
         if self.repo.encode() not in (self.files["README.md"].content or b""):
             say(f"Note: README.md does not name {self.repo}; `build --name {self.repo}` would.")
 

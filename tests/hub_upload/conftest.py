@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+import signal
 import socket
 import ssl
 from pathlib import Path
@@ -68,9 +69,13 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def silent():
-    """A server that accepts whoever comes, and says nothing."""
+    """A server that accepts whoever comes, and says nothing; who waits for ever fails."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it still waits"))
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        signal.alarm(100)
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
