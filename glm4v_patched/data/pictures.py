@@ -11,6 +11,7 @@ import os
 import time
 import urllib.request
 import warnings
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,11 +167,17 @@ def from_data_url(url: str) -> bytes:
         raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
 
 
-def fetch(url: str, most: int = MOST_BYTES_FETCHED, seconds: float = SECONDS_TO_ARRIVE) -> bytes:
+def fetch(
+    url: str,
+    most: int = MOST_BYTES_FETCHED,
+    seconds: float = SECONDS_TO_ARRIVE,
+    handlers: Sequence[Any] = (),
+) -> bytes:
     """What lies behind an URL of http(s).
 
     Args:
         seconds: In which all of it has to arrive, once the answer has begun.
+        handlers: Of urllib, in place of its own.
 
     Raises:
         ValueError: it cannot be fetched, or has more than ``most`` bytes.
@@ -178,7 +185,7 @@ def fetch(url: str, most: int = MOST_BYTES_FETCHED, seconds: float = SECONDS_TO_
     # Some hosts refuse Python's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "glm4v-patched"})
     try:
-        opener = urllib.request.build_opener(_OnlyToHttp)
+        opener = urllib.request.build_opener(_OnlyToHttp, *handlers)
         with opener.open(request, timeout=SECONDS_TO_ANSWER) as answer:
             content = _read(answer, most + 1, seconds)
             missing = answer.length or 0  # of what was announced; read() says nothing of it

@@ -77,8 +77,12 @@ def target_modules(trained: str, targets: tuple[str, ...] | None) -> str:
     return rf".*{towers}\..*\.({'|'.join(targets)})"
 
 
-def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
+def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
     """Put peft's adapters from a folder on the model they are of, to be trained on.
+
+    Args:
+        model: glm-4v, or peft's around it, which then has these adapters beside its own.
+        name: peft's, of the adapters; without a dot.
 
     Raises:
         ValueError: their tensors are not those of their config on this model.
@@ -89,15 +93,17 @@ def continue_adapters(model: GLM4VForCausalLM, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
         # peft's own use of transformers; no user can change it.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
-        continued = PeftModel.from_pretrained(
-            model, folder, is_trainable=True, autocast_adapter_dtype=False, low_cpu_mem_usage=False
-        )
+        options = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": False}
+        if isinstance(model, PeftModel):
+            model.load_adapter(folder, name, is_trainable=True, **options)
+            continued = model
+        else:
+            continued = PeftModel.from_pretrained(model, folder, name, is_trainable=True, **options)
     # peft would only warn of adapters that it does not find, and leave them as new ones begin.
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         there = {*file.keys()}
-    if wrong := sorted(
-        there ^ {*get_peft_model_state_dict(continued, save_embedding_layers=False)}
-    ):
+    had = get_peft_model_state_dict(continued, adapter_name=name, save_embedding_layers=False)
+    if wrong := sorted(there ^ {*had}):
         raise ValueError(
             f"{folder} holds {len(there)} tensors, of which {len(wrong)} do not fit its "
             f"adapter_config.json on this model, or lack there: {', '.join(wrong[:3])}"

@@ -97,9 +97,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="0 is any that is free (default: 8000)")
     name = "what clients call the model (default: MODEL_OR_ADAPTER)"
     add("--served-model-name", metavar="NAME", help=name)
+    beside = "LoRA adapters on the same model, which clients ask for by NAME; several are allowed"
+    adapter = {"action": "append", "default": [], "type": _name_and_folder, "metavar": "NAME=DIR"}
+    add("--adapter", help=beside, **adapter)
     key = "what clients have to send; GLM4V_PATCHED_API_KEY in the environment is the same"
     add("--api-key", metavar="KEY", help=key)
-    fetched = "fetch pictures that clients name by http(s), from wherever this machine reaches"
+    fetched = "fetch pictures that clients name by http(s), from the public internet"
     add("--allow-urls", action="store_true", help=fetched)
     body = "millions of bytes that a request may have (default: 32)"
     add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
@@ -147,6 +150,13 @@ def _at_least_one(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _name_and_folder(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, as red=trained_on_red")
+    return name, folder
 
 
 # The imports are late: --help is answered at once.
@@ -262,6 +272,13 @@ def _chat_in_browser(options: argparse.Namespace) -> None:
     )
 
 
+def _by_name(adapters: list[tuple[str, str]]) -> dict[str, str]:
+    by_name = dict(adapters)
+    if len(by_name) < len(adapters):
+        raise ValueError(f"--adapter: of {len(adapters)}, {len(by_name)} have different names")
+    return by_name
+
+
 def _serve(options: argparse.Namespace) -> None:
     from .serving.limits import MOST_MEGAPIXELS, Limits
     from .serving.serve import ServeOptions, api_key_of, hosts_of, serve
@@ -287,6 +304,7 @@ def _serve(options: argparse.Namespace) -> None:
             revision=options.revision,
             device=options.device,
             weights=options.weights,
+            adapters=_by_name(options.adapter),
             engine=options.engine,
             host=options.host,
             port=options.port,

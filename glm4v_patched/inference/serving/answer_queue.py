@@ -1,18 +1,29 @@
-"""Answers requests with a loaded model, one after the other, on a thread of its own."""
+"""Answers requests with a loaded model, several in a batch, on a thread of its own.
+
+transformers' own server (``transformers.cli.serving``) does not stand here: up to 5.24 it batches
+models of text alone (its continuous batching is handed no pictures), ends an answer after a text
+that stops it and not before, leaves temperature out where the model's folder is greedy, goes on for
+clients that are gone, and is another one in each of 4.57, 5.0, 5.12 and 5.23.
+"""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from ..answer_worker import Answerer, Words, positions_of
-from .errors import ApiError
+from .errors import ApiError, log
 from .requests import Wanted
+
+MOST_ROWS = 8
+"""Of a batch."""
+MOST_PICTURES = 16
+"""Of a batch, if its first request has not more: what the vision tower computes at once."""
 
 
 class Started(NamedTuple):
@@ -42,7 +53,7 @@ class Failed(NamedTuple):
 Event = Started | Text | Ended | Failed
 
 
-@dataclass
+@dataclass(eq=False)
 class Ask:
     """A request on its way.
 
@@ -59,15 +70,24 @@ class Ask:
 class AnswerQueue:
     """A queue before a model.
 
+    Requests that wait and draw alike are answered in one batch; of those that come meanwhile, the
+    next one. An answer that is complete is told at once.
+
     Args:
         limit: Position ids that the model has; a picture takes three.
-        log: Takes a line about each request that was answered or left.
+        using: A context in which the model of that name answers: its adapters are on.
     """
 
-    def __init__(self, answerer: Answerer, limit: int, log: Callable[[str], object] = print):
-        self.answerer, self.limit, self.log = answerer, limit, log
-        self._waiting: SimpleQueue[Ask | None] = SimpleQueue()
-        self._now: Ask | None = None
+    def __init__(
+        self,
+        answerer: Answerer,
+        limit: int,
+        using: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
+        log: Callable[[str, object], object] = log,
+    ):
+        self.answerer, self.limit, self.using, self.log = answerer, limit, using, log
+        self._waiting: list[Ask] = []
+        self._changed = threading.Condition()
         self._is_closed = False
         self._number = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -78,82 +98,175 @@ class AnswerQueue:
         return self._thread.is_alive()
 
     def submit(self, ask: Ask) -> None:
-        self._waiting.put(ask)
+        with self._changed:
+            if self._is_closed:
+                ask.tell(Failed(stopped()))
+            else:
+                self._waiting.append(ask)
+                self._changed.notify()
 
     def stop(self) -> None:
-        """End the answer that is being generated at its next token, and begin no other."""
-        self._is_closed = True
-        self._waiting.put(None)
+        """End what is being answered at its next token, and refuse all else."""
+        with self._changed:
+            self._is_closed = True
+            for ask in self._waiting:
+                ask.tell(Failed(stopped()))
+            self._changed.notify()
 
     def join(self) -> None:
         """Wait until it has stopped."""
         self._thread.join(30)
 
     def _run(self) -> None:
-        while (ask := self._waiting.get()) is not None and not self._is_closed:
-            if ask.cancelled.is_set():
-                continue
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                group = self._taken()
+            self._answer_all(group)
+
+    def _taken(self) -> list[Ask]:
+        """The first that waits, and others that go with it."""
+        group: list[Ask] = []
+        pictures = 0
+        for ask in self._waiting:
+            more = pictures + ask.wanted.pictures
+            if not group or (
+                ask.wanted.goes_with(group[0].wanted)
+                and len(group) < MOST_ROWS
+                and more <= MOST_PICTURES
+            ):
+                group.append(ask)
+                pictures = more
+        self._waiting = [ask for ask in self._waiting if ask not in group]
+        return [ask for ask in group if not ask.cancelled.is_set()]
+
+    def _answer_all(self, group: Sequence[Ask]) -> None:
+        rows: list[Row] = []
+        for ask in group:
             try:
-                self._answer(ask)
-            except ApiError as error:
-                ask.tell(Failed(error))
-            except Exception as error:  # whatever it was, the next request may be answered
-                ask.tell(Failed(ApiError(500, f"{type(error).__name__}: {error}")))
-
-    def _answer(self, ask: Ask) -> None:
-        wanted, answerer = ask.wanted, self.answerer
-        start = time.monotonic()
+                rows.append(self._row(ask))
+            except Exception as error:
+                ask.tell(Failed(as_api_error(error)))
         try:
-            new = self._room(wanted)
-            batch = answerer.encode([wanted.messages])
-        except ValueError as error:  # of the processor: a picture that cannot be decoded
-            raise ApiError(400, str(error), "messages") from None
-        length = batch["input_ids"].shape[1]
-        ask.tell(Started(length))
-        words = Answer(answerer.processor.tokenizer, wanted.stop, lambda t: ask.tell(Text(t)))
-        number = self._number
-        generation = replace(wanted.generation, max_new_tokens=new)
-        if wanted.seed is not None:
-            generation, number = replace(generation, seed=wanted.seed), 0
-        self._number += 1
-        ends = Ends(lambda: self._is_closed or ask.cancelled.is_set() or words.is_stopped)
-        ids = answerer.generate(batch, generation, number, streamer=words, stopping_criteria=[ends])
-        has_ended = words.is_stopped or answerer.have_ended(ids)[0]
-        reason = "stop" if has_ended else "length"
-        told = "the server is being stopped" if self._is_closed else reason
-        told = "the client went away" if ask.cancelled.is_set() else told
-        seconds = time.monotonic() - start
-        self.log(f"{length} tokens asked, {ids.shape[1]} answered in {seconds:.1f} s: {told}")
-        if self._is_closed:
-            raise ApiError(503, "the server is being stopped")
-        ask.tell(Ended(reason, ids.shape[1]))
+            if rows:
+                self._answer(rows)
+        except Exception as error:  # whatever it was, the next request may be answered
+            if len(rows) > 1 and not any(row.tokens for row in rows):
+                for row in rows:  # it may be the fault of one, or of their number
+                    self._answer_all([row.ask])
+                return
+            for row in rows:
+                row.ask.tell(Failed(as_api_error(error)))
 
-    def _room(self, wanted: Wanted) -> int:
-        """How long the answer may be."""
-        [taken] = positions_of(self.answerer.processor, [wanted.messages])
-        room = self.limit - taken
-        new = wanted.max_tokens or min(wanted.generation.max_new_tokens, max(room, 1))
-        if new > room:
+    def _row(self, ask: Ask) -> "Row":
+        """A row of a batch, with as many tokens as are asked for and there is room."""
+        wanted, answerer = ask.wanted, self.answerer
+        processor = answerer.processor
+        if isinstance(wanted.prompt, str):
+            taken = len(processor.tokenizer(wanted.prompt)["input_ids"])
+        else:
+            [taken] = positions_of(processor, [wanted.prompt])
+        if taken >= self.limit:
             raise ApiError(
                 400,
-                f"the messages take {taken} of the model's {self.limit} positions (a picture takes "
-                f"3), which leaves too little room for an answer of {new} tokens: send fewer "
-                "messages, or lower max_tokens",
+                f"the messages take {taken:,} of the model's {self.limit:,} positions (a picture "
+                "takes 3), which leaves no room for an answer: send fewer messages",
                 "messages",
                 "context_length_exceeded",
             )
-        return new
+        new = min(wanted.max_tokens or wanted.generation.max_new_tokens, self.limit - taken)
+        return Row(ask, processor.tokenizer, new, answerer.end_ids, lambda: self._is_closed)
+
+    def _answer(self, rows: Sequence["Row"]) -> None:
+        answerer, wanted = self.answerer, rows[0].ask.wanted
+        start = time.monotonic()
+        with self.using(wanted.model):
+            batch = self._encoded([row.ask.wanted.prompt for row in rows])
+            lengths = batch["attention_mask"].sum(-1).tolist()
+            for row, length in zip(rows, lengths, strict=True):
+                row.ask.tell(Started(length))
+            new = max(row.most for row in rows)
+            generation, number = replace(wanted.generation, max_new_tokens=new), self._number
+            if wanted.seed is not None:
+                generation, number = replace(generation, seed=wanted.seed), 0
+            self._number += 1
+            options = {"stopping_criteria": [Rows(rows)]}
+            if wanted.presence or wanted.frequency:
+                length = batch["input_ids"].shape[1]
+                penalties = Penalties(length, wanted.presence, wanted.frequency)
+                options["logits_processor"] = [penalties]
+            answerer.generate(batch, generation, number, **options)
+        beside = f", {len(rows)} at once" if len(rows) > 1 else ""
+        took = f"in {time.monotonic() - start:.1f} s{beside}"
+        for row, length in zip(rows, lengths, strict=True):
+            line = f"{length} tokens asked, {row.tokens} answered {took}: {row.reason}"
+            self.log(wanted.model or "model", line)
+
+    def _encoded(self, prompts: Sequence[list[dict] | str]):
+        try:
+            if isinstance(prompts[0], str):
+                tokenizer = self.answerer.processor.tokenizer
+                options = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+                return tokenizer([*prompts], **options).to(self.answerer.model.device)
+            return self.answerer.encode(prompts)
+        except ValueError as error:  # a picture that cannot be decoded
+            raise ApiError(400, str(error), "messages") from None
 
 
-class Answer(Words):
-    """Hands on an answer as it comes, up to the first of the texts that end it.
+def as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(500, f"{type(error).__name__}: {error}")
+
+
+def stopped() -> ApiError:
+    return ApiError(503, "the server is being stopped")
+
+
+class Row(Words):
+    """Hands on the answer to a request as it comes, up to the first of the texts that end it.
 
     What may be the beginning of such a text, and white space at the end, is held back.
+
+    Args:
+        most: Tokens that the answer may have.
+        end_ids: Tokens that end it.
+        is_closed: Whether the server is being stopped.
     """
 
-    def __init__(self, tokenizer, stop: tuple[str, ...], say: Callable[[str], object]):
-        super().__init__(tokenizer, say)
-        self.stop, self.held, self.is_stopped = stop, "", False
+    def __init__(
+        self,
+        ask: Ask,
+        tokenizer,
+        most: int,
+        end_ids: Sequence[int],
+        is_closed: Callable[[], bool] = lambda: False,
+    ):
+        super().__init__(tokenizer, lambda text: ask.tell(Text(text)))
+        self.next_tokens_are_prompt = False  # only new ones are handed to it
+        self.ask, self.most, self.end_ids, self.is_closed = ask, most, end_ids, is_closed
+        self.stop, self.held, self.is_stopped = ask.wanted.stop, "", False
+        self.tokens, self.reason = 0, ""
+
+    def take(self, token: int) -> bool:
+        """Take the answer's next token, and tell whether it is the last."""
+        if self.reason:
+            return True
+        self.tokens += 1
+        self.put(torch.tensor([token]))
+        if token in self.end_ids or self.is_stopped or self.tokens >= self.most:
+            self.end()  # which may find a text that stops it
+            is_whole = token in self.end_ids or self.is_stopped
+            self.reason = "stop" if is_whole else "length"
+            self.ask.tell(Ended(self.reason, self.tokens))
+        elif self.ask.cancelled.is_set():
+            self.reason = "the client went away"
+        elif self.is_closed():
+            self.reason = "the server is being stopped"
+            self.ask.tell(Failed(stopped()))
+        return bool(self.reason)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.is_stopped:
@@ -184,11 +297,30 @@ class Answer(Words):
         return max(longest - spaces, 0)
 
 
-class Ends(StoppingCriteria):
-    """Ends generation when ``is_over`` says so."""
+class Rows(StoppingCriteria):
+    """Hands each row its tokens, and ends it by itself."""
 
-    def __init__(self, is_over: Callable[[], bool]):
-        self.is_over = is_over
+    def __init__(self, rows: Sequence[Row]):
+        self.rows = rows
 
     def __call__(self, input_ids, scores, **options) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.is_over(), device=input_ids.device)
+        new = input_ids[:, -1].tolist()
+        ended = [row.take(token) for row, token in zip(self.rows, new, strict=True)]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's: lower the logits of tokens that an answer has, once and for each time.
+
+    Args:
+        prompt: Ids before the answers.
+    """
+
+    def __init__(self, prompt: int, presence: float, frequency: float):
+        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids, scores) -> torch.Tensor:
+        said = input_ids[:, self.prompt :]
+        ones = torch.ones_like(said, dtype=scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add_(1, said, ones)
+        return scores - self.presence * (counts > 0) - self.frequency * counts

@@ -1,6 +1,9 @@
-"""Errors as OpenAI's API has them; needs no torch."""
+"""Errors as OpenAI's API has them, and the server's lines; needs no torch."""
 
+import time
 from typing import Any
+
+from ...terminal_text import printable, shorten
 
 
 class ApiError(Exception):
@@ -24,3 +27,10 @@ class ApiError(Exception):
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
+
+
+def log(path: str, told: object) -> None:
+    """Print a line about a request; what clients say in it may hold what a terminal would obey."""
+    status = f"{told.status} " if isinstance(told, ApiError) else ""
+    line = printable(shorten(str(told), 300))
+    print(time.strftime("%H:%M:%S"), f"{shorten(path)}: {status}{line}", flush=True)

@@ -11,6 +11,8 @@ LARGEST_PICTURES = 4
 """So many pictures of the most pixels may a request have, or more that are smaller."""
 MOST_MEGAPIXELS = 178
 """Twice Pillow's ``MAX_IMAGE_PIXELS``: more is an error of its own."""
+MOST_BYTES_OF_TEXT = 10**6
+"""Of a request without its pictures: the model's 8,192 positions are about 30,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,8 @@ class Limits:
         max_body_bytes: Of a request.
         max_pixels: Of each picture; a request has :data:`LARGEST_PICTURES` times as many at most.
         max_pictures: Of a request: each is 15 MB and 1,602 tokens for the model, however small.
-        allow_urls: Whether pictures are fetched by http(s).
+        allow_urls: Whether pictures are fetched by http(s), from the public internet.
         most_at_once: Requests that wait or are answered; None is any number.
-        reads_pictures: Whether :class:`guard.Guard` looks at pictures, for an application that does
-            not check them by these limits itself.
     """
 
     api_key: str | None = None
@@ -37,7 +37,6 @@ class Limits:
     max_pictures: int = 16
     allow_urls: bool = False
     most_at_once: int | None = 64
-    reads_pictures: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,9 +1,15 @@
-"""The bytes of pictures in a request, within the limits; needs no torch.
+"""The pictures of a request, within the limits; needs no torch.
 
-Files of the server are never read for a client.
+Whoever is behind :class:`guard.Guard` reads data URLs alone: what a request names by http(s) is
+fetched here, or refused. Files of the server are never read for a client.
 """
 
+import base64
+import http.client
 import io
+import ipaddress
+import socket
+import urllib.request
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,17 +19,64 @@ from PIL import Image
 from ...data.messages import as_words
 from ...data.pictures import fetch, from_data_url
 from .errors import ApiError
-from .limits import LARGEST_PICTURES, Limits
+from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, Limits
 
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
-KEYS_OF_URLS = ("url", "image_url", "video_url", "audio_url", "file_url")
+KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
 # Keys of a request in which nothing is fetched.
 NO_PICTURES = ("metadata", "tools")
 SECONDS_TO_FETCH = 60
 
-
 # Of its size, which is judged here; for ever, as threads must not change it for a while.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+
+def secure(body: Any, limits: Limits) -> bool:
+    """Check the pictures and the length of a request, and put what it has fetched into it.
+
+    Returns:
+        Whether the body was changed.
+
+    Raises:
+        ApiError: a picture must not be fetched, or is none, or too large; there are too many
+            pictures, or too much beside them.
+    """
+    pictures = Pictures(limits)
+    others = 0
+    changed = False
+    for holder, key, is_picture in _strings_in(body):
+        if is_picture:
+            found = pictures.as_data_url(holder[key])
+            changed = changed or found is not holder[key]
+            holder[key] = found
+        else:
+            others += len(holder[key])
+    if others > MOST_BYTES_OF_TEXT:
+        raise too_much_text(others)
+    return changed
+
+
+def too_much_text(size: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the request has {size:,} bytes without its pictures; this server takes "
+        f"{MOST_BYTES_OF_TEXT:,}, which is more than the model reads: send less text",
+        code="request_too_large",
+    )
+
+
+def _strings_in(body: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Where each text of a request stands, and whether that is a place of pictures."""
+    waiting = [(body, True)]
+    while waiting:
+        value, has_pictures = waiting.pop()
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            may_be = has_pictures and not (value is body and key in NO_PICTURES)
+            if isinstance(each, str):
+                yield value, key, may_be and key in KEYS_OF_URLS
+            elif isinstance(each, dict | list):
+                waiting.append((each, may_be))
 
 
 class Pictures:
@@ -33,32 +86,12 @@ class Pictures:
         self.limits = limits
         self.number = self.pixels = self.fetched = 0
 
-    def bytes_of(self, source: Any) -> bytes:
-        """The file of a picture.
-
-        Args:
-            source: A data URL, or one of http(s) where these are allowed.
+    def as_data_url(self, url: str) -> str:
+        """The same, or what lies behind a URL of http(s) where these are allowed.
 
         Raises:
             ApiError: it is something else, no picture, or too large; or too many were there before.
         """
-        self.count()
-        if not isinstance(source, str):
-            raise _refused(f"image_url is {as_words(source)}; expected a data URL")
-        if source[:5].lower() == "data:":
-            try:
-                content = from_data_url(source)
-            except ValueError as error:
-                raise _refused(str(error)) from None
-        elif _is_http(source):
-            content = self._fetched(source)
-        else:
-            raise _refused(f"image is {as_words(source)}; expected data:image/...;base64,...")
-        self._add(require_size(content, self.limits))
-        return content
-
-    def count(self) -> None:
-        """Raise ``ApiError`` if there are too many with one more."""
         self.number += 1
         most = self.limits.max_pictures
         if self.number > most:
@@ -69,6 +102,18 @@ class Pictures:
                 "messages",
                 "too_many_images",
             )
+        if url[:5].lower() == "data:":
+            try:
+                content = from_data_url(url)
+            except ValueError as error:
+                raise _refused(str(error)) from None
+        elif url[:8].lower().startswith(("http://", "https://")):
+            content = self._fetched(url)
+            url = "data:image/any;base64," + base64.b64encode(content).decode()
+        else:
+            raise _refused(f"image is {as_words(url)}; expected data:image/...;base64,...")
+        self._add(require_size(content, self.limits))
+        return url
 
     def _fetched(self, url: str) -> bytes:
         if not self.limits.allow_urls:
@@ -79,11 +124,12 @@ class Pictures:
                 "messages",
                 "url_not_allowed",
             )
+        most = self.limits.max_body_bytes - self.fetched
         try:
-            content = fetch(url, self.limits.max_body_bytes - self.fetched, SECONDS_TO_FETCH)
+            content = fetch(url, most, SECONDS_TO_FETCH, ONLY_PUBLIC)
         except ValueError as error:
-            most = f"{self.limits.max_body_bytes:,} (--max-body-mb)"
-            before = f"; pictures before it have {self.fetched:,} bytes of {most}"
+            all_of_it = f"{self.limits.max_body_bytes:,} (--max-body-mb)"
+            before = f"; pictures before it have {self.fetched:,} bytes of {all_of_it}"
             raise _refused(f"{error}{before if self.fetched else ''}") from None
         self.fetched += len(content)
         return content
@@ -121,36 +167,49 @@ def require_size(content: bytes, limits: Limits) -> int:
     return width * height
 
 
-def check_all(body: Any, limits: Limits) -> None:
-    """Raise ``ApiError`` if anything in a request is not allowed to be fetched, or too large, or
-    there are too many pictures."""
-    pictures = Pictures(limits)
-    for url in urls_in(body):
-        if limits.allow_urls and _is_http(url):  # whoever fetches it judges its size
-            pictures.count()
-        else:
-            pictures.bytes_of(url)
+class _PublicHttp(http.client.HTTPConnection):
+    """Connects to addresses of the public internet alone.
+
+    A client could else have the server ask what it cannot reach itself: this machine's other
+    services, a router, a cloud's metadata. A name may lead elsewhere when it is asked again, so the
+    address that was reached is looked at, too, before anything is sent to it.
+    """
+
+    def connect(self) -> None:
+        for found in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
+            _require_public(self.host, found[4][0])
+        super().connect()
+        try:
+            _require_public(self.host, self.sock.getpeername()[0])
+        except ValueError:
+            self.close()
+            raise
 
 
-def urls_in(body: Any) -> Iterator[str]:
-    """All that a request names under :data:`KEYS_OF_URLS`, wherever it stands, but for
-    :data:`NO_PICTURES`."""
-    if isinstance(body, dict):
-        body = [value for key, value in body.items() if key not in NO_PICTURES]
-    waiting = [body]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-            for key in KEYS_OF_URLS:
-                if isinstance(value.get(key), str):
-                    yield value[key]
+class _PublicHttps(http.client.HTTPSConnection, _PublicHttp):
+    pass  # TLS begins when _PublicHttp has connected
 
 
-def _is_http(url: str) -> bool:
-    return url[:8].lower().startswith(("http://", "https://"))
+def _require_public(host: str, address: Any) -> None:
+    found = ipaddress.ip_address(str(address).partition("%")[0])
+    # Of an address of IPv4 in one of IPv6, Python's answer differs from version to version.
+    found = getattr(found, "ipv4_mapped", None) or found
+    if not found.is_global or found.is_multicast:
+        raise ValueError(f"{host} is {found}, which is no address of the public internet")
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request):
+        return self.do_open(_PublicHttp, request)  # type: ignore[arg-type]  # it calls it alone
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request):
+        return self.do_open(_PublicHttps, request)  # type: ignore[arg-type]
+
+
+# Without proxies, which would connect for us.
+ONLY_PUBLIC = (_Http, _Https, urllib.request.ProxyHandler({}))
 
 
 def _refused(message: str) -> ApiError:

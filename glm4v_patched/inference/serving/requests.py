@@ -1,46 +1,70 @@
-"""Requests for chat completions, checked; needs no torch.
+"""Requests of OpenAI's API, checked; needs no torch.
 
 What the server cannot do is refused, unless the request asks for what it does anyway.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...data.formats import read_messages
-from ...data.messages import as_words, check_messages, replace_pictures
+from ...data.messages import as_words, check_messages, pictures_of, replace_pictures
+from ...data.pictures import from_data_url
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
 from .errors import ApiError
-from .limits import Limits
-from .pictures import Pictures
 
 # Keys that change nothing about an answer.
 IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 # Of what the server cannot do, the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "stop_token_ids": ([],),
     "store": (False,),
+    "suffix": ("",),
+    "text": ({"format": {"type": "text"}},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "use_beam_search": (False,),
 }
+# The same of a message, a part of it, and its picture: clients send back what they got.
+NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+IGNORED_OF_MESSAGES = ("name", "cache_control", "detail", "min_pixels", "max_pixels")
+"""The template shows no names, and the model sees pictures in one size."""
 ROLES = {"developer": "system"}
+TEXTS = ("text", "input_text", "output_text")
+IMAGES = ("image_url", "image", "input_image")
+ALIASES = ("glm-4v", "glm-4v-9b")
+"""What GLM-4's own clients call any glm-4v."""
 MOST_STOP_CHARACTERS = 1000
+MOST_TEMPERATURE = 100
 
 Text = Annotated[str, Field(min_length=1)]
 AtLeastOne = Annotated[int, Field(ge=1)]
-Penalty = Annotated[float, Field(ge=LEAST_PENALTY, le=MOST_PENALTY)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Strict(BaseModel):
@@ -52,74 +76,125 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
 
 
-class ChatRequest(_Strict):
-    """The keys of OpenAI's API that this server reads; ``top_k`` and ``repetition_penalty`` are
-    additions, as vLLM has them."""
+class Request(_Strict):
+    """The keys of all requests; ``top_k`` and ``repetition_penalty`` are additions to OpenAI's API,
+    as vLLM has them."""
 
-    messages: list[dict[str, Any]]
+    length: ClassVar[tuple[str, ...]] = ("max_tokens",)
+
     model: str | None = None
-    max_tokens: AtLeastOne | None = None
-    max_completion_tokens: AtLeastOne | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: AtLeastOne | None = None
-    repetition_penalty: Penalty | None = None
-    seed: Seed | None = None
+    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=MOST_PENALTY)] | None = None
+    presence_penalty: Penalty = 0
+    frequency_penalty: Penalty = 0
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    def prompt_or_messages(self) -> Any:
+        raise NotImplementedError
 
-@dataclass(frozen=True)
+
+class ChatRequest(Request):
+    """Of ``/v1/chat/completions``."""
+
+    length = ("max_tokens", "max_completion_tokens")
+
+    messages: list[dict[str, Any]]
+    max_tokens: AtLeastOne | None = None
+    max_completion_tokens: AtLeastOne | None = None
+
+    def prompt_or_messages(self) -> list[dict[str, Any]]:
+        return self.messages
+
+
+class TextRequest(Request):
+    """Of ``/v1/completions``, which continues a text."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    max_tokens: AtLeastOne | None = None
+
+    def prompt_or_messages(self) -> str:
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+class ResponseRequest(Request):
+    """Of ``/v1/responses``, of which the server remembers none."""
+
+    length = ("max_output_tokens",)
+
+    input: Text | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: AtLeastOne | None = None
+
+    def prompt_or_messages(self) -> list[dict[str, Any]]:
+        said = self.input
+        asked = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        return [{"role": "system", "content": self.instructions or ""}, *asked]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What is to be answered.
 
     Args:
-        messages: As the processor takes them; pictures are the bytes of files.
+        prompt: Messages as the processor takes them, with pictures as the bytes of files; or a text
+            to continue.
+        model: One of the names that are served.
         max_tokens: Of the answer, if the client says so.
+        presence, frequency: OpenAI's penalties of tokens that the answer has.
         seed: Of what is drawn, if the client says so.
         stop: Texts before which the answer ends.
     """
 
-    messages: list[dict]
+    prompt: list[dict] | str
     generation: Generation
+    model: str = ""
     max_tokens: int | None = None
+    presence: float = 0
+    frequency: float = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
 
+    def goes_with(self, other: "Wanted") -> bool:
+        """Whether both may be answered in one batch. What a seed draws depends on the batch."""
+        one, two = (
+            (w.model, w.generation, w.presence, w.frequency, isinstance(w.prompt, str))
+            for w in (self, other)
+        )
+        return one == two and self.seed is None and other.seed is None
 
-def read_request(body: Any, name: str, defaults: Generation, limits: Limits) -> Wanted:
-    """Check the JSON of a request.
+    @property
+    def pictures(self) -> int:
+        return 0 if isinstance(self.prompt, str) else len(pictures_of(self.prompt))
+
+
+def read_request(
+    kind: type[Request], body: dict[str, Any], names: Sequence[str], defaults: Generation
+) -> Wanted:
+    """Check the JSON of a request, whose pictures :class:`guard.Guard` has checked.
 
     Args:
-        name: Of the model that is served.
+        names: Of the models that are served; the first is that of a request without one.
         defaults: What is generated where the request does not say.
 
     Raises:
         ApiError: says which key is wrong, and what is expected.
     """
-    request = _checked(body)
-    if request.model not in (None, name):
-        raise ApiError(
-            404,
-            f"there is no model {as_words(request.model)}; this server has {as_words(name)}",
-            "model",
-            "model_not_found",
-        )
-    longest = [request.max_tokens, request.max_completion_tokens]
-    if None not in longest and longest[0] != longest[1]:
-        raise ApiError(
-            400,
-            f"max_tokens is {longest[0]} and max_completion_tokens {longest[1]}, which say the "
-            "same: give one of them",
-            "max_tokens",
-        )
+    request = _validated(kind, _plain(body, IGNORED, NEUTRAL))
+    asked = request.prompt_or_messages()
     return Wanted(
-        messages=_messages(request.messages, limits),
+        prompt=asked if isinstance(asked, str) else _messages(asked),
+        model=model_called(request.model, names),
         generation=_generation(request, defaults),
-        max_tokens=next((n for n in longest if n is not None), None),
+        max_tokens=_length(request),
+        presence=request.presence_penalty,
+        frequency=request.frequency_penalty,
         seed=request.seed,
         stop=_stop(request.stop),
         stream=request.stream,
@@ -127,15 +202,34 @@ def read_request(body: Any, name: str, defaults: Generation, limits: Limits) -> 
     )
 
 
-def _checked(body: Any) -> ChatRequest:
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is {as_words(body)}; expected an object")
-    # null is how clients leave a key out.
-    given = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
-    for key in NEUTRAL.keys() & given.keys():
-        value = given.pop(key)
-        if not any(_are_equal(value, each) for each in NEUTRAL[key]):
-            expected = " or ".join(json.dumps(each) for each in NEUTRAL[key])
+def model_called(name: str | None, names: Sequence[str]) -> str:
+    """Which of the models that are served a client means.
+
+    Raises:
+        ApiError: none of them.
+    """
+    if name in names:
+        return str(name)
+    if name is None or name in ALIASES:
+        return names[0]
+    there = " and ".join(map(as_words, names))
+    told = f"there is no model {as_words(name)}; this server has {there}"
+    raise ApiError(404, told, "model", "model_not_found")
+
+
+def _plain(
+    given: dict[str, Any], ignored: Sequence[str], neutral: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Without the keys that change nothing at their values, null among them.
+
+    Raises:
+        ApiError: one of ``neutral`` has another value.
+    """
+    plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
+    for key in neutral.keys() & plain.keys():
+        value = plain.pop(key)
+        if not any(_are_equal(value, each) for each in neutral[key]):
+            expected = " or ".join(json.dumps(each) for each in neutral[key])
             raise ApiError(
                 400,
                 f"{key} is {as_words(value)}, which this server cannot do; expected {expected}, or "
@@ -143,22 +237,34 @@ def _checked(body: Any) -> ChatRequest:
                 key,
                 "unsupported_parameter",
             )
-    try:
-        return ChatRequest.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        told = first["msg"]
-        if first["type"] == "extra_forbidden":
-            told = f"is not read; expected one of {', '.join(ChatRequest.model_fields)}"
-        elif first["type"] != "missing":
-            told += f", and it is {as_words(first['input'])}"
-        raise ApiError(400, f"{key}: {told}", key) from None
+    return plain
 
 
 def _are_equal(one: Any, other: Any) -> bool:
     """As JSON has it, where true is not 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _validated(kind: type[Request], given: dict[str, Any]) -> Request:
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        told = first["msg"]
+        if first["type"] == "extra_forbidden":
+            told = f"is not read; expected one of {', '.join(kind.model_fields)}"
+        elif first["type"] != "missing":
+            told += f", and it is {as_words(first['input'])}"
+        raise ApiError(400, f"{key}: {told}", key) from None
+
+
+def _length(request: Request) -> int | None:
+    given = {key: value for key in request.length if (value := getattr(request, key)) is not None}
+    if len({*given.values()}) > 1:
+        told = " and ".join(f"{key} is {value}" for key, value in given.items())
+        raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
+    return next(iter(given.values()), None)
 
 
 def _stop(given: str | list[str] | None) -> tuple[str, ...]:
@@ -174,26 +280,17 @@ def _stop(given: str | list[str] | None) -> tuple[str, ...]:
     return stop
 
 
-def _messages(given: list[dict[str, Any]], limits: Limits) -> list[dict]:
-    # Clients send messages back as they got them, with keys that are null.
-    plain = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in given]
-    for message in plain:
-        role: Any = message.get("role")
-        if isinstance(role, str):
-            message["role"] = ROLES.get(role, role)
-        # Of files of data.
-        for key in ("train", "loss", "weight", "image"):
-            if key in message:
-                raise ApiError(400, f"messages: the key {as_words(key)} is not read", "messages")
+def _messages(given: list[dict[str, Any]]) -> list[dict]:
     found: dict[str, bytes] = {}
-    pictures = Pictures(limits)
 
-    def keep(source: Any) -> str:
+    def keep(url: Any) -> str:
         key = str(len(found))
-        found[key] = pictures.bytes_of(source)
+        found[key] = from_data_url(url)
         return key
 
     try:
+        plain = [_message(message) for message in given]
+        plain = [m for m in plain if m.get("role") != "system" or m.get("content") != ""]
         messages = check_messages(read_messages({"messages": plain}), keep, to_learn=False)
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from None
@@ -204,7 +301,42 @@ def _messages(given: list[dict[str, Any]], limits: Limits) -> list[dict]:
     return replace_pictures(messages, found.__getitem__)
 
 
-def _generation(request: ChatRequest, defaults: Generation) -> Generation:
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    message = {"content": ""} | _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES)
+    if message.get("type") == "message":  # of /v1/responses
+        message = {k: v for k, v in message.items() if k not in ("type", "id", "status")}
+    for key in ("train", "loss", "weight", "image"):  # of files of data
+        if key in message:
+            raise ValueError(f"the key {as_words(key)} is not read")
+    role: Any = message.get("role")
+    if isinstance(role, str):
+        message["role"] = ROLES.get(role, role)
+    if isinstance(message["content"], list):
+        message["content"] = [_part(part) for part in message["content"]]
+    return message
+
+
+def _part(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    part = _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES | {"logprobs": ([],)})
+    if part.get("type") in TEXTS:
+        return part | {"type": "text"}
+    if part.get("type") not in IMAGES:
+        return part
+    [key] = part.keys() - {"type"} if len(part) == 2 else [""]
+    url = part.get(key)
+    if isinstance(url, dict):
+        url = _plain(url, IGNORED_OF_MESSAGES, {})
+        url = url["url"] if [*url] == ["url"] else None
+    # No other key: what stands there, the guard has not looked at.
+    if key not in ("image_url", "image") or not isinstance(url, str):
+        told = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
+        raise ValueError(f"a picture is {as_words(part)}; expected {told}")
+    return {"type": "image", "image": url}
+
+
+def _generation(request: Request, defaults: Generation) -> Generation:
     given: dict[str, Any] = {
         name: value
         for name in ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -212,7 +344,9 @@ def _generation(request: ChatRequest, defaults: Generation) -> Generation:
     }
     if given.get("top_p") == 1:  # of all tokens: no choice among them
         given["top_p"] = None
-    if given.get("temperature") == 0:  # OpenAI's word for greedy
+    if given.get("top_k") in (-1, 0):  # vLLM's words for the same
+        given["top_k"] = None
+    if 0 in (given.get("temperature"), given.get("top_p")):  # the likeliest token alone
         given |= {"temperature": None, "top_p": None, "top_k": None}
     elif given.get("temperature", LEAST_TEMPERATURE) < LEAST_TEMPERATURE:
         raise ApiError(

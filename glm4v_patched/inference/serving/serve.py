@@ -9,21 +9,22 @@ import ipaddress
 import os
 import shlex
 import socket
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...models.base import Base
 from ...models.find import find_source
 from ...models.placement import place
 from ...models.quantised_weights import check_weights
 from ...terminal_text import pip_install
 from ..questions import Generation
 from .limits import Limits
-from .vllm import environment_of, find_vllm, media_options, require_plugin, vllm_command
+from .vllm import environment_of, find_vllm, require_plugin, vllm_command
 
 ENGINES = ("auto", "transformers", "vllm")
 LOCAL_NAME = "localhost"
-SECONDS_TO_END = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class ServeOptions:
     Args:
         model: Folder of a model or of adapters, or an id of the Hub.
         name: Of the model, for clients.
+        adapters: Folders of LoRA adapters on the same model, or ids of the Hub, by the names that
+            clients ask for them.
         engine: One of :data:`ENGINES`; "auto" is vLLM on a GPU where it is installed.
         port: 0 for any that is free.
     """
@@ -42,6 +45,7 @@ class ServeOptions:
     revision: str | None = None
     device: Any = "cuda"
     weights: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     engine: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -103,12 +107,11 @@ def serve_by_vllm(request: ServeOptions, program: str) -> None:
     place(1, request.device)
     with hold_address(request.host, request.port):  # until vLLM ends, which this process becomes
         listen(request.host, request.port).close()
-        base = find_source(request.model, request.revision)
+        base, others = find_all(request)
         address = request.host, request.port
-        command = vllm_command(program, base, request.name, address, request.generation)
-        command += media_options(request.limits)
+        command = vllm_command(program, base, request.name, others, address, request.generation)
         print(f"vLLM serves {request.name}: {shlex.join(command)}", flush=True)
-        limits = replace(request.limits, most_at_once=None, reads_pictures=True)
+        limits = replace(request.limits, most_at_once=None)
         os.execve(command[0], command, environment_of(limits))
 
 
@@ -123,39 +126,84 @@ def serve_by_transformers(request: ServeOptions) -> None:
     placement = place(1, request.device)
     with hold_address(request.host, request.port):
         listener = listen(request.host, request.port)
-    base = find_source(request.model, request.revision, request.weights)
-
-    import uvicorn
+    base, others = find_all(request)
 
     from ...models.loading import config_of, load
     from ..answer_worker import Answerer
     from .answer_queue import AnswerQueue
     from .app import make_app
+    from .connections import run_server
 
     if request.limits.api_key is None and not is_local(request.host):
         print(f"whoever reaches {request.host} may use this server: there is no --api-key")
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
-    limit = config_of(base).seq_length
-    engine = AnswerQueue(Answerer(loaded, request.generation), limit, _log)
+    model, using = with_adapters(loaded.model, base, others)
+    answerer = Answerer(loaded._replace(model=model), request.generation)
+    engine = AnswerQueue(answerer, config_of(base).seq_length, using)
+    names = [request.name, *others]
 
     def tell() -> None:
-        print(f"{request.name} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)
+        told = " and ".join(names)
+        print(f"{told} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)
 
-    app = make_app(engine, request.name, request.generation, request.limits, tell)
-    config = uvicorn.Config(
-        app, log_level="warning", lifespan="on", timeout_graceful_shutdown=SECONDS_TO_END
-    )
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, *signal: Any) -> None:
-            engine.stop()  # else it would be waited for, and cut off
-            super().handle_exit(*signal)
-
-    Server(config).run(sockets=[listener])
+    app = make_app(engine, names, request.generation, request.limits, tell)
+    run_server(app, listener, on_exit=engine.stop)  # else it would be waited for, and cut off
 
 
-def _log(line: str) -> None:
-    print(time.strftime("%H:%M:%S"), line, flush=True)
+def find_all(request: ServeOptions) -> tuple[Base, dict[str, Base]]:
+    """The model, and by their names the adapters that are served beside it.
+
+    Raises:
+        ValueError: as :func:`find_source`; or adapters are of another model, or have its name.
+    """
+    base = find_source(request.model, request.revision, request.weights)
+    others = {}
+    for name, folder in request.adapters.items():
+        found = find_source(folder, weights=request.weights)
+        if found.adapters is None:
+            raise ValueError(f"--adapter {name}={folder}: it is a model; expected LoRA adapters")
+        if _place(found) != _place(base):
+            raise ValueError(
+                f"--adapter {name}={folder}: they are adapters of {found.model}, and the model "
+                f"that is served is {base.model}; expected one and the same"
+            )
+        if name == request.name:
+            raise ValueError(f"--adapter {name}={folder}: the model has this name, too")
+        others[name] = found
+    return base, others
+
+
+def _place(base: Base) -> tuple[str, str | None]:
+    is_folder = os.path.isdir(base.model)
+    return os.path.realpath(base.model) if is_folder else base.model, base.revision
+
+
+def with_adapters(
+    model: Any, base: Base, others: Mapping[str, Base]
+) -> tuple[Any, Callable[[str], AbstractContextManager]]:
+    """The model with all adapters on it, and a context for each name in which its own are used."""
+    if not others:
+        return model, lambda name: nullcontext()
+
+    from ...engine.trainable import continue_adapters
+
+    # Names of modules have no dots, those of clients may.
+    own = {name: f"adapters_{number}" for number, name in enumerate(others)}
+    for name, found in others.items():
+        assert found.adapters is not None
+        model = continue_adapters(model, found.adapters, own[name])
+    model.eval().requires_grad_(False)
+
+    @contextmanager
+    def using(name: str) -> Iterator[None]:
+        if name not in own and base.adapters is None:
+            with model.disable_adapter():
+                yield
+        else:
+            model.set_adapter(own.get(name, "default"))
+            yield
+
+    return model, using
 
 
 def require_packages() -> None:

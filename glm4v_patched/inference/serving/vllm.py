@@ -19,6 +19,7 @@ from ...terminal_text import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard
 from .limits import VARIABLE, Limits
+from .requests import ALIASES
 
 GROUP = "vllm.general_plugins"
 MIDDLEWARE = f"{Guard.__module__}.{Guard.__name__}"
@@ -48,13 +49,19 @@ def require_plugin() -> None:
 
 
 def vllm_command(
-    program: str, base: Base, name: str, address: tuple[str, int], generation: Generation
+    program: str,
+    base: Base,
+    name: str,
+    others: Mapping[str, Base],
+    address: tuple[str, int],
+    generation: Generation,
 ) -> list[str]:
     """The command of vLLM's server.
 
     Args:
         base: Of :func:`source.find_source`.
         name: Of the model, for clients.
+        others: Adapters on the same model, by their names.
         address: Host and port.
 
     Raises:
@@ -68,22 +75,24 @@ def vllm_command(
     command += ["--host", host, "--port", str(port)]
     if base.revision is not None:
         command += ["--revision", base.revision]
-    if base.adapters is None:
-        command += ["--served-model-name", name]
-    else:
-        rank = _least_rank_of_vllm(base.adapters, _rank_on_language_model(base.adapters))
-        command += ["--served-model-name", f"{name}:base", "--enable-lora"]
-        command += ["--lora-modules", f"{name}={base.adapters}", "--max-lora-rank", str(rank)]
+    adapters = {key: found.adapters for key, found in others.items() if found.adapters}
+    names = [name, *(each for each in ALIASES if each not in (name, *adapters))]
+    if base.adapters is not None:
+        adapters[name] = base.adapters
+        names = [f"{name}:base"]
+    command += ["--served-model-name", *names]
+    if adapters:
+        ranks = {folder: _rank_on_language_model(folder) for folder in adapters.values()}
+        largest = max(_least_rank_of_vllm(folder, rank) for folder, rank in ranks.items())
+        command += ["--enable-lora", "--max-lora-rank", str(largest), "--lora-modules"]
+        command += [f"{key}={folder}" for key, folder in adapters.items()]
+        command += ["--max-loras", str(len(adapters))]
     # What the model's folder says of sampling is for other uses, as in our other commands.
     command += ["--generation-config", "vllm"]
     command += ["--override-generation-config", json.dumps(_defaults(generation))]
     command += ["--seed", str(generation.seed)]
-    return [*command, "--middleware", MIDDLEWARE]
-
-
-def media_options(limits: Limits) -> list[str]:
-    """What vLLM itself is told about fetching."""
-    return [] if limits.allow_urls else ["--allowed-media-domains", NO_DOMAIN]
+    # Its middleware fetches, and hands on data URLs.
+    return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
 
 
 def environment_of(limits: Limits) -> dict[str, str]:
