@@ -1,23 +1,30 @@
 """``glm4v-patched chat --web``: a page with pictures, and with two models side by side."""
 
+import fcntl
 import os
 import queue
+import shutil
+import signal
+import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image, ImageOps
 
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
-from ..terminal_text import pip_install
 from .chat import check_picture, question
 from .questions import Generation
 from .serving.errors import ApiError
+from .serving.guard import HostGuard
 from .serving.limits import Limits
 from .serving.pictures import require_size
-from .serving.serve import is_installed, listen
+from .serving.requests import Wanted
+from .serving.serve import hosts_of, listen, require_packages
 
 if TYPE_CHECKING:
     from .serving.answer_queue import AnswerQueue
@@ -25,6 +32,12 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 TITLE = "glm-4v"
 NO_WORDS = "(the answer is empty)"
+ANSWERING = {"role": "assistant", "content": "", "metadata": {"title": "…", "status": "pending"}}
+"""A message that moves, until the answer begins."""
+SHOWN_BY_BROWSERS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+PREVIEW = 1024
+"""Pixels of a side, of other pictures."""
+UPLOADS = "glm4v_patched_web_"
 # Sharing would send a picture to another machine.
 CSS = 'button[aria-label="Share"] { display: none }'
 
@@ -50,17 +63,16 @@ def chat_in_browser(
         ValueError: a model or the port cannot be used, before torch is imported.
         RuntimeError: a package or a GPU is missing.
     """
-    if not is_installed("gradio"):
-        raise RuntimeError(f"--web needs gradio: {pip_install('gradio')}")
+    require_packages("chat --web", ("gradio", "uvicorn"))
     check_weights(weights, device)
     placement = place(1, device)
-    with listen(HOST, port) as listener:  # gradio takes no socket, only its number
-        port = listener.getsockname()[1]
+    listener = listen(HOST, port)
     bases = [find_source(model, revision, weights) for model in models]
 
     from ..models.loading import config_of, load
     from .answer_worker import Answerer
     from .serving.answer_queue import AnswerQueue
+    from .serving.connections import run_server
 
     generation = generation or Generation()
     engines = []
@@ -68,26 +80,50 @@ def chat_in_browser(
         loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
         config = config_of(base)
         engines.append(AnswerQueue(Answerer(loaded, generation), config.seq_length))
-    with tempfile.TemporaryDirectory(prefix="glm4v_patched_web") as folder:
-        os.environ["GRADIO_TEMP_DIR"] = folder  # where uploads go, and are gone afterwards
+
+    def stop() -> None:
+        for engine in engines:
+            engine.stop()
+
+    with folder_of_uploads() as folder:
+        # Before gradio is imported, which reads it then.
+        os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_RUN_HISTORY": "False"}
         page = make_page(Conversations(models, engines, generation, system))
-        page.launch(
-            server_name=HOST,
-            server_port=port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            max_file_size=Limits().max_body_bytes,
-            footer_links=[],
-            **_style(),
-        )
-        print(f"the page is http://{HOST}:{port} (Ctrl-C ends it)", flush=True)
+        app = HostGuard(application(page), hosts_of(HOST, None))
+        print(f"the page is http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+        run_server(app, listener, on_exit=stop)
+
+
+@contextmanager
+def folder_of_uploads() -> Iterator[str]:
+    """A folder that is gone when this process ends, also when it is told to by a signal; after
+    ``kill -9``, when the next one begins."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for left in Path(tempfile.gettempdir()).glob(f"{UPLOADS}*"):
+        if left.stat().st_uid == os.getuid() and not left.is_symlink() and (held := _hold(left)):
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(held)
+    with tempfile.TemporaryDirectory(prefix=UPLOADS) as folder:
+        held = _hold(Path(folder))
+        before, tempfile.tempdir = tempfile.tempdir, folder  # of uploads that are on their way
         try:
-            threading.Event().wait()
+            yield folder
         finally:
-            for engine in engines:
-                engine.stop()
-            page.close(verbose=False)
+            tempfile.tempdir = before
+            if held is not None:
+                os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """Lock a folder for as long as this process lives, or until what is returned is closed."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 class Conversations:
@@ -142,10 +178,9 @@ class Conversations:
     def _stream(self, engine: "AnswerQueue", prompt: list[dict]) -> Iterator[str]:
         """The answer so far, again and again."""
         from .serving.answer_queue import Ask, Ended, Event, Failed, Text
-        from .serving.requests import Wanted
 
         events: queue.Queue[Event] = queue.Queue()
-        ask = Ask(Wanted(prompt, self.generation), events.put)
+        ask = Ask(Wanted(prompt=prompt, generation=self.generation), events.put)
         engine.submit(ask)
         text = ""
         try:
@@ -179,25 +214,28 @@ def make_page(conversations: Conversations) -> Any:
     def ask(given: dict, before: list[list[dict]]) -> Iterator[list[Any]]:
         try:
             for every in conversations.ask(given["text"], given["files"], before):
-                yield [given_back, every, *map(_shown, every)]
+                yield [given_back, every, *[shown(messages, waits=True) for messages in every]]
         except ValueError as error:
             # The question stays where it was typed.
-            yield [given, before, *[_shown(messages) for messages in before or [[]] * number]]
+            yield [given, before, *[shown(messages) for messages in before or [[]] * number]]
             raise gradio.Error(str(error), title="Not answered", print_exception=False) from None
 
     given_back = {"text": "", "files": []}
+    names = [Path(name).name or name for name in conversations.names]
     with gradio.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as page:
+        gradio.Markdown(f"# {TITLE}\n{' and '.join(names)}, on this machine")
         every = gradio.State([])
         with gradio.Row():
             boxes = [
-                gradio.Chatbot(label=Path(name).name or name, height="70vh", buttons=["copy"])
-                for name in conversations.names
+                # Side by side, or one above the other where the window is narrow.
+                gradio.Chatbot(label=name, height="65vh", min_width=320, buttons=["copy"])
+                for name in names
             ]
         entry = gradio.MultimodalTextbox(
             placeholder="A question, with pictures",
             show_label=False,
             sources=["upload"],
-            file_types=["image"],
+            file_types=["image", *sorted(Image.registered_extensions())],
             file_count="multiple",
             autofocus=True,
         )
@@ -213,7 +251,12 @@ def make_page(conversations: Conversations) -> Any:
             concurrency_limit=1,
             show_progress="hidden",
         )
-        stop.click(None, cancels=[asking])
+        stop.click(
+            lambda every: _one_or_all([shown(messages) for messages in every or [[]] * number]),
+            every,
+            boxes,
+            cancels=[asking],
+        )
         gradio.on(
             [new.click, *[box.clear for box in boxes]],
             lambda: [given_back, [], *[[] for _ in boxes]],
@@ -225,24 +268,53 @@ def make_page(conversations: Conversations) -> Any:
     return page
 
 
-def _style() -> dict[str, Any]:
+def _one_or_all(values: list) -> Any:
+    """As gradio takes them of a function: of one output no list."""
+    return values[0] if len(values) == 1 else values
+
+
+def application(page: Any) -> Any:
+    """The page as an ASGI application."""
+    import fastapi
     import gradio
 
     # Not the default fonts, which a browser would get from Google.
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    return {"theme": theme, "css": CSS}
+    app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    most = Limits().max_body_bytes
+    return gradio.mount_gradio_app(
+        app, page, "/", footer_links=[], max_file_size=most, theme=theme, css=CSS
+    )
 
 
-def _shown(messages: list[dict]) -> list[dict]:
-    """As the page shows them: pictures are messages of their own."""
-    shown: list[dict] = []
+def shown(messages: Sequence[dict], waits: bool = False) -> list[dict]:
+    """As the page shows them: pictures are messages of their own.
+
+    Args:
+        waits: Whether a question at the end is being answered.
+    """
+    found: list[dict] = []
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         for part in parts:
-            what = {"path": part["image"]} if part["type"] == "image" else part["text"]
-            shown.append({"role": message["role"], "content": what})
-    return shown
+            is_image = part["type"] == "image"
+            what = {"path": preview(part["image"])} if is_image else part["text"]
+            found.append({"role": message["role"], "content": what})
+    return [*found, ANSWERING] if waits and messages and messages[-1]["role"] == "user" else found
+
+
+def preview(picture: str) -> str:
+    """The path of a picture, or of a smaller copy, if it is of a kind that browsers do not show."""
+    with Image.open(picture) as image:
+        if image.format in SHOWN_BY_BROWSERS:
+            return picture
+        copy = f"{picture}.png"  # beside the upload, with which it is deleted
+        if not os.path.isfile(copy):
+            small = ImageOps.exif_transpose(image).convert("RGB")
+            small.thumbnail((PREVIEW, PREVIEW))
+            small.save(copy)
+        return copy
 
 
 def _require_usable(picture: str) -> None:

@@ -1,5 +1,6 @@
 """Runs an application by uvicorn, and keeps clients that send nothing from ending its service."""
 
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,7 @@ class Connection(H11Protocol):
 
 
 def run_server(app: Any, listener: socket.socket, on_exit: Callable[[], object]) -> None:
-    """Serve until the process is told to end.
+    """Serve until the process is told to end, by SIGHUP as by the signals that uvicorn knows.
 
     Args:
         on_exit: Called when it is told to, before what is being answered is waited for.
@@ -63,9 +64,14 @@ def run_server(app: Any, listener: socket.socket, on_exit: Callable[[], object])
     _require_private_names()
 
     class Server(uvicorn.Server):
-        def handle_exit(self, *signal: Any) -> None:
+        hung_up = False
+
+        def handle_exit(self, number: int, frame: Any) -> None:
             on_exit()
-            super().handle_exit(*signal)
+            if number == signal.SIGHUP:  # the only one that uvicorn does not send again at its end
+                self.hung_up = self.should_exit = True
+            else:
+                super().handle_exit(number, frame)
 
     config = uvicorn.Config(
         app,
@@ -75,7 +81,14 @@ def run_server(app: Any, listener: socket.socket, on_exit: Callable[[], object])
         log_level="warning",
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
-    Server(config).run(sockets=[listener])
+    server = Server(config)
+    before = signal.signal(signal.SIGHUP, server.handle_exit)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    if server.hung_up:
+        signal.raise_signal(signal.SIGHUP)
 
 
 def _require_private_names() -> None:

@@ -9,7 +9,7 @@ import ipaddress
 import os
 import shlex
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,7 +121,7 @@ def serve_by_transformers(request: ServeOptions) -> None:
     Raises:
         ValueError, RuntimeError: as :func:`serve`.
     """
-    require_packages()
+    require_packages("serve", ("starlette", "uvicorn"))
     check_weights(request.weights, request.device)
     placement = place(1, request.device)
     with hold_address(request.host, request.port):
@@ -206,12 +206,10 @@ def with_adapters(
     return model, using
 
 
-def require_packages() -> None:
-    """Raise ``RuntimeError`` if a package of the extra ``serve`` is missing."""
-    names = ("starlette", "uvicorn")
-    missing = [name for name in names if not is_installed(name)]
-    if missing:
-        raise RuntimeError(f"serve needs {' and '.join(missing)}: {pip_install(*missing)}")
+def require_packages(command: str, names: Sequence[str]) -> None:
+    """Raise ``RuntimeError`` if a package that a command needs is missing."""
+    if missing := [name for name in names if not is_installed(name)]:
+        raise RuntimeError(f"{command} needs {' and '.join(missing)}: {pip_install(*missing)}")
 
 
 def is_installed(name: str) -> bool:
