@@ -93,7 +93,7 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
     with warnings.catch_warnings():
         # peft's own use of transformers; no user can change it.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
-        options = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": False}
+        options: dict[str, Any] = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": False}
         if isinstance(model, PeftModel):
             model.load_adapter(folder, name, is_trainable=True, **options)
             continued = model

@@ -98,8 +98,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     name = "what clients call the model (default: MODEL_OR_ADAPTER)"
     add("--served-model-name", metavar="NAME", help=name)
     beside = "LoRA adapters on the same model, which clients ask for by NAME; several are allowed"
-    adapter = {"action": "append", "default": [], "type": _name_and_folder, "metavar": "NAME=DIR"}
-    add("--adapter", help=beside, **adapter)
+    pair = _name_and_folder
+    add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=beside)
     key = "what clients have to send; GLM4V_PATCHED_API_KEY in the environment is the same"
     add("--api-key", metavar="KEY", help=key)
     fetched = "fetch pictures that clients name by http(s), from the public internet"

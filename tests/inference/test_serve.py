@@ -1,7 +1,5 @@
 """``glm4v-patched serve``: OpenAI's own client against it, over loopback."""
 
-import base64
-import io
 import json
 import re
 import shutil
@@ -10,45 +8,57 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
-from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import openai
 import pytest
-from PIL import Image
+import torch
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving.answer_queue import AnswerQueue, Ask, Ended, Failed
-from glm4v_patched.inference.serving.limits import Limits
-from glm4v_patched.inference.serving.requests import read_request
+from glm4v_patched.inference.serving.answer_queue import (
+    AnswerQueue,
+    Ask,
+    Ended,
+    Event,
+    Failed,
+    Penalties,
+    Row,
+    Text,
+)
+from glm4v_patched.inference.serving.errors import ApiError
+from glm4v_patched.inference.serving.requests import (
+    ChatRequest,
+    Wanted,
+    model_called,
+    read_request,
+)
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
+from tests.helpers.answering import write_adapters
 from tests.helpers.processes import ROOT, serving
+from tests.helpers.serving import QUESTION, about, data_url, png
 
 KEY = "secret"
 NEW = 6
-QUESTION = "What is it?"
+PICTURE = about(data_url(png()))
+WORDS = [{"role": "user", "content": QUESTION}]
 
 
 class Server(NamedTuple):
     url: str
     log: Path
-    model: Path
     process: subprocess.Popen
 
     def client(self, key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
 
-    def ask(self, messages, key: str = KEY, **options):
-        """The reply to a question, whose pictures are URLs."""
-        return self.client(key).chat.completions.create(model="tiny", messages=messages, **options)
+    def ask(self, messages, key: str = KEY, model: str = "tiny", **options):
+        return self.client(key).chat.completions.create(model=model, messages=messages, **options)
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +67,28 @@ def endless(files, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("serve") / "endless"
     shutil.copytree(files.model, folder)
     path = folder / "generation_config.json"
-    values = json.loads(path.read_text()) | {"eos_token_id": [10**6]}
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [10**6]}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(endless):
+def adapters(endless) -> dict[str, Path]:
+    """Two LoRA adapters on it."""
+    found = {"one": endless.parent / "one", "two.b": endless.parent / "two"}
+    for scale, folder in zip((0.3, 0.6), found.values(), strict=True):
+        write_adapters(folder, endless, scale)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(endless, adapters):
     command = [sys.executable, "-m", "glm4v_patched", "serve", str(endless), "--device", "cpu"]
     command += ["--port", "0", "--api-key", KEY, "--served-model-name", "tiny"]
-    command += ["--max-new-tokens", str(NEW)]
-    command += ["--max-body-mb", "2", "--max-pictures", "3"]
+    command += ["--max-new-tokens", str(NEW), "--max-body-mb", "2"]
+    command += [f"--adapter={name}={folder}" for name, folder in adapters.items()]
     log = endless.parent / "serve.log"
     with serving(command, r"is served at (\S+)", log) as (url, process):
-        yield Server(url, log, endless, process)
+        yield Server(url, log, process)
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +96,15 @@ def answerer(endless) -> Answerer:
     return Answerer(load(find_source(str(endless)), "cpu"), Generation(max_new_tokens=NEW))
 
 
-def png(size=(80, 60), colour="orange", mode="RGB") -> bytes:
-    file = io.BytesIO()
-    Image.new(mode, size, colour).save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(content: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(content).decode()
-
-
-def about(*urls: str, text: str = QUESTION) -> list[dict]:
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-
-
 def text_of(reply) -> str:
     return reply.choices[0].message.content
+
+
+def streamed(chunks) -> str:
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+
+
+# Before a model is loaded
 
 
 @pytest.mark.parametrize(
@@ -105,24 +115,37 @@ def text_of(reply) -> str:
         (["--host", "no.such.invalid"], "--host no.such.invalid --port 0 cannot be listened at"),
         (["--api-key", ""], "--api-key is empty"),
         (["--temperature", "0"], "--temperature 0.0: expected at least 0.001"),
-        (
-            ["--repetition-penalty", "101"],
-            "penalty 101.0: expected a number from 0.01",
-        ),
+        (["--repetition-penalty", "101"], "penalty 101.0: expected a number from 0.01"),
         (["--load-in-4bit"], "--load-in-4bit needs a GPU"),
         (["--max-picture-megapixels", "179"], "more than 178 are refused by Pillow"),
+        (["--adapter", "a=MODEL"], "--adapter a={model}: it is a model; expected LoRA adapters"),
+        (["--adapter", "a=ADAPTERS"], "they are adapters of {other}, and the model that is served"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "of 2, 1 have different names"),
     ],
 )
 def test_mistakes_are_told_before_the_model_is_loaded(
-    files, monkeypatch, capsys, arguments, message
+    files, endless, monkeypatch, capsys, arguments, message
 ):
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         given = [port if each == "TAKEN" else each for each in arguments]
+        given = [each.replace("MODEL", str(endless)) for each in given]
+        given = [each.replace("ADAPTERS", str(files.adapters)) for each in given]
         free = [] if "--port" in given else ["--port", "0"]
-        assert main(["serve", str(files.model), "--device", "cpu", *free, *given]) == 1
-    assert message.format(port=port) in capsys.readouterr().err
+        assert main(["serve", str(endless), "--device", "cpu", *free, *given]) == 1
+    message = message.format(port=port, model=endless, other=files.model)
+    assert message in capsys.readouterr().err
+
+
+def test_an_adapter_needs_a_name_of_its_own(endless, adapters, capsys):
+    one = adapters["one"]
+    command = ["serve", str(endless), "--device", "cpu", "--port", "0"]
+    assert main([*command, "--served-model-name", "a", "--adapter", f"a={one}"]) == 1
+    assert "the model has this name, too" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--adapter", str(one)])
+    assert "expected NAME=DIR" in capsys.readouterr().err
 
 
 def test_mistakes_are_told_without_torch_and_name_missing_packages(tmp_path):
@@ -136,9 +159,13 @@ def test_mistakes_are_told_without_torch_and_name_missing_packages(tmp_path):
     assert told.returncode == 1 and "none: " in told.stderr and "Traceback" not in told.stderr
 
 
-def test_a_picture_is_answered_as_answer_does_it(server, answerer):
+# What is answered
+
+
+def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
     contents = [png(), png(colour="blue")]
-    reply = server.ask(about(*map(data_url, contents)))
+    first = about(*map(data_url, contents))
+    reply = server.ask(first)
     shown = [{"type": "image", "image": content} for content in contents]
     message = {"role": "user", "content": [*shown, {"type": "text", "text": QUESTION}]}
     [alone] = answerer.answer([[message]])
@@ -146,268 +173,433 @@ def test_a_picture_is_answered_as_answer_does_it(server, answerer):
     length = answerer.encode([[message]])["input_ids"].shape[1]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (length, NEW)
     assert text_of(server.ask(about(data_url(contents[0])))) != alone.text
-
-
-def test_a_second_turn_knows_the_first(server, answerer):
-    first = about(data_url(png()))
-    reply = server.ask(first)
     # As programs do it, with all keys of the message that they got.
-    said = reply.choices[0].message.model_dump()
-    assert said["refusal"] is None
+    said = reply.choices[0].message.model_dump() | {"annotations": [], "tool_calls": []}
     second = server.ask([*first, said, {"role": "user", "content": "And now?"}])
-    picture = {"role": "user", "image": png(), "content": QUESTION}
-    turns = [picture, {"role": "assistant", "content": text_of(reply)}]
+    turns = [message, {"role": "assistant", "content": alone.text}]
     [alone] = answerer.answer([[*turns, {"role": "user", "content": "And now?"}]])
     assert text_of(second) == alone.text
 
 
 def test_what_is_streamed_is_the_answer(server):
-    messages = about(data_url(png()))
-    whole = server.ask(messages, max_tokens=40)
+    whole = server.ask(PICTURE, max_tokens=40)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, usage = server.ask(messages, max_tokens=40, **options)
+    *chunks, usage = server.ask(PICTURE, max_tokens=40, **options)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert deltas[0].role == "assistant"
-    parts = [delta.content for delta in deltas if delta.content]
-    assert "".join(parts) == text_of(whole) and len(parts) > 2
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * len(deltas[1:]) + [
-        "length"
-    ]
+    assert streamed(chunks) == text_of(whole) and len(chunks) > 4
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
     assert usage.choices == [] and usage.usage == whole.usage
     # Without being asked, usage is not told: clients of old take every chunk for one of text.
-    assert all(chunk.choices for chunk in server.ask(messages, stream=True))
+    assert all(chunk.choices for chunk in server.ask(PICTURE, stream=True))
+
+
+def test_responses_and_completions_say_the_same(server):
+    client = server.client()
+    expected = text_of(server.ask(PICTURE, max_tokens=20))
+    [url, words] = PICTURE[0]["content"]
+    parts = [{"type": "input_image", "image_url": url["image_url"]["url"], "detail": "auto"}]
+    parts += [{"type": "input_text", "text": words["text"]}]
+    asked = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 20}
+    reply = client.responses.create(model="tiny", **asked)
+    assert (reply.output_text, reply.status) == (expected, "incomplete")
+    assert reply.usage.output_tokens == 20
+    with client.responses.stream(model="tiny", **asked) as stream:
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].type == "response.incomplete"
+    assert "".join(deltas) == events[-1].response.output_text == expected and len(deltas) > 2
+    # What it said is context, in the form that it had.
+    more = [*asked["input"], *[item.model_dump() for item in reply.output]]
+    more += [{"role": "user", "content": "And now?"}]
+    second = client.responses.create(model="tiny", input=more, instructions="Be kind.")
+    turns = [{"role": "system", "content": "Be kind."}, *PICTURE]
+    turns += [{"role": "assistant", "content": expected}, {"role": "user", "content": "And now?"}]
+    assert second.output_text == text_of(server.ask(turns))
+
+    text = client.completions.create(model="tiny", prompt="[a", max_tokens=20)
+    assert text.choices[0].text and text.usage.completion_tokens == 20
+    assert text.choices[0].finish_reason == "length"
+    chunks = client.completions.create(model="tiny", prompt=["[a"], max_tokens=20, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text.choices[0].text
 
 
 def test_an_answer_ends_before_a_text_that_stops_it(server):
-    messages = about(data_url(png()))
-    text = text_of(server.ask(messages, max_tokens=40))
+    text = text_of(server.ask(PICTURE, max_tokens=40))
     stop = text[len(text) // 2 :][:3]
     expected = text[: text.index(stop)].rstrip()
-    reply = server.ask(messages, max_tokens=40, stop=["not there at all", stop])
+    reply = server.ask(PICTURE, max_tokens=40, stop=["not there at all", stop])
     assert (text_of(reply), reply.choices[0].finish_reason) == (expected, "stop")
     assert reply.usage.completion_tokens < 40
-    chunks = server.ask(messages, max_tokens=40, stop=stop, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert streamed(server.ask(PICTURE, max_tokens=40, stop=stop, stream=True)) == expected
 
 
 def test_what_is_drawn_depends_on_the_seed(server):
-    messages = [{"role": "user", "content": QUESTION}]
-
     def drawn(**options):
-        return text_of(server.ask(messages, max_tokens=12, **options))
+        return text_of(server.ask(WORDS, max_tokens=12, **options))
 
     greedy = drawn()
-    assert greedy == drawn() == drawn(temperature=0, top_p=0.5) == drawn(top_p=1)
-    hot = {"temperature": 2.0, "top_p": 0.9}
+    assert greedy == drawn() == drawn(temperature=0, top_p=0.5) == drawn(top_p=1) == drawn(top_p=0)
+    hot: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9}
     assert drawn(**hot, seed=1) == drawn(**hot, seed=1) != drawn(**hot, seed=2)
     assert len({drawn(**hot) for _ in range(3)}) == 3
     assert drawn(temperature=1, extra_body={"top_k": 1}) == greedy
     for seed in (2**63 - 1, -(2**63)):  # OpenAI's
         assert drawn(**hot, seed=seed) == drawn(**hot, seed=seed)
-    assert drawn(temperature=1e-3) and drawn(**hot, extra_body={"repetition_penalty": 0.01})
+    assert drawn(temperature=1e-3) and drawn(temperature=100)
+    assert drawn(**hot, extra_body={"repetition_penalty": 0.01})
 
 
-def test_the_model_is_listed(server):
-    client = server.client()
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
-        client.models.retrieve("org/other")
+def test_penalties_lower_what_was_said(server, answerer):
+    greedy = text_of(server.ask(WORDS, max_tokens=30))
+    plain = server.ask(WORDS, max_tokens=30, presence_penalty=0, frequency_penalty=0.0)
+    assert text_of(plain) == greedy
+    assert text_of(server.ask(WORDS, max_tokens=30, frequency_penalty=2, presence_penalty=2)) != (
+        greedy
+    )
+    ids = torch.tensor([[0, 1, 2, 2, 3], [0, 1, 3, 3, 3]])
+    scores = Penalties(2, presence=0.5, frequency=0.25)(ids, torch.ones(2, 5))
+    expected = [[1, 1, 0, 0.25, 1], [1, 1, 1, -0.25, 1]]
+    assert scores.tolist() == expected
 
 
-def refused(server, messages, kind, match: str, **options) -> openai.APIStatusError:
-    with pytest.raises(kind, match=match) as error:
-        server.ask(messages, **options)
-    assert error.value.body["type"] and error.value.body["message"]
-    return error.value
+def test_max_tokens_is_cut_to_the_room_that_is_left(server):
+    """As clients of vLLM expect it, which send the largest number that they know."""
+    reply = server.ask(WORDS, max_tokens=16_384)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.total_tokens == 1024
+    with pytest.raises(openai.BadRequestError, match="of the model's 1,024 positions") as error:
+        server.ask([{"role": "user", "content": "word " * 3000}])
+    assert error.value.code == "context_length_exceeded"
 
 
-def test_a_wrong_key_is_refused(server):
-    error = refused(server, about(), openai.AuthenticationError, "API key", key="wrong")
-    assert error.code == "invalid_api_key"
-    with pytest.raises(openai.AuthenticationError):
+# Clients as they are
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
+        {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "top_k": -1},
+        {"skip_special_tokens": True, "chat_template_kwargs": {}, "add_generation_prompt": True},
+        {"stream_options": None, "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
+        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "repetition_penalty": 1.0},
+        {"model": None, "max_tokens": 7, "max_completion_tokens": 7},
+        # glm4v_api_request.py of GLM-4.
+        {"model": "glm-4v", "stream": False, "max_tokens": 2048, "temperature": 0.8, "top_p": 0.8,
+         "presence_penalty": 1.2},
+        # VLMEvalKit's.
+        {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
+    ],
+)  # fmt: skip
+def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing(given):
+    wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
+    assert wanted.model == "m" and wanted.prompt == WORDS
+
+
+PART = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+IMAGE = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
+
+
+@pytest.mark.parametrize(
+    ("messages", "roles"),
+    [
+        ([{"role": "system", "content": ""}, *WORDS], ["user"]),
+        ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
+        ([{"role": "user", "name": "me", "content": [PART]}], ["user"]),
+        ([{"role": "user", "content": [PART, {"type": "image_url", "image_url": IMAGE}]}],
+         ["user"]),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE["url"]}]}],
+         ["user"]),
+        ([*WORDS, {"role": "assistant", "content": "a", "refusal": None, "annotations": [],
+                   "audio": None, "function_call": None, "tool_calls": None}, *WORDS],
+         ["user", "assistant", "user"]),
+    ],
+)  # fmt: skip
+def test_messages_are_taken_as_clients_send_them(messages, roles):
+    wanted = read_request(ChatRequest, {"messages": messages}, ["m"], Generation())
+    assert [message["role"] for message in wanted.prompt] == roles
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
+        ({"n": True}, "n is true, which"),
+        ({"logprobs": 0}, "logprobs is 0, which"),
+        ({"tools": [{"type": "function"}]}, "tools is a list"),
+        ({"response_format": {"type": "json_object"}}, 'is an object, .* expected {"type": "text"'),
+        ({"ignore_eos": True}, "ignore_eos is true, which"),
+        ({"temperature": -1}, "temperature: .*greater than or equal to 0, and it is -1"),
+        ({"temperature": 1e308}, "temperature: .*less than or equal to 100"),
+        ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
+        ({"temperature": float("nan")}, "temperature: .*finite"),
+        ({"top_p": 1.1}, "top_p: .*less than or equal to 1"),
+        ({"top_k": -2}, "top_k: .*equal to -1"),
+        ({"presence_penalty": 2.1}, "presence_penalty: .*equal to 2"),
+        ({"frequency_penalty": False}, "frequency_penalty: .*number"),
+        ({"repetition_penalty": 1e-42}, "penalty: .*equal to 0.01, and"),
+        ({"max_tokens": 0}, "max_tokens: .*greater than or equal to 1"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
+        ({"top_q": 1}, "top_q: is not read; expected one of model, "),
+        ({"generation_config": "{}"}, "generation_config: is not read"),
+        ({"stop": ""}, "stop.*at least 1 character"),
+        ({"stop": ["a", "b" * 1001]}, "stop.1: .* at most 1000 characters"),
+        ({"stop": ["a"] * 17}, "stop.*at most 16"),
+        ({"seed": 2**63}, "seed: .*less than or equal to 9223372036854775807, and it is 9223"),
+        ({"model": "gpt"}, 'there is no model "gpt"; this server has "m" and "b"'),
+        ({"stream_options": {"a": 1}}, "stream_options.a: "),
+        ({"messages": []}, "an empty list"),
+        ({"messages": "a"}, "messages: .*list"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, 'role "tool" is not one of'),
+        ({"messages": [*WORDS, {"role": "assistant", "content": "b"}]}, "end with the assistant"),
+        ({"messages": [*WORDS, {"role": "assistant", "content": None}, *WORDS]}, "is empty"),
+        ({"messages": [WORDS[0] | {"image": "/etc/passwd"}]}, 'key "image" is not read'),
+        ({"messages": [WORDS[0] | {"weight": 1}]}, 'key "weight" is not read'),
+        ({"messages": [WORDS[0] | {"nam": "b"}]}, 'key "nam" is not read'),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "path": "/etc/passwd"}]}]},
+         "a picture is an object.*expected"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "base64": "AAAA"}]}]},
+         "a picture is"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
+        ({"messages": [], "\ud800": 1}, "unicode"),
+        ({"messages": [{"\ud800": 1}]}, "is not read"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
+    ],
+)  # fmt: skip
+def test_what_the_server_cannot_do_is_refused(given, match):
+    with pytest.raises(ApiError, match=match) as error:
+        read_request(ChatRequest, {"messages": WORDS} | given, ["m", "b"], Generation())
+    assert error.value.status in (400, 404) and json.dumps(error.value.body())
+
+
+@pytest.mark.parametrize("alias", ["glm-4v", "glm-4v-9b", None])
+def test_a_name_that_is_served_goes_before_that_of_any_glm_4v(alias):
+    assert model_called(alias, ["m", "n"]) == "m"
+    assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
+
+
+def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
+    with pytest.raises(openai.AuthenticationError, match="API key") as error:
         server.client("wrong").models.list()
+    assert error.value.code == "invalid_api_key"
+    with pytest.raises(openai.BadRequestError, match="top_q: is not read") as error:
+        server.ask(WORDS, extra_body={"top_q": 1})
+    assert (error.value.param, error.value.type) == ("top_q", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError, match="cannot be read as a picture"):
+        server.ask(about(data_url(png()[:-30])))
+    with pytest.raises(openai.BadRequestError, match="EPS"):
+        eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n"
+        server.ask(about(data_url(eps)))
+    with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
+        server.client().embeddings.create(model="tiny", input="a")
+    for stream in (False, True):  # with the answer, and not a broken connection
+        with pytest.raises(openai.APIStatusError, match="30000.* bytes; this server takes 2000000"):
+            server.ask(about("data:image/png;base64," + "A" * 30_000_000), stream=stream)
+    log = server.log.read_text()
+    for told in ("/v1/models: 401 ", "400 top_q: is not read", "404 POST /v1/emb", "413 the req"):
+        assert told in log
     with urllib.request.urlopen(server.url.replace("/v1", "/health")) as reply:
         assert json.load(reply) == {"status": "ok"}
 
 
-def test_100_megapixels_are_refused_and_not_decoded(server):
-    large = png((12_500, 8_000), 1, "1")
-    assert len(large) < 10**6
-    before = time.monotonic()
-    error = refused(
-        server,
-        about(data_url(large)),
-        openai.BadRequestError,
-        r"12,500 x 8,000 pixels \(100.0 million\); this server takes 50 million",
-    )
-    assert error.code == "image_too_large" and time.monotonic() - before < 20
+# Several at once
 
 
-def test_a_body_that_is_too_large_is_refused(server):
-    for stream in (False, True):  # with the answer, and not a broken connection
-        messages = about("data:image/png;base64," + "A" * 30_000_000)
-        error = refused(
-            server,
-            messages,
-            openai.APIStatusError,
-            r"30000\d+ bytes; this server takes 2000000",
-            stream=stream,
-        )
-        assert error.status_code == 413
+def test_adapters_are_served_by_name_beside_their_model(server, endless, adapters):
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["tiny", *adapters]
+    assert client.models.retrieve("one").id == "one"
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.models.retrieve("org/other")
+    prompt = [{"role": "user", "image": png(), "content": QUESTION}]
+    said = set()
+    for name, folder in {"tiny": endless, **adapters, "one": adapters["one"]}.items():
+        alone = Answerer(load(find_source(str(folder)), "cpu"), Generation(max_new_tokens=NEW))
+        expected = alone.answer([prompt])[0].text
+        assert text_of(server.ask(PICTURE, model=name)) == expected
+        said.add(expected)
+    assert len(said) == 3
 
 
-def test_more_pictures_than_allowed_are_refused(server):
-    tiny = data_url(png((1, 1)))
-    assert text_of(server.ask(about(*[tiny] * 3), max_tokens=2))
-    error = refused(
-        server,
-        about(*[tiny] * 4, tiny),
-        openai.BadRequestError,
-        r"have 4 pictures or more; this server takes 3 \(--max-pictures\)",
-    )
-    assert (error.code, error.param) == ("too_many_images", "messages")
-
-
-def test_only_errors_of_the_messages_are_the_clients(endless, answerer, monkeypatch):
-    def failed() -> Failed:
-        events: SimpleQueue = SimpleQueue()
-        body = {"messages": [{"role": "user", "content": QUESTION}]}
-        engine.submit(Ask(read_request(body, "m", Generation(), Limits()), events.put))
-        while not isinstance(event := events.get(timeout=60), Failed):
-            assert not isinstance(event, Ended)
-        return event.error
-
-    def fail(*given, **options):
-        raise ValueError("no good")
-
-    engine = AnswerQueue(answerer, 1024, lambda line: None)
-    monkeypatch.setattr(answerer, "generate", fail)
-    assert (failed().status, failed().param) == (500, None)
-    monkeypatch.setattr(answerer, "encode", fail)
-    assert (failed().status, failed().param) == (400, "messages")
-    engine.stop()
-
-
-LOCAL = str(ROOT / "docs" / "loss.png")
-
-
-@pytest.mark.parametrize(
-    ("url", "match"),
-    [
-        ("http://127.0.0.1:1/a.png", "fetches no pictures .*--allow-urls"),
-        ("https://example.org/a.png", "fetches no pictures"),
-        ("file:///etc/passwd", "expected data:image"),
-        (LOCAL, "expected data:image"),
-        ("data:image/png;base64,!!!", "no base64"),
-        ("data:image/png;base64,AAAA", "are no picture"),
-        (data_url(png()[:-30]), "cannot be read as a picture"),
-        (data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n"), "EPS"),
-    ],
-)
-def test_pictures_that_cannot_be_used_are_refused(server, url, match):
-    error = refused(server, about(url), openai.BadRequestError, match)
-    assert error.param == "messages"
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is a list"),
-        (
-            {"response_format": {"type": "json_object"}},
-            'is an object, .* expected {"type": "text"}, or',
-        ),
-        ({"temperature": -1}, "temperature: .*greater than or equal to 0, and it is -1"),
-        ({"max_tokens": 0}, "max_tokens: .*greater than or equal to 1"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and .* 4"),
-        ({"max_tokens": 1024}, "of the model's 1024 positions .* answer of 1024 tokens"),
-        ({"extra_body": {"top_q": 1}}, "top_q: is not read; expected one of messages, model"),
-        ({"stop": ""}, "stop.*at least 1 character"),
-        ({"stop": ["a", "b" * 1001]}, "stop: a text has 1,001 characters; .* takes 1,000"),
-        ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
-        ({"seed": 2**63}, "seed: .*less than or equal to 9223372036854775807, and it is 9223"),
-        (
-            {"extra_body": {"repetition_penalty": 1e-42}},
-            "penalty: .*equal to 0.01, and",
-        ),
-    ],
-)
-def test_what_the_server_cannot_do_is_refused(server, options, match):
-    refused(server, about(data_url(png())), openai.BadRequestError, match, **options)
-
-
-@pytest.mark.parametrize(
-    ("messages", "match"),
-    [
-        ([], "an empty list"),
-        ([{"role": "tool", "content": "a"}], 'role "tool" is not one of'),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "end with the"),
-        ([{"role": "user", "content": "a", "image": LOCAL}], 'key "image" is not read'),
-        ([{"role": "user", "content": "a", "name": "b"}], 'key "name" is not read'),
-        ([{"role": "user", "content": "word " * 3000}], "of the model's 1024 positions"),
-    ],
-)
-def test_messages_that_the_model_cannot_take_are_refused(server, messages, match):
-    refused(server, messages, openai.BadRequestError, match)
-
-
-def test_requests_of_other_forms_are_refused(server):
-    def post(content: str, path="/chat/completions", kind="application/json"):
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
-        asked = urllib.request.Request(server.url + path, content.encode(), headers)
-        with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(asked)
-        return error.value.code, json.load(error.value)["error"]["message"]
-
-    assert post("{")[0] == 400 and post("[" * 10**5)[0] == 400
-    assert post("[1]")[0] == 400 and post("{}")[0] == 400
-    assert post("{}", kind="text/plain")[0] == 415
-    status, told = post("{}", "/embeddings")
-    assert status == 404 and "POST /v1/chat/completions" in told
-    assert post(json.dumps({"model": "gpt", "messages": about()}))[0] == 404
-
-
-def test_a_client_that_goes_away_stops_its_answer(server):
-    asked = {"max_tokens": 990, "model": "tiny"}
-    messages = [{"role": "user", "content": QUESTION}]
-    stream = server.client().chat.completions.create(messages=messages, stream=True, **asked)
-    next(iter(stream))
-    stream.response.close()
-    hasty = server.client().with_options(timeout=0.3)
-    with pytest.raises(openai.APITimeoutError):
-        hasty.chat.completions.create(messages=messages, **asked)
-    # One that is waiting when others leave is answered.
-    assert server.ask(messages, max_tokens=2).usage.completion_tokens == 2
-    log = server.log.read_text()
-    # On a busy machine, the second may have gone before its answer began.
-    assert log.count("the client went away") in (1, 2), log
-    assert all(int(number) < 990 for number in re.findall(r"(\d+) answered", log)), log
-
-
-def test_requests_at_the_same_time_are_answered_one_after_the_other(server):
+def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
+    """With pictures and without, for models by name, whole and streamed."""
     texts: dict[int, str] = {}
 
     def ask(number: int) -> None:
-        asked = [{"role": "user", "content": f"{QUESTION} {number}"}]
-        texts[number] = text_of(server.ask(asked, max_tokens=10 + number))
+        asked = about(*[data_url(png())] * (number % 3), text=f"{QUESTION} {number}")
+        model = "one" if number % 4 == 3 else "tiny"
+        options = {"max_tokens": 10 + number, "model": model}
+        if number % 2:
+            texts[number] = streamed(server.ask(asked, stream=True, **options))
+        else:
+            texts[number] = text_of(server.ask(asked, **options))
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     together = dict(texts)
-    for number in range(6):
+    assert re.search(r", \d at once: length", server.log.read_text())
+    for number in range(16):
         ask(number)
-    assert together == texts and len({*texts.values()}) > 1
+    assert together == texts and len({*texts.values()}) > 8
+
+
+def asking(told: dict, name: object, **wanted) -> Ask:
+    told[name] = events = []
+    given = {"prompt": WORDS, "generation": Generation()} | wanted
+    return Ask(Wanted(**given), events.append)
+
+
+def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None) -> list[int]:
+    """The rows of each batch in which requests that wait together are answered."""
+    sizes: list[int] = []
+    generate = answerer.generate
+
+    def note(batch, *given, **options):
+        sizes.append(len(batch["input_ids"]))
+        fails(batch)
+        return generate(batch, *given, **options)
+
+    monkeypatch.setattr(answerer, "generate", note)
+    queue = AnswerQueue(answerer, 1024, log=lambda *told: None)
+    with queue._changed:
+        for ask in asks:
+            queue._waiting.append(ask)
+        queue._changed.notify()
+    last = asking({}, "last", seed=1, max_tokens=1)
+    ended = threading.Event()
+    last.tell = lambda event: ended.set() if isinstance(event, Ended) else None
+    queue.submit(last)
+    assert ended.wait(60)
+    queue.stop()
+    queue.join()
+    assert not queue.is_alive
+    return sizes[:-1]
+
+
+def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
+    told: dict[object, list[Event]] = {}
+    seen = [{"role": "user", "content": [{"type": "image", "image": png()}] * 9}]
+    seen[0]["content"] = [*seen[0]["content"], {"type": "text", "text": "a"}]
+    hot = Generation(temperature=2.0)
+    asks = [asking(told, ("plain", n), max_tokens=2) for n in range(9)]
+    asks += [asking(told, ("seed", n), seed=n, max_tokens=2) for n in range(2)]
+    asks += [asking(told, ("hot", n), generation=hot, max_tokens=2 + n) for n in range(2)]
+    asks += [asking(told, ("presence", n), presence=0.5 * n, max_tokens=2) for n in (1, 2)]
+    asks += [asking(told, ("frequency", 0), frequency=0.5, max_tokens=2)]
+    asks += [asking(told, ("seen", n), prompt=seen, max_tokens=2) for n in range(2)]
+    gone = asking(told, "gone")
+    gone.cancelled.set()
+    sizes = batches_of(answerer, monkeypatch, [gone, *asks])
+    # Nine alike; of two seeds, each penalty and nine pictures in each, every one alone.
+    assert sorted(sizes) == [1] * 8 + [2, 8] and told.pop("gone") == []
+    for events in told.values():
+        assert isinstance(events[-1], Ended) and events[-1].reason == "length"
+
+
+def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
+    def fail(batch):
+        if (batch["attention_mask"].sum(-1) > 30).any():
+            raise RuntimeError("no memory")
+
+    told: dict[object, list[Event]] = {}
+    long = [{"role": "user", "content": "x" * 60}]
+    asks = [asking(told, 1, max_tokens=2), asking(told, 2, prompt=long), asking(told, 3)]
+    broken = [{"role": "user", "image": png()[:-30], "content": "a"}]
+    asks.append(asking(told, 4, prompt=broken))
+    asks.append(asking(told, 5, prompt=[{"role": "user", "content": "word " * 3000}]))
+    batches_of(answerer, monkeypatch, asks, fail)
+    assert isinstance(told[1][-1], Ended) and isinstance(told[3][-1], Ended)
+    errors = {n: events[-1].error for n, events in told.items() if isinstance(events[-1], Failed)}
+    assert {n: (error.status, error.param) for n, error in errors.items()} == {
+        2: (500, None),
+        4: (400, "messages"),
+        5: (400, "messages"),
+    }
+
+
+def row(stop: tuple[str, ...], said: list, tokenizer=None, **options) -> Row:
+    def tell(event: Event) -> None:
+        said.append(event.text if isinstance(event, Text) else event)
+
+    wanted = Wanted(prompt="", generation=Generation(), stop=stop)
+    return Row(Ask(wanted, tell), tokenizer, options.pop("most", 9), [2], **options)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["Hello", " E", "ND", "!"], ("END",), "Hello"),
+        (["Hello E", "N", "D"], ("END",), "Hello"),
+        (["Hello E", "N", "d"], ("END",), "Hello ENd"),
+        ([" a ", " b "], (), "a  b"),
+        (["ab", "c"], ("bc", "b"), "a"),
+        (["a", "b" * 9], ("b" * 10**6,), "a" + "b" * 9),
+    ],
+)
+def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces(pieces, stop, expected):
+    said: list = []
+    answer = row(stop, said)
+    for piece in pieces:
+        answer.on_finalized_text(piece)
+        assert expected.startswith("".join(said))
+    answer.on_finalized_text("", stream_end=True)
+    assert "".join(said) == expected and answer.is_stopped == (stop != () and len(expected) < 9)
+
+
+def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
+    for most, token, reason in ((3, 1, "length"), (3, 2, "stop"), (1, 2, "stop")):
+        said: list = []
+        answer = row((), said, answerer.processor.tokenizer, most=most)
+        ends = [answer.take(token) for _ in range(5)]
+        assert ends.index(True) == (most if reason == "length" else 1) - 1
+        assert said[-1] == Ended(reason, 3 if reason == "length" else 1)
+        assert sum(isinstance(event, Ended) for event in said) == 1
+    closed: list = []
+    assert row((), closed, answerer.processor.tokenizer, is_closed=lambda: True).take(1)
+    assert isinstance(closed[-1], Failed) and closed[-1].error.status == 503
+
+
+# How it ends
+
+
+def test_a_client_that_goes_away_stops_its_answer(server):
+    asked = {"max_tokens": 990, "model": "tiny", "messages": WORDS}
+    stream = server.client().chat.completions.create(stream=True, **asked)
+    next(iter(stream))
+    stream.response.close()
+    hasty = server.client().with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        hasty.chat.completions.create(**asked)
+    # One that is waiting when others leave is answered.
+    assert server.ask(WORDS, max_tokens=2).usage.completion_tokens == 2
+    log = server.log.read_text()
+    # On a busy machine, the second may have gone before its answer began.
+    assert log.count("the client went away") in (1, 2), log
+    gone = re.findall(r"(\d+) answered .*the client went away", log)
+    assert all(int(number) < 990 for number in gone), log
+
+
+def test_half_open_connections_end_no_service(server):
+    """400 of them did, without a key."""
+    host, port = re.search(r"//(.*):(\d+)/", server.url).groups()  # type: ignore[union-attr]
+    silent = [socket.create_connection((host, int(port)), 10) for _ in range(400)]
+    try:
+        assert server.ask(WORDS, max_tokens=2).usage.completion_tokens == 2
+    finally:
+        for each in silent:
+            each.close()
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_ctrl_c_ends_it_while_it_answers(server):
     """The last test of this file that uses the server."""
-    messages = [{"role": "user", "content": QUESTION}]
-    stream = server.ask(messages, max_tokens=990, stream=True)
+    stream = server.ask(WORDS, max_tokens=990, stream=True)
     next(iter(stream))
     server.process.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="the server is being stopped"):

@@ -1,6 +1,5 @@
 """``glm4v-patched serve`` where vLLM is installed: the command, and the limits that it lacks."""
 
-import asyncio
 import json
 import os
 import socket
@@ -12,17 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference.serving import serve, vllm
 from glm4v_patched.inference.serving.guard import Guard
-from glm4v_patched.inference.serving.limits import VARIABLE, Limits
+from glm4v_patched.inference.serving.limits import VARIABLE
 from glm4v_patched.inference.serving.serve import hold_address
-from tests.inference.test_serve import about, data_url, png
 
 
 @pytest.fixture
@@ -45,20 +39,18 @@ def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
+def options(command: list[str], name: str) -> list[str]:
+    after = command[command.index(name) + 1 :]
+    return after[: next(n for n, each in enumerate([*after, "--"]) if each.startswith("--"))]
+
+
 def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path):
     arguments = ["--api-key", "secret", "--max-body-mb", "3", "--max-new-tokens", "7"]
     assert main(["serve", str(files.model), *arguments]) == 0
     [(program, command, environment)] = executed
-    assert (
-        command[:3]
-        == [program, "serve", str(files.model)]
-        == [
-            str(tmp_path / "vllm"),
-            "serve",
-            str(files.model),
-        ]
-    )
-    assert option(command, "--served-model-name") == str(files.model)
+    assert command[:3] == [str(tmp_path / "vllm"), "serve", str(files.model)]
+    assert program == command[0]
+    assert options(command, "--served-model-name") == [str(files.model), "glm-4v", "glm-4v-9b"]
     defaults = json.loads(option(command, "--override-generation-config"))
     assert defaults == {"max_new_tokens": 7, "temperature": 0}
     assert option(command, "--generation-config") == "vllm"
@@ -68,7 +60,7 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     # Not in the command, which other users of the machine see.
     assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
     limits = json.loads(environment[VARIABLE])
-    assert limits["max_body_bytes"] == 3_000_000 and limits["reads_pictures"]
+    assert limits["max_body_bytes"] == 3_000_000 and limits["most_at_once"] is None
 
 
 def write_adapters(folder: Path, model: Path, name: str, rank: int, **more) -> None:
@@ -88,6 +80,15 @@ def test_adapters_are_served_beside_their_model(files, executed, tmp_path, capsy
     assert option(command, "--lora-modules") == f"mine={folder}"
     assert option(command, "--max-lora-rank") == "8"  # vLLM takes no 4
     assert json.loads(option(command, "--override-generation-config"))["temperature"] == 2
+    executed.clear()
+    other = tmp_path / "other"
+    write_adapters(other, files.model, "transformer.encoder.layers.0", 9)
+    by_name = ["--adapter", f"b={other}", "--adapter", f"glm-4v={folder}"]
+    assert main(["serve", str(files.model), *by_name]) == 0
+    [(_, command, _)] = executed
+    assert options(command, "--lora-modules") == [f"b={other}", f"glm-4v={folder}"]
+    assert option(command, "--max-lora-rank") == "16" and option(command, "--max-loras") == "2"
+    assert options(command, "--served-model-name") == [str(files.model), "glm-4v-9b"]
     write_adapters(folder, files.model, "transformer.vision.layers.0", 4)
     assert main(["serve", str(folder)]) == 1
     assert "1 of the adapters' weights are on the vision tower" in capsys.readouterr().err
@@ -180,77 +181,3 @@ def test_without_the_plugin_vllm_is_not_started(files, executed, monkeypatch, ca
     monkeypatch.setattr(vllm, "entry_points", lambda group: [])
     assert main(["serve", str(files.model)]) == 1
     assert "would compute other positions" in capsys.readouterr().err and not executed
-
-
-async def _echo(request: Request) -> JSONResponse:
-    return JSONResponse(await request.json())
-
-
-def post(body: object, limits: Limits, monkeypatch, **headers: str) -> tuple[int, dict]:
-    """Send a request to an application with the middleware as vLLM adds it."""
-    monkeypatch.setenv(VARIABLE, limits.to_json())
-    app = Starlette(routes=[Route("/v1/chat/completions", _echo, methods=["POST"])])
-    app.add_middleware(Guard)
-    content = json.dumps(body).encode()
-    given = {"content-type": "application/json", "host": "localhost:8000"} | headers
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
-    }
-    sent: list = []
-
-    async def receive():
-        return {"type": "http.request", "body": content, "more_body": False}
-
-    async def send(message):
-        sent.append(message)
-
-    asyncio.run(app(scope, receive, send))
-    return sent[0]["status"], json.loads(sent[1]["body"])
-
-
-def test_the_middleware_lets_through_what_is_allowed(monkeypatch):
-    body = {"messages": about(data_url(png()))}
-    assert post(body, Limits(reads_pictures=True), monkeypatch) == (200, body)
-    url = {"messages": about("https://example.org/a.png")}
-    allowed = Limits(reads_pictures=True, allow_urls=True)
-    assert post(url, allowed, monkeypatch) == (200, url)
-    told = body | {"metadata": {"url": "https://example.org"}}
-    assert post(told, Limits(reads_pictures=True), monkeypatch) == (200, told)
-
-
-@pytest.mark.parametrize(
-    ("url", "limits", "status", "code"),
-    [
-        ("https://example.org/a.png", {}, 400, "url_not_allowed"),
-        ("HTTP://example.org/a.png", {}, 400, "url_not_allowed"),
-        ("file:///etc/passwd", {"allow_urls": True}, 400, "invalid_image"),
-        (data_url(png()), {"max_pixels": 4799}, 400, "image_too_large"),
-        # vLLM reads a picture whatever its type is said to be.
-        (data_url(png()).replace("image/png", "x/y"), {"max_pixels": 4799}, 400, "image_too_large"),
-        (data_url(png()), {"max_body_bytes": 100}, 413, "request_too_large"),
-        (data_url(png()), {"api_key": "secret"}, 401, "invalid_api_key"),
-        (data_url(png()), {"hosts": ("other",)}, 403, None),
-        (data_url(png()), {"max_pictures": 0}, 400, "too_many_images"),
-        (
-            "https://example.org/a.png",
-            {"allow_urls": True, "max_pictures": 0},
-            400,
-            "too_many_images",
-        ),
-        (data_url(png()), {"most_at_once": 0}, 429, None),
-    ],
-)
-def test_the_middleware_refuses_what_vllm_would_take(monkeypatch, url, limits, status, code):
-    limits = Limits(reads_pictures=True, **limits)
-    got, body = post({"messages": about(url)}, limits, monkeypatch)
-    assert (got, body["error"]["code"]) == (status, code)
-
-
-def test_a_server_without_limits_does_not_start(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(RuntimeError, match="does not hold the limits"):
-        Guard(_echo)

@@ -1,9 +1,15 @@
-"""``glm4v-patched chat --web``: the conversations, and the page in a browser without a window."""
+"""``glm4v-patched chat --web``: the conversations, the page's own client, and a browser."""
 
+import json
+import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -12,12 +18,13 @@ from glm4v_patched.cli import main
 from glm4v_patched.inference import web
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving import serve
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
-from glm4v_patched.inference.web import Conversations
+from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
-from tests.helpers.processes import serving
+from tests.helpers.processes import ROOT, cpu_environment, serving
 
 NEW = 6
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -32,7 +39,7 @@ def answerers(files) -> list[Answerer]:
 
 @pytest.fixture(scope="module")
 def conversations(answerers):
-    engines = [AnswerQueue(answerer, 1024, log=lambda line: None) for answerer in answerers]
+    engines = [AnswerQueue(answerer, 1024, log=lambda *told: None) for answerer in answerers]
     yield Conversations(["model", "adapters"], engines, Generation(max_new_tokens=NEW))
     for engine in engines:
         engine.stop()
@@ -58,7 +65,7 @@ def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerers
     assert second[0][1] != second[1][1]
 
 
-def test_a_question_that_was_stopped_is_not_asked_again(conversations, answerers):
+def test_a_question_that_was_stopped_is_not_asked_again(conversations):
     stopped = conversations.ask("What is it?", [], [])
     next(stopped)
     *_, every = conversations.ask("And now?", [], next(stopped))
@@ -80,7 +87,7 @@ def test_an_empty_answer_is_no_turn(conversations):
         ("", "cat.png", "write a question about the picture"),
         ("a", "text.png", "are no picture"),
         ("a", "large.png", r"12,500 x 8,000 pixels"),
-        ("word " * 3000, "cat.png", "of the model's 1024 positions"),
+        ("word " * 3000, "cat.png", "of the model's 1,024 positions"),
     ],
 )
 def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, said, picture, message):
@@ -91,10 +98,28 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, said, pictur
         list(conversations.ask(said, [str(tmp_path / picture)], []))
 
 
+def test_something_moves_until_an_answer_begins():
+    asked = {"role": "user", "content": "a"}
+    begun = [asked, {"role": "assistant", "content": "b"}]
+    assert shown([asked], waits=True) == [asked, ANSWERING]
+    assert ANSWERING["metadata"]["status"] == "pending"  # which gradio shows as a spinner
+    assert shown(begun, waits=True) == begun and shown([asked]) == [asked] and shown([]) == []
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "gif", "webp", "bmp", "tif", "ppm", "tga", "jp2"])
+def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
+    path = tmp_path / f"picture.{kind}"
+    Image.new("RGB", (3000, 2000), "orange").save(path)
+    with Image.open(preview(str(path))) as image:
+        assert image.format in ("PNG", "JPEG", "GIF", "WEBP", "BMP")
+        assert image.size == ((3000, 2000) if preview(str(path)) == str(path) else (1024, 683))
+        assert image.convert("RGB").getpixel((9, 9))[0] > 240
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--web"], "--web needs gradio: "),
+        (["--web"], "chat --web needs gradio and uvicorn: "),
         (["other"], "a second model (other) is for the page: add --web"),
         (["--port", "1"], "--port (1) is for the page"),
         (["--web", "--image", "a.png"], "with --web, pictures are given in the page"),
@@ -102,22 +127,87 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, said, pictur
 )
 def test_mistakes_are_told_before_a_model_is_loaded(files, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(web, "is_installed", lambda name: False)
+    monkeypatch.setattr(serve, "is_installed", lambda name: False)
     assert main(["chat", str(files.model), *arguments, "--device", "cpu"]) == 1
     assert message in capsys.readouterr().err
 
 
+HOLD = """
+import os, sys, tempfile, time
+from glm4v_patched.inference.web import folder_of_uploads
+with folder_of_uploads() as folder:
+    tempfile.NamedTemporaryFile(delete=False)
+    print(folder, len(os.listdir(folder)), flush=True)
+    time.sleep(60 if len(sys.argv) < 2 else 0)
+"""
+
+
+def test_uploads_are_gone_at_every_ending(tmp_path):
+    """Also those on their way, in the usual folder of temporary files; after ``kill -9``, when the
+    next page begins, and not those of a page that runs."""
+    environment = cpu_environment() | {"TMPDIR": str(tmp_path)}
+
+    def start(*given: str) -> tuple[subprocess.Popen, Path]:
+        command = [sys.executable, "-c", HOLD, *given]
+        options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, **options)
+        folder, number = process.stdout.readline().split()
+        assert number == "1" and Path(folder).parent == tmp_path
+        return process, Path(folder)
+
+    runs, other = start()
+    for how in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        process, folder = start()
+        process.send_signal(how)
+        process.wait(30)
+        assert not folder.exists() and other.exists()
+    process, left = start()
+    process.kill()
+    process.wait(30)
+    assert left.exists()
+    start("once")[0].wait(30)
+    assert not left.exists() and other.exists()
+    runs.terminate()
+    assert runs.wait(30) == 128 + signal.SIGTERM and not os.listdir(tmp_path)
+
+
 @pytest.fixture
 def page(files, tmp_path):
-    """The URL of the page of a model and of adapters on it."""
+    """The URL of the page of a model and of adapters on it, and the folder of its uploads."""
     pytest.importorskip("gradio", reason='gradio is missing: pip install -e ".[web]"')
     command = [sys.executable, "-m", "glm4v_patched", "chat", str(files.model), str(files.adapters)]
     command += ["--web", "--port", "0", "--device", "cpu", "--max-new-tokens", str(NEW)]
-    log = tmp_path / "page.log"
-    with serving(command, r"the page is (\S+)", log) as (url, process):
-        yield url
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 128 + signal.SIGINT, log.read_text()[-4000:]
+    log, uploads = tmp_path / "page.log", tmp_path / "uploads"
+    uploads.mkdir()
+    environment = cpu_environment() | {"TMPDIR": str(uploads)}
+    with serving(command, r"the page is (\S+)", log, environment) as (url, process):
+        yield url, uploads
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 128 + signal.SIGHUP, log.read_text()[-4000:]
+        assert "Traceback" not in log.read_text() and not os.listdir(uploads)
+
+
+def test_the_page_answers_and_no_other_host_reaches_it(page, answerers, cat, tmp_path):
+    url, uploads = page
+    client = pytest.importorskip("gradio_client")
+    with urllib.request.urlopen(f"{url}/config") as reply:
+        assert json.load(reply)["title"] == web.TITLE
+    for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/gradio_api/upload", b"", header))
+    tiff = str(tmp_path / "cat.tiff")
+    Image.open(cat).save(tiff)
+    asked = {"text": "What is it?", "files": [client.handle_file(tiff)]}
+    page_client = client.Client(url, verbose=False, download_files=str(tmp_path / "down"))
+    *_, one, two = page_client.predict(asked, api_name="/ask")
+    prompt = {"role": "user", "image": cat, "content": "What is it?"}
+    for messages, answerer in zip((one, two), answerers, strict=True):
+        assert messages[0]["content"][0]["file"].endswith(".tiff.png")
+        assert messages[-1]["content"][0]["text"] == answerer.answer([[prompt]])[0].text
+    assert [*uploads.rglob("*.tiff")]
+    with pytest.raises(Exception, match="write a question"):
+        page_client.predict({"text": "  ", "files": []}, api_name="/ask")
+    page_client.close()
 
 
 @pytest.mark.slow
@@ -127,6 +217,7 @@ def test_two_models_are_asked_in_a_browser(page, answerers, cat):
     )
     if BROWSER is None:
         pytest.skip("no browser: apt-get install chromium")
+    url, _ = page
     prompt = {"role": "user", "image": cat, "content": "What is it?"}
     alone = [answerer.answer([[prompt]])[0] for answerer in answerers]
     with playwright.sync_playwright() as browsers:
@@ -134,7 +225,7 @@ def test_two_models_are_asked_in_a_browser(page, answerers, cat):
         tab = browser.new_page()
         hosts = set()
         tab.on("request", lambda request: hosts.add(request.url.split("/")[2]))
-        tab.goto(page)
+        tab.goto(url)
         tab.wait_for_selector("textarea")
         tab.set_input_files("input[type=file]", cat)
         tab.wait_for_selector("button[aria-label='Remove file'], .thumbnail-item")
@@ -147,12 +238,9 @@ def test_two_models_are_asked_in_a_browser(page, answerers, cat):
         ask(tab, "And now?", answers=4)
         tab.get_by_text("New conversation").click()
         tab.wait_for_function("document.querySelectorAll('.message.bot').length == 0")
-        tab.fill("textarea", "   ")
-        tab.keyboard.press("Enter")
-        tab.wait_for_selector("text=write a question")
         browser.close()
     # Nothing is asked of other machines.
-    assert hosts == {page.split("/")[2]}
+    assert hosts == {url.split("/")[2]}
 
 
 def ask(tab, text: str, answers: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -192,7 +192,7 @@ class AnswerQueue:
             if wanted.seed is not None:
                 generation, number = replace(generation, seed=wanted.seed), 0
             self._number += 1
-            options = {"stopping_criteria": [Rows(rows)]}
+            options: dict[str, Any] = {"stopping_criteria": [Rows(rows)]}
             if wanted.presence or wanted.frequency:
                 length = batch["input_ids"].shape[1]
                 penalties = Penalties(length, wanted.presence, wanted.frequency)
@@ -204,7 +204,7 @@ class AnswerQueue:
             line = f"{length} tokens asked, {row.tokens} answered {took}: {row.reason}"
             self.log(wanted.model or "model", line)
 
-    def _encoded(self, prompts: Sequence[list[dict] | str]):
+    def _encoded(self, prompts: Sequence[Any]):
         try:
             if isinstance(prompts[0], str):
                 tokenizer = self.answerer.processor.tokenizer

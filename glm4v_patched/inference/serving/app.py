@@ -20,8 +20,9 @@ from .guard import BODY, Guard
 from .limits import Limits
 from .replies import ChatReply, Reply, ResponseReply, TextReply, event
 from .requests import ChatRequest, ResponseRequest, TextRequest, model_called, read_request
+from .requests import Request as Asked
 
-ENDPOINTS = {
+ENDPOINTS: dict[str, tuple[type[Asked], type[Reply]]] = {
     "/v1/chat/completions": (ChatRequest, ChatReply),
     "/v1/completions": (TextRequest, TextReply),
     "/v1/responses": (ResponseRequest, ResponseReply),

@@ -28,7 +28,8 @@ class Connection(H11Protocol):
         self.since = self.loop.time()
         self.look = self.loop.call_later(SECONDS_FOR_A_HEAD, self._end_if_silent)
         if len(self.connections) > MOST_CONNECTIONS:
-            unheard = [each for each in self.connections if each.is_unheard(with_body=True)]
+            ours = [each for each in self.connections if isinstance(each, Connection)]
+            unheard = [each for each in ours if each.is_unheard(with_body=True)]
             min(unheard, key=lambda each: each.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

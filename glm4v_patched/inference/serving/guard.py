@@ -133,8 +133,8 @@ class Guard:
     async def _checked(self, scope: Scope, content: bytes, receive: Receive) -> Receive:
         """Check the body, and return what gives it to the application."""
         loop = asyncio.get_running_loop()
-        given = self.readers, parse, content, self.limits
-        scope[BODY], content = await loop.run_in_executor(*given)
+        parsing = loop.run_in_executor(self.readers, parse, content, self.limits)
+        scope[BODY], content = await parsing
         messages = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def again() -> MutableMapping[str, Any]:

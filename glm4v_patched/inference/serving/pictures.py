@@ -200,12 +200,12 @@ def _require_public(host: str, address: Any) -> None:
 
 class _Http(urllib.request.HTTPHandler):
     def http_open(self, request):
-        return self.do_open(_PublicHttp, request)  # type: ignore[arg-type]  # it calls it alone
+        return self.do_open(_PublicHttp, request)
 
 
 class _Https(urllib.request.HTTPSHandler):
     def https_open(self, request):
-        return self.do_open(_PublicHttps, request)  # type: ignore[arg-type]
+        return self.do_open(_PublicHttps, request)
 
 
 # Without proxies, which would connect for us.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ...data.formats import read_messages
 from ...data.messages import as_words, check_messages, pictures_of, replace_pictures
@@ -59,10 +59,12 @@ TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image_url", "image", "input_image")
 ALIASES = ("glm-4v", "glm-4v-9b")
 """What GLM-4's own clients call any glm-4v."""
-MOST_STOP_CHARACTERS = 1000
 MOST_TEMPERATURE = 100
 
 Text = Annotated[str, Field(min_length=1)]
+Texts = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+"""Of a list, which may be one text."""
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -90,7 +92,7 @@ class Request(_Strict):
     presence_penalty: Penalty = 0
     frequency_penalty: Penalty = 0
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Annotated[list[Stop], Texts, Field(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -114,11 +116,11 @@ class ChatRequest(Request):
 class TextRequest(Request):
     """Of ``/v1/completions``, which continues a text."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    prompt: Annotated[list[Text], Texts, Field(min_length=1, max_length=1)]
     max_tokens: AtLeastOne | None = None
 
     def prompt_or_messages(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        return self.prompt[0]
 
 
 class ResponseRequest(Request):
@@ -196,7 +198,7 @@ def read_request(
         presence=request.presence_penalty,
         frequency=request.frequency_penalty,
         seed=request.seed,
-        stop=_stop(request.stop),
+        stop=tuple(request.stop),
         stream=request.stream,
         include_usage=request.stream_options.include_usage,
     )
@@ -265,19 +267,6 @@ def _length(request: Request) -> int | None:
         told = " and ".join(f"{key} is {value}" for key, value in given.items())
         raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
     return next(iter(given.values()), None)
-
-
-def _stop(given: str | list[str] | None) -> tuple[str, ...]:
-    stop = (given,) if isinstance(given, str) else tuple(given or ())
-    longest = max(map(len, stop), default=0)
-    if longest > MOST_STOP_CHARACTERS:
-        raise ApiError(
-            400,
-            f"stop: a text has {longest:,} characters; this server takes {MOST_STOP_CHARACTERS:,}: "
-            "give how it begins",
-            "stop",
-        )
-    return stop
 
 
 def _messages(given: list[dict[str, Any]]) -> list[dict]:

@@ -1,0 +1,471 @@
+"""The guard of both servers: who may ask, how much, and what is fetched; without a model."""
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import threading
+import time
+import urllib.request
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import uvicorn
+from PIL import Image
+from uvicorn.server import ServerState
+
+from glm4v_patched.inference.serving import connections, guard, pictures
+from glm4v_patched.inference.serving.connections import Connection
+from glm4v_patched.inference.serving.errors import ApiError
+from glm4v_patched.inference.serving.guard import BODY, Guard, HostGuard, parse
+from glm4v_patched.inference.serving.limits import MOST_BYTES_OF_TEXT, VARIABLE, Limits
+from glm4v_patched.inference.serving.pictures import require_size
+from glm4v_patched.inference.serving.serve import hosts_of, listen
+from tests.helpers.serving import about, call, data_url, png
+
+PICTURE = data_url(png())
+FETCHED = png() + bytes(1000)
+
+
+async def echo(scope, receive, send) -> None:
+    """Sends back the body that the guard hands on."""
+    content = b"{}"
+    if scope["method"] == "POST":
+        content = (await receive())["body"]
+        assert json.loads(content) == scope[BODY]
+    await send({"type": "http.response.start", "status": 200})
+    await send({"type": "http.response.body", "body": content})
+
+
+def ask(body: object = None, limits: Limits | None = None, **options) -> tuple[int, dict]:
+    return asyncio.run(call(Guard(echo, limits or Limits()), body, **options))
+
+
+# Who asks
+
+
+@pytest.mark.parametrize(
+    ("host", "called", "origin", "is_refused"),
+    [
+        ("127.0.0.1", "localhost:8000", None, False),
+        ("127.0.0.1", "[::1]:8000", None, False),
+        ("127.0.0.1", "evil.example:8000", None, True),
+        ("127.0.0.1", "localhost.evil.example", None, True),
+        ("127.0.0.1", "", None, True),
+        ("LOCALHOST", "evil.example:8000", None, True),
+        ("LOCALHOST", "LocalHost:8000", None, False),
+        ("0.0.0.0", "evil.example:8000", None, True),
+        ("0.0.0.0", "192.168.0.7:8000", None, False),
+        ("0.0.0.0", f"{socket.gethostname()}:8000", None, False),
+        ("Box.lan", "box.lan", None, False),
+        ("127.0.0.1", "127.0.0.1:8000", "http://127.0.0.1:8000", False),
+        ("127.0.0.1", "127.0.0.1:8000", "http://localhost:3000", False),
+        ("0.0.0.0", "192.168.0.7:8000", "http://192.168.0.7:8000", False),
+        ("127.0.0.1", "127.0.0.1:8000", "https://evil.example", True),
+        ("127.0.0.1", "127.0.0.1:8000", "http://93.184.216.34", True),
+        ("127.0.0.1", "127.0.0.1:8000", "null", True),
+    ],
+)
+def test_without_a_key_other_hosts_and_pages_are_refused(host, called, origin, is_refused):
+    """DNS rebinding, and uploads by a foreign page."""
+    headers = {"host": called, "authorization": "Bearer secret"}
+    headers |= {} if origin is None else {"origin": origin}
+    for key, expected in ((None, 403 if is_refused else 200), ("secret", 200)):
+        hosts = hosts_of(host, key)
+        limits = Limits(api_key=key, hosts=hosts)
+        assert ask(limits=limits, method="GET", **headers)[0] == expected
+        assert asyncio.run(call(HostGuard(echo, hosts), method="GET", **headers))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("Bearer secret", 200),
+        ("bearer secret", 200),
+        ("Bearer  secret", 200),
+        ("Bearer secrets", 401),
+        ("Bearer ", 401),
+        ("Basic secret", 401),
+        ("secret", 401),
+        ("", 401),
+    ],
+)
+def test_a_key_is_taken_as_http_has_it(sent, status):
+    got, body = ask(limits=Limits(api_key="secret"), method="GET", authorization=sent)
+    assert got == status
+    assert status == 200 or body["error"]["code"] == "invalid_api_key"
+
+
+def test_a_websocket_is_closed():
+    sent: list = []
+
+    async def send(message):
+        sent.append(message)
+
+    for app in (Guard(echo, Limits()), HostGuard(echo, None)):
+        asyncio.run(app({"type": "websocket", "path": "/"}, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}] * 2
+
+
+# How much, before it is parsed
+
+
+@pytest.mark.parametrize(
+    ("body", "limits", "status", "told"),
+    [
+        (b"{", {}, 400, "no JSON"),
+        (b"[" * 10**5, {}, 400, "no JSON"),
+        (b'{"a": %s}' % (b"1" * 5000), {}, 400, "no JSON"),
+        (b"[1]", {}, 400, "is a list; expected an object"),
+        (b"a" * 10_001, {"max_body_bytes": 10_000}, 413, "10001 bytes; this server takes 10000"),
+        (b'{"a": "%s"}' % (b"b" * MOST_BYTES_OF_TEXT), {}, 413, "without its pictures"),
+        ({"messages": "c" * MOST_BYTES_OF_TEXT + "c"}, {}, 413, "without its pictures"),
+        # Texts that look as pictures do.
+        ({"messages": [{"content": "data:" + "d" * 2 * 10**6}]}, {}, 413, "2,000,005 bytes"),
+        ({"tools": ["data:" + "d" * 2 * 10**6]}, {}, 413, "2,000,005 bytes"),
+        ({"a": ["data:"] * 10**6}, {"max_body_bytes": 10**8}, 413, "without its pictures"),
+        (b'{"a": "data:' + b"e" * 2 * 10**6, {}, 413, "without its pictures"),
+        ({}, {"most_at_once": 0}, 429, "no more may"),
+    ],
+)
+def test_a_body_that_is_too_large_or_no_json_is_refused(body, limits, status, told):
+    got, answered = ask(body, Limits(**limits))
+    assert got == status and told in answered["error"]["message"]
+
+
+def test_what_is_just_small_enough_is_taken():
+    content = b'{"a": "%s"}' % (b"b" * (MOST_BYTES_OF_TEXT - 9))
+    assert len(content) == MOST_BYTES_OF_TEXT and parse(content, Limits())[1] == content
+    assert ask(content, Limits(max_body_bytes=len(content)))[0] == 200
+    # Escapes of JSON that other languages write in data URLs.
+    escaped = json.dumps({"image_url": data_url(png((300, 300), mode="RGB"))}).replace("/", "\\/")
+    assert ask(escaped.encode())[0] == 200
+
+
+def test_thirty_megabytes_of_small_json_take_no_time_and_no_memory():
+    """A million objects in a key that nothing reads."""
+    content = b'{"metadata": [' + b'{"a":1},' * (31 * 10**6 // 8) + b"1]}"
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(ApiError, match="without its pictures"):
+        parse(content, Limits())
+    assert time.process_time() - start < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "", "application/jsonx"])
+def test_a_page_cannot_send_other_types_of_content(kind):
+    assert ask({}, content_type=kind)[0] == 415
+    assert ask({}, content_type="Application/JSON; charset=utf-8")[0] == 200
+
+
+def test_waiting_requests_hold_a_limited_number_of_bytes():
+    """Eight times what one may have."""
+
+    async def run() -> None:
+        async def application(scope, receive, send):
+            await over.wait()
+            await echo(scope, receive, send)
+
+        app, over = Guard(application, Limits(max_body_bytes=1000)), asyncio.Event()
+        body = {"a": "a" * 890}
+        waiting = [asyncio.create_task(call(app, body)) for _ in range(8)]
+        while app.answered < 8:
+            await asyncio.sleep(0.01)
+        assert (await asyncio.wait_for(call(app, body), 10))[0] == 429
+        over.set()
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
+        assert (await call(app, body))[0] == 200 and not app.held and not app.answered
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_bodies_that_come_slowly_keep_no_other_out_and_have_a_deadline(monkeypatch):
+    """64 of them made a 429 for all."""
+    monkeypatch.setattr(guard, "SECONDS_TO_SEND", 0.5)
+
+    async def run() -> None:
+        async def slow(scope, receive, send):
+            async def part():
+                await asyncio.sleep(0.05)
+                return {"type": "http.request", "body": b" ", "more_body": True}
+
+            await app(scope, part, send)
+
+        app = Guard(echo, Limits())
+        waiting = [asyncio.create_task(call(slow, {})) for _ in range(100)]
+        await asyncio.sleep(0.2)
+        assert len(app.held) == 100 and (await call(app, {}))[0] == 200
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {408}
+        assert not app.held
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+# Connections
+
+
+def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
+    """400 of them, half-open and without a key, ended the service."""
+    monkeypatch.setattr(connections, "SECONDS_FOR_A_HEAD", 1.5)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 8)
+    config = uvicorn.Config(Guard(echo, Limits()), http=Connection, ws="none", lifespan="off")
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+
+    async def answer(content: bytes, port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head % len(content) + b"Connection: close\r\n\r\n" + content)
+        return await asyncio.wait_for(reader.read(), 10)
+
+    async def run() -> None:
+        state, loop = ServerState(), asyncio.get_running_loop()
+        config.load()
+        made = lambda: Connection(config=config, server_state=state, app_state={})  # noqa: E731
+        server = await loop.create_server(made, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        silent = []
+        for number in range(40):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            half = (b"", b"GET / HT", head % 9 + b"\r\n{", head[:40])[number % 4]
+            writer.write(half)
+            silent.append((reader, writer))
+            if number % 10 == 9:
+                await asyncio.sleep(0.05)
+                assert len(state.connections) <= 8
+                assert b"200 OK" in await answer(b"{}", port)
+        begin = loop.time()
+        # Those whose head has come have the guard's longer deadline.
+        while any(each.is_unheard() for each in state.connections):
+            await asyncio.sleep(0.05)
+        assert 0.5 < loop.time() - begin < 8
+        # One that is kept alive is heard again.
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(head % 2 + b"\r\n{}")
+            assert b"200 OK" in await asyncio.wait_for(reader.read(500), 10)
+            await asyncio.sleep(0.8)
+        server.close()
+        for _, other in [*silent, (reader, writer)]:
+            other.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_another_uvicorn_is_named_before_anything_is_served(monkeypatch):
+    monkeypatch.delattr(connections.H11Protocol, "on_response_complete")
+    with pytest.raises(RuntimeError, match=r"uvicorn [\d.]+ has no on_response_complete"):
+        connections.run_server(echo, None, print)  # type: ignore[arg-type]
+
+
+def test_of_two_that_start_at_once_the_second_is_told():
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        told = f"--port {port} cannot be listened at: Address already"
+        with pytest.raises(ValueError, match=told):
+            listen("127.0.0.1", port)
+
+
+# Pictures
+
+
+def test_what_is_allowed_is_handed_on_as_it_came():
+    body = {"messages": about(PICTURE), "metadata": {"url": "https://example.org"}}
+    assert ask(body) == (200, body)
+    parts = [{"type": "input_image", "image_url": PICTURE}, {"type": "image", "image": PICTURE}]
+    assert ask({"input": [{"role": "user", "content": parts}]})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "limits", "code"),
+    [
+        ("https://example.org/a.png", {}, "url_not_allowed"),
+        ("HTTP://example.org/a.png", {}, "url_not_allowed"),
+        ("file:///etc/passwd", {"allow_urls": True}, "invalid_image"),
+        ("ftp://example.org/a.png", {"allow_urls": True}, "invalid_image"),
+        (os.path.abspath("docs/loss.png"), {"allow_urls": True}, "invalid_image"),
+        ("docs/loss.png", {}, "invalid_image"),
+        ("data:image/png;base64,!!!", {}, "invalid_image"),
+        ("data:image/png;base64,AAAA", {}, "invalid_image"),
+        (PICTURE, {"max_pixels": 4799}, "image_too_large"),
+        # It is read whatever its type is said to be.
+        (PICTURE.replace("image/png", "x/y"), {"max_pixels": 4799}, "image_too_large"),
+        (data_url(png((12_500, 8_000), 1, "1")), {}, "image_too_large"),
+        (data_url(png((20_000, 20_000), 1, "1")), {}, "image_too_large"),
+        (PICTURE, {"max_pictures": 0}, "too_many_images"),
+        ("https://example.org/a.png", {"allow_urls": True, "max_pictures": 0}, "too_many_images"),
+    ],
+)
+@pytest.mark.parametrize("place", ["url", "image_url", "image", "input", "video"])
+def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limits, code, place):
+    message = {
+        "url": {"type": "image_url", "image_url": {"url": url}},
+        "image_url": {"type": "image_url", "image_url": url},
+        "image": {"type": "image", "image": url},
+        "input": {"type": "input_image", "image_url": url},
+        "video": {"type": "video_url", "video_url": {"url": url}},
+    }[place]
+    status, body = ask({"messages": [{"role": "user", "content": [message]}]}, Limits(**limits))
+    assert (status, body["error"]["code"]) == (400, code)
+
+
+def test_pictures_are_counted_together():
+    small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
+    assert ask({"messages": about(*[small] * 4)}, Limits(max_pixels=100))[0] == 200
+    status, body = ask({"messages": about(*[large] * 5)}, Limits(max_pixels=10**6))
+    assert status == 400 and "first 5 pictures have 5.0 million" in body["error"]["message"]
+    assert ask({"messages": about(*[small] * 3)}, Limits(max_pictures=3))[0] == 200
+    assert ask({"messages": about(*[small] * 4)}, Limits(max_pictures=3))[0] == 400
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    """The port of a web server of this machine, of which the names of a public one are known."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(302 if self.path == "/away" else 200)
+            if self.path == "/away":
+                self.send_header("Location", f"http://127.0.0.1:{port}/secret")
+            self.end_headers()
+            self.wfile.write(FETCHED)
+
+        def log_message(self, *given):
+            pass
+
+    asked: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield port, asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "localhost",
+        "0.0.0.0",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "2130706433",
+        "0177.0.0.1",
+    ],
+)
+def test_nothing_is_fetched_from_a_private_network(shop, monkeypatch, address):
+    port, asked = shop
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")  # which would fetch it
+    body = {"messages": about(f"http://{address}:{port}/a.png")}
+    status, answered = ask(body, Limits(allow_urls=True))
+    assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "fd00::1",
+                "fe80::1%eth0", "224.0.0.1", "255.255.255.255", "::ffff:10.0.0.1"]
+)  # fmt: skip
+def test_private_addresses_are_known(address):
+    with pytest.raises(ValueError, match="no address of the public internet"):
+        pictures._require_public("host", address)
+    pictures._require_public("host", "93.184.216.34")
+
+
+def test_what_a_public_name_leads_to_is_looked_at_again(shop, monkeypatch):
+    """The name was public when it was looked up, and is this machine when it is connected to; a
+    redirect leads inside."""
+    port, asked = shop
+    looked_up = socket.getaddrinfo
+    public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", port))]
+
+    def lookup(host, *given, **options):
+        if host != "rebinding.example":
+            return looked_up(host, *given, **options)
+        return public if options else looked_up("127.0.0.1", *given)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    body = {"messages": about(f"http://rebinding.example:{port}/a.png")}
+    assert ask(body, Limits(allow_urls=True))[0] == 400 and not asked
+    # The same is fetched, and handed on as a data URL, where the address is public.
+    is_private = pictures._require_public
+    monkeypatch.setattr(pictures, "_require_public", lambda host, address: None)
+    status, handed_on = ask(body, Limits(allow_urls=True))
+    assert status == 200 and asked == ["/a.png"]
+    url = handed_on["messages"][0]["content"][0]["image_url"]["url"]
+    with urllib.request.urlopen(url) as file:
+        assert file.read() == FETCHED
+    few_bytes = Limits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
+    twice = [f"http://rebinding.example:{port}/a.png"] * 2
+    assert ask({"messages": about(*twice)}, few_bytes)[0] == 400
+
+    def only_names(host, address):
+        if host == "127.0.0.1":
+            is_private(host, address)
+
+    monkeypatch.setattr(pictures, "_require_public", only_names)
+    asked.clear()
+    body = {"messages": about(f"http://rebinding.example:{port}/away")}
+    assert ask(body, Limits(allow_urls=True))[0] == 400 and asked == ["/away"]
+
+
+def test_hosts_that_are_slow_keep_no_other_request_waiting(monkeypatch):
+    fetching, over = [], threading.Event()
+
+    def slow(*given) -> bytes:
+        fetching.append(given)
+        over.wait(30)
+        return png()
+
+    monkeypatch.setattr(pictures, "fetch", slow)
+    app = Guard(echo, Limits(allow_urls=True))
+
+    async def run() -> None:
+        slow_ones = {"messages": about("http://slow.invalid")}
+        waiting = [asyncio.create_task(call(app, slow_ones)) for _ in range(40)]
+        while len(fetching) < 40:
+            await asyncio.sleep(0.01)
+        try:
+            assert (await asyncio.wait_for(call(app, {"messages": about()}), 5))[0] == 200
+        finally:
+            over.set()
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_reading_pictures_in_threads_leaves_the_filters_of_warnings(monkeypatch):
+    """One thread begins while another reads, and ends after it."""
+    before, content, opened = list(warnings.filters), png(), Image.open
+    both = threading.Barrier(2, timeout=30)
+
+    def read(file):
+        both.wait()
+        if threading.current_thread() is second:
+            first.join(30)
+        return opened(file)
+
+    monkeypatch.setattr(Image, "open", read)
+    first, second = (
+        threading.Thread(target=require_size, args=(content, Limits())) for _ in range(2)
+    )
+    first.start()
+    time.sleep(0.1)
+    second.start()
+    second.join(30)
+    assert list(warnings.filters) == before
+
+
+def test_a_refusal_is_a_line_of_the_log_that_no_terminal_obeys(capsys):
+    assert ask({"messages": about("\x1b[31mred")})[0] == 400
+    line = capsys.readouterr().out
+    assert "/v1/chat/completions: 400 image is" in line and "\x1b" not in line
+
+
+def test_limits_reach_the_middleware_of_vllm_and_without_them_it_does_not_start(monkeypatch):
+    limits = Limits(hosts=("a", "b"), max_pictures=3, api_key="secret")
+    monkeypatch.setenv(VARIABLE, limits.to_json())
+    assert Guard(echo).limits == limits
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(RuntimeError, match="does not hold the limits"):
+        Guard(echo)
