@@ -91,7 +91,8 @@ def chat_in_browser(
         page = make_page(Conversations(models, engines, generation, system))
         app = HostGuard(application(page), hosts_of(HOST, None))
         print(f"the page is http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
-        run_server(app, listener, on_exit=stop)
+        # Of a browser that still listens at the end, uvicorn would print a traceback.
+        run_server(app, listener, on_exit=stop, log_level="critical")
 
 
 @contextmanager

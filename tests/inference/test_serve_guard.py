@@ -53,6 +53,7 @@ def ask(body: object = None, limits: Limits | None = None, **options) -> tuple[i
         ("127.0.0.1", "[::1]:8000", None, False),
         ("127.0.0.1", "evil.example:8000", None, True),
         ("127.0.0.1", "localhost.evil.example", None, True),
+        ("127.0.0.1", "evil-localhost", None, True),
         ("127.0.0.1", "", None, True),
         ("LOCALHOST", "evil.example:8000", None, True),
         ("LOCALHOST", "LocalHost:8000", None, False),

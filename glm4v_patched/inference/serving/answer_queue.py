@@ -130,6 +130,7 @@ class AnswerQueue:
         """The first that waits, and others that go with it."""
         group: list[Ask] = []
         pictures = 0
+        self._waiting = [ask for ask in self._waiting if not ask.cancelled.is_set()]
         for ask in self._waiting:
             more = pictures + ask.wanted.pictures
             if not group or (
@@ -140,7 +141,7 @@ class AnswerQueue:
                 group.append(ask)
                 pictures = more
         self._waiting = [ask for ask in self._waiting if ask not in group]
-        return [ask for ask in group if not ask.cancelled.is_set()]
+        return group
 
     def _answer_all(self, group: Sequence[Ask]) -> None:
         rows: list[Row] = []

@@ -53,11 +53,14 @@ class Connection(H11Protocol):
             self.look = self.loop.call_later(max(left, 1), self._end_if_silent)
 
 
-def run_server(app: Any, listener: socket.socket, on_exit: Callable[[], object]) -> None:
+def run_server(
+    app: Any, listener: socket.socket, on_exit: Callable[[], object], log_level: str = "warning"
+) -> None:
     """Serve until the process is told to end, by SIGHUP as by the signals that uvicorn knows.
 
     Args:
         on_exit: Called when it is told to, before what is being answered is waited for.
+        log_level: uvicorn's.
 
     Raises:
         RuntimeError: this uvicorn has other private names.
@@ -79,7 +82,7 @@ def run_server(app: Any, listener: socket.socket, on_exit: Callable[[], object])
         http=Connection,
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level=log_level,
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
     server = Server(config)
