@@ -544,6 +544,17 @@ def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
     }
 
 
+def test_a_long_request_and_one_for_a_long_answer_are_both_answered(answerer, monkeypatch):
+    """Together they would take more positions than the model has."""
+    told: dict[object, list[Event]] = {}
+    long = [{"role": "user", "content": "x" * 990}]
+    asks = [asking(told, 1, prompt=long, max_tokens=900), asking(told, 2, max_tokens=900)]
+    batches_of(answerer, monkeypatch, asks)
+    [one, two] = [events[-1] for events in told.values()]
+    assert isinstance(one, Ended) and one.reason == "length" and 0 < one.tokens < 34
+    assert isinstance(two, Ended) and two.tokens == 900
+
+
 def row(stop: tuple[str, ...], said: list, tokenizer=None, **options) -> Row:
     def tell(event: Event) -> None:
         said.append(event.text if isinstance(event, Text) else event)

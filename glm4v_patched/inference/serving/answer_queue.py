@@ -150,13 +150,21 @@ class AnswerQueue:
                 rows.append(self._row(ask))
             except Exception as error:
                 ask.tell(Failed(as_api_error(error)))
+        # All rows of a batch are as long as its longest answer, also one that has ended before.
+        longest = max((row.most for row in rows), default=0)
+        alone = [row for row in rows if row.room < longest]
+        together = [row for row in rows if row.room >= longest]
+        for some in (together, *[[row] for row in alone]):
+            self._answer_or_fail(some)
+
+    def _answer_or_fail(self, rows: Sequence["Row"]) -> None:
         try:
             if rows:
                 self._answer(rows)
         except Exception as error:  # whatever it was, the next request may be answered
             if len(rows) > 1 and not any(row.tokens for row in rows):
                 for row in rows:  # it may be the fault of one, or of their number
-                    self._answer_all([row.ask])
+                    self._answer_or_fail([row])
                 return
             for row in rows:
                 row.ask.tell(Failed(as_api_error(error)))
@@ -177,8 +185,9 @@ class AnswerQueue:
                 "messages",
                 "context_length_exceeded",
             )
-        new = min(wanted.max_tokens or wanted.generation.max_new_tokens, self.limit - taken)
-        return Row(ask, processor.tokenizer, new, answerer.end_ids, lambda: self._is_closed)
+        room = self.limit - taken
+        new = min(wanted.max_tokens or wanted.generation.max_new_tokens, room)
+        return Row(ask, processor.tokenizer, new, answerer.end_ids, lambda: self._is_closed, room)
 
     def _answer(self, rows: Sequence["Row"]) -> None:
         answerer, wanted = self.answerer, rows[0].ask.wanted
@@ -199,6 +208,10 @@ class AnswerQueue:
                 penalties = Penalties(length, wanted.presence, wanted.frequency)
                 options["logits_processor"] = [penalties]
             answerer.generate(batch, generation, number, **options)
+        if left := [row for row in rows if not row.reason]:
+            raise RuntimeError(
+                f"{len(left)} of {len(rows)} answers were not generated to their end"
+            )
         beside = f", {len(rows)} at once" if len(rows) > 1 else ""
         took = f"in {time.monotonic() - start:.1f} s{beside}"
         for row, length in zip(rows, lengths, strict=True):
@@ -235,6 +248,7 @@ class Row(Words):
         most: Tokens that the answer may have.
         end_ids: Tokens that end it.
         is_closed: Whether the server is being stopped.
+        room: Position ids that are left for it.
     """
 
     def __init__(
@@ -244,12 +258,13 @@ class Row(Words):
         most: int,
         end_ids: Sequence[int],
         is_closed: Callable[[], bool] = lambda: False,
+        room: int = 0,
     ):
         super().__init__(tokenizer, lambda text: ask.tell(Text(text)))
         self.next_tokens_are_prompt = False  # only new ones are handed to it
         self.ask, self.most, self.end_ids, self.is_closed = ask, most, end_ids, is_closed
         self.stop, self.held, self.is_stopped = ask.wanted.stop, "", False
-        self.tokens, self.reason = 0, ""
+        self.room, self.tokens, self.reason = room, 0, ""
 
     def take(self, token: int) -> bool:
         """Take the answer's next token, and tell whether it is the last."""
