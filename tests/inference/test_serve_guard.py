@@ -377,6 +377,7 @@ def test_what_a_public_name_leads_to_is_looked_at_again(shop, monkeypatch):
     """The name was public when it was looked up, and is this machine when it is connected to; a
     redirect leads inside."""
     port, asked = shop
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")  # which would look names up
     looked_up = socket.getaddrinfo
     public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", port))]
 
