@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import time
-import urllib.request
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,6 +14,7 @@ import uvicorn
 from PIL import Image
 from uvicorn.server import ServerState
 
+from glm4v_patched.data.pictures import from_data_url
 from glm4v_patched.inference.serving import connections, guard, pictures
 from glm4v_patched.inference.serving.connections import Connection
 from glm4v_patched.inference.serving.errors import ApiError
@@ -395,8 +395,7 @@ def test_what_a_public_name_leads_to_is_looked_at_again(shop, monkeypatch):
     status, handed_on = ask(body, Limits(allow_urls=True))
     assert status == 200 and asked == ["/a.png"]
     url = handed_on["messages"][0]["content"][0]["image_url"]["url"]
-    with urllib.request.urlopen(url) as file:
-        assert file.read() == FETCHED
+    assert from_data_url(url) == FETCHED
     few_bytes = Limits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
     twice = [f"http://rebinding.example:{port}/a.png"] * 2
     assert ask({"messages": about(*twice)}, few_bytes)[0] == 400
