@@ -66,11 +66,6 @@ def fail(row, error=OUT_OF_MEMORY):
 # The file.
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_file_of_rows_is_written_as_it_was_read(file):
-    assert format_rows(read_rows(file)) == file.read_text()
-
-
 def test_added_rows_are_lines_of_one_valid_array(tmp_path):
     path, link = tmp_path / "rows.json", tmp_path / "link.json"
     link.symlink_to(path)

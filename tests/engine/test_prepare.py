@@ -23,7 +23,7 @@ from tests.helpers.recipes import recipe
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 PACKAGE = Path(glm4v_patched.__file__).parent
-LOSS_CURVE = Path(__file__).parents[1] / "distributed" / "loss_curve.py"
+LOSS_CURVE = PACKAGE.parent / "docs" / "benchmarks" / "loss_curve.py"
 # What makes a model trainable: called by the assembly, and by nothing else.
 PARTS = {
     *("checkpoint_layers", "compile_layers", "select_weights", "continue_adapters"),

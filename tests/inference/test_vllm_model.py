@@ -15,7 +15,7 @@ import torch
 from glm4v_patched.inference.serving.vllm import LORA_RANKS
 from tests.helpers.processes import ROOT, gpu_environment, run_with_limit
 
-SCRIPT = ROOT / "tests" / "inference" / "compare_with_vllm.py"
+SCRIPT = ROOT / "docs" / "benchmarks" / "compare_with_vllm.py"
 # fp32, logits up to 5: measured 7.8e-6, adapters included.
 LOGITS = 1e-5
 

@@ -1,6 +1,6 @@
 """Whether ``draw_ahead`` and transformers' loop draw the same tokens, and each the same twice.
 
-``python -m tests.inference.compare_loops --out FILE`` does so with random weights of the real size
+``python docs/benchmarks/compare_loops.py --out FILE`` does so with random weights of the real size
 on a GPU, and elsewhere with those of a small model: ``--device cpu --config FILE``.
 
 A row for every batch, and for steps that are compiled and not. Four greedy answers are generated:

@@ -1,8 +1,10 @@
-"""Times the check of many rows of text: ``python tests/data/time_many_rows.py NUMBER``.
+"""Times the check of many rows of text.
 
-Prints seconds and the peak of memory, of the check and then of a process that trains on the rows.
+``python docs/benchmarks/time_many_rows.py NUMBER`` prints seconds and the peak of memory, of the
+check and then of a process that trains on the rows.
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -49,4 +51,6 @@ def main(number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("number", type=int, help="rows of text")
+    main(**vars(parser.parse_args()))

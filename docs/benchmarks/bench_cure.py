@@ -1,6 +1,6 @@
 """What the cure of remote/checkpointing.py costs, on two GPUs, with layers of the real size.
 
-``python tests/distributed/bench_cure.py --out FILE``, with ``PYTHONPATH=.``, trains 8 layers
+``PYTHONPATH=. python docs/benchmarks/bench_cure.py --out FILE`` trains 8 layers
 of each tower under ZeRO-3 with the cure and without it, in turns, and prints a line for each: the
 median and the spread of the step time, all-gathers a step and peak memory. Without the cure is what
 the installed DeepSpeed does by itself. ``--stage 2`` shows the cost where ZeRO-3 is not active.
@@ -169,6 +169,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        parser.error(f"it trains on two GPUs, and there are {torch.cuda.device_count()}")
     cures = arguments.cure or ["with", "without"]
     for weights, reentrant, round_, turn in product(
         arguments.weights, arguments.reentrant, range(arguments.rounds), range(len(cures))

@@ -1,10 +1,11 @@
-"""Times the check of a data set: ``python tests/data/time_data_check.py NUMBER WIDTH HEIGHT``.
+"""Times the check of a data set.
 
-Draws that many JPEGs of noise in a temporary folder, and checks them twice: anew, and remembered.
+``python docs/benchmarks/time_data_check.py NUMBER WIDTH HEIGHT`` draws that many JPEGs of
+noise in a temporary folder, and checks them twice: anew, and remembered.
 """
 
+import argparse
 import resource
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,4 +44,7 @@ def _cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("number", "width", "height"):
+        parser.add_argument(name, type=int)
+    main(**vars(parser.parse_args()))

@@ -1,6 +1,6 @@
 """A real small task from its pictures to a merged model, through the commands that users run.
 
-``python -m tests.distributed.reading_task --out FOLDER`` draws lines of made-up text
+``PYTHONPATH=. python docs/benchmarks/reading_task.py --out FOLDER`` draws lines of made-up text
 (:mod:`reading_lines`), has a glm-4v of 300 million random weights learn to read them, and LoRA on
 top of it another script. Every step but drawing and random weights is a command of glm4v-patched
 in a process of its own. Its phases (:data:`PHASES`):
@@ -33,11 +33,12 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from reading_lines import SCRIPTS, Share, draw_set
+from reading_runs import REPORT, SIZES, Failed, Size, Task
+
 from glm4v_patched import __version__
 from glm4v_patched.data.loading import cores
 from glm4v_patched.engine.gpus import find_gpus
-from tests.distributed.reading_lines import SCRIPTS, Share, draw_set
-from tests.distributed.reading_runs import REPORT, SIZES, Failed, Size, Task
 
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "pillow")
 ACCURATE, GUESSED, EQUAL_IN_BF16 = 0.9, 0.05, 0.95
@@ -443,7 +444,7 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
         return _on_this_machine(task)
     given_as = ["FOLDER" if text == str(options.out) else text for text in arguments]
     task.report = {
-        "command": f"python -m tests.distributed.reading_task {shlex.join(given_as)}",
+        "command": f"python docs/benchmarks/reading_task.py {shlex.join(given_as)}",
         **now,
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.reading_lines import Share
+from reading_lines import Share
+
 from tests.helpers.processes import gpu_environment, heed_ctrl_c
 
 PYTHON = sys.executable

@@ -1,7 +1,7 @@
 """Loss curves of the fast path beside those of the plain one: do they differ by more than seeds do?
 
-``python tests/distributed/loss_curve.py --out FILE --picture FILE``, with
-``PYTHONPATH=.``, trains both towers of a model of 300 million random
+``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --picture FILE``
+trains both towers of a model of 300 million random
 weights on drawn pictures, with two seeds on each path (:data:`PATHS`), each training in processes
 of its own. A seed decides the initial weights and the order of the data; the two paths start from
 the same file of weights and see the same samples in the same steps. All curves, settings, versions

@@ -1,6 +1,6 @@
 """vLLM's answers beside those of this package's model: ids, positions, logits, greedy tokens.
 
-``PYTHONPATH=. python tests/inference/compare_with_vllm.py`` makes a small model with random weights
+``python docs/benchmarks/compare_with_vllm.py`` makes a small model with random weights
 (100 ids inside each picture), loads it in a vLLM of this process and asks it and our model about
 text, a picture, two pictures in one question, and three in three turns. The plug-in takes part as
 it does in ``vllm serve``; with ``VLLM_PLUGINS=`` before the command it does not. A line for each
@@ -209,7 +209,7 @@ def said(row: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,9 @@
-"""Times attention's backends by shape on one GPU: ``attention_speed.py --out FILE``.
+"""Times attention's backends by shape on one GPU.
 
-Shapes are the real model's with 1120 x 1120 pictures, bf16. A row a shape, backend, width of a head
-and way of sharing keys: ``forward_ms``, ``both_ms`` (forward and backward) and ``tflops_both``, of
-the work that the shape's own width needs.
+``python docs/benchmarks/attention_speed.py --out FILE``. Shapes are the real model's with
+1120 x 1120 pictures, bf16. A row a shape, backend, width of a head and way of sharing keys:
+``forward_ms``, ``both_ms`` (forward and backward) and ``tflops_both``, of the work that the shape's
+own width needs.
 """
 
 import argparse
