@@ -1,4 +1,9 @@
-"""The tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
+"""What CI runs, and the tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
+
+Of CI, by .ci/run: ``lint``; ``first_command`` and ``test_command``, which are README's; ``types``;
+``slow``, of which ``-s "slow(pages)"`` runs a part. On top of README's environment, in which only
+what differs is installed: ``oldest``, ``middle`` (a release of transformers between the two ends)
+and ``framework`` (one job), each of these two another one every day.
 
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
@@ -12,13 +17,14 @@ follows ``--`` chooses among their jobs, as pytest's ``-k`` does: ``-- "SFT and 
 release of transformers that is supported, with and without torchvision (some hours on two cores),
 and fills docs/benchmarks/transformers.json and the table of docs/numerics.md; what follows ``--``
 are releases. ``suites`` runs transformers' own shared suites on our classes and writes
-docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``oldest`` runs all default tests
-on the oldest versions that pyproject.toml allows; .ci/run leaves out what does not depend on them.
+docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
 """
 
 import re
 import sys
 import tempfile
+import time
+import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -31,12 +37,16 @@ from tests.helpers.cells import (  # noqa: E402
     TRANSFORMERS,
     WITHOUT_DEEPSPEED,
 )
+from tests.helpers.pages import README, blocks  # noqa: E402
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["frameworks"]
+nox.options.sessions = ["lint", "types"]
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+VENV = ROOT / ".venv"  # README's
+DAY = int(time.time()) // 86400
 TO_TEST = ["pytest", "pytest-xdist", "psutil"]
 HERE = ROOT / "tests" / "frameworks"
 RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
@@ -51,6 +61,172 @@ def install(session: nox.Session, transformers: str, deepspeed: str, *more: str)
     folder = Path(session.virtualenv.location, f"torch_extensions-{deepspeed}")
     session.env["TORCH_EXTENSIONS_DIR"] = str(folder)
     session.env["PYTHONPATH"] = str(ROOT)
+
+
+# What .ci/run runs.
+
+
+def requirements(*extras: str) -> list[str]:
+    optional = PROJECT["project"]["optional-dependencies"]
+    return [
+        *PROJECT["project"]["dependencies"],
+        *(one for name in extras for one in optional[name]),
+    ]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    session.install(*(one for one in requirements("dev") if one.startswith("ruff==")))
+    session.run("ruff", "check", str(ROOT))
+    session.run("ruff", "format", "--check", str(ROOT))
+
+
+@nox.session(venv_backend="none")
+def first_command(session: nox.Session) -> None:
+    """README's, as who has no checkout gets it: with the wheel in its place, and few steps."""
+    wheels, elsewhere = Path(session.create_tmp()), Path(session.create_tmp(), "elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    session.run(
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT)
+    )
+    [wheel] = wheels.glob("*.whl")
+    command = blocks(README, "bash")[0]
+    for here, there in [
+        ('-e ".[train]"', f'"{wheel}[train]"'),
+        (".venv", str(VENV)),
+        ("glm4v-patched demo", "glm4v-patched demo --steps 2 --device cpu"),
+    ]:
+        assert here in command, f"README's first command has no {here}"
+        command = command.replace(here, there)
+    with session.chdir(elsewhere):
+        if VENV.exists():  # of who runs this again
+            session.run(
+                str(VENV / "bin" / "pip"), "uninstall", "-q", "-y", PROJECT["project"]["name"]
+            )
+        session.run("bash", "-euo", "pipefail", "-c", command)
+        session.run(str(VENV / "bin" / "glm4v-patched"), "--version")
+    made = elsewhere / "demo_output"
+    assert (made / "metrics.json").is_file() and (made / "trained" / "model.safetensors").is_file()
+    [installed] = VENV.glob("lib/python3*/site-packages/glm4v_patched")
+    assert files_of(installed) == files_of(ROOT / "glm4v_patched"), "the wheel is not the checkout"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@nox.session(venv_backend="none")
+def test_command(session: nox.Session) -> None:
+    """README's, as it is written there."""
+    command = blocks(README, "bash")[1]
+    assert command.strip().endswith("/pytest"), command
+    with session.chdir(ROOT):
+        session.run("bash", "-euo", "pipefail", "-c", command, external=True)
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    with session.chdir(ROOT):
+        session.run(str(VENV / "bin" / "mypy"), external=True)
+
+
+SLOW = {
+    "distributed": ["tests/distributed"],
+    "pages": ["tests/test_commands_in_docs.py"],
+    "hub": ["tests/hub_upload"],
+}
+SLOW["others"] = ["tests", *(f"--ignore={path}" for part in SLOW.values() for path in part)]
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("part", [*SLOW], ids=[*SLOW])
+def slow(session: nox.Session, part: str) -> None:
+    # One process of pytest: these tests start processes themselves, and time limits are theirs.
+    with session.chdir(ROOT):
+        command = [str(VENV / "bin" / "pytest"), "-q", "-n", "0", "-m", "slow"]
+        session.run(*command, *SLOW[part], external=True)
+
+
+def install_on_top(session: nox.Session, *packages: str) -> None:
+    """Only these, on top of README's environment, of which all else is used as it is."""
+    found = [*VENV.glob("lib/python3*/site-packages")]
+    assert found, f"there is no {VENV}: README's second command makes it"
+    [own] = Path(session.virtualenv.location).glob("lib/python3*/site-packages")
+    (own / "zz_newest.pth").write_text(f"import site; site.addsitedir('{found[0]}')")
+    session.install(*packages)
+    session.env["PYTHONPATH"] = str(ROOT)
+    session.env["WARM_PROCESSES"] = None  # are README's environment's
+
+
+# Tests of the folders of glm4v_patched that import a package which is older there, as
+# tests/test_project.py sees to. Of tests/distributed, the matrix has a training of each kind.
+ON_THE_OLDEST = [
+    *("bench", "compare", "data", "demo", "engine", "finetune", "inference", "integrations"),
+    *("models", "parity", "patch", "remote"),
+]
+OLDER = ("accelerate", "datasets", "jinja2", "peft", "pydantic")
+# The last DeepSpeed that has the CheckpointError.
+WITH_ERROR = "0.19.2"
+
+
+def floors() -> list[str]:
+    """The oldest of those packages that pyproject.toml allows."""
+    claimed = "\n".join(requirements("train"))
+    return [
+        "==".join(one) for one in re.findall(rf"^({'|'.join(OLDER)})>=([0-9.]+)", claimed, re.M)
+    ]
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    install_on_top(session, f"{ROOT}[dev]", f"transformers=={TRANSFORMERS[0]}", *floors())
+    found = f"t.__version__ == '{TRANSFORMERS[0]}' and torch.__file__.startswith('{VENV}')"
+    session.run("python", "-c", f"import torch, transformers as t; assert {found}")
+    chosen = session.posargs or [f"tests/{folder}" for folder in ON_THE_OLDEST]
+    [default] = re.findall("-m '(.*)' ", PROJECT["tool"]["pytest"]["ini_options"]["addopts"])
+    with session.chdir(ROOT):
+        # Two processes of pytest: README's test command, beside it in CI, has three.
+        pytest = ("python", "-m", "pytest", "-q")
+        session.run(*pytest, "-n", "2", "-m", f"{default} and not newest", *chosen)
+        session.install("--no-deps", f"deepspeed=={WITH_ERROR}")
+        of_error = [f"tests/distributed/test_{name}.py" for name in ("failures", "matrix")]
+        session.run(*pytest, *of_error)
+
+
+@nox.session
+def middle(session: nox.Session) -> None:
+    between = EVERY_TRANSFORMERS[1:-1]
+    install_on_top(session, f"transformers=={between[DAY % len(between)]}")
+    # Not the run entry's processes, which ask little of transformers and take a minute.
+    folders = ["tests/remote", "tests/patch", "tests/parity", "--ignore=tests/patch/test_run.py"]
+    with session.chdir(ROOT):
+        session.run("python", "-m", "pytest", "-q", "-n", "1", *folders)
+
+
+# One job of a framework, with few packages of its own.
+SMOKE = [
+    ("transformers and Trainer and not DDP and not ZeRO", []),
+    ("accelerate and FSDP2", []),
+    ("peft", []),
+    ("SFT and TRL and not LoRA and not command", ["trl==1.16.0"]),
+    ("Fabric", ["lightning==2.6.6"]),
+]
+
+
+@nox.session
+def framework(session: nox.Session) -> None:
+    job, packages = SMOKE[DAY % len(SMOKE)]
+    install_on_top(session, "pip", *packages)
+    record = Path(session.create_tmp(), "frameworks.json")
+    session.env["FRAMEWORKS_RECORD"] = str(record)
+    tests = [str(HERE / "test_jobs.py"), str(HERE / "test_peft.py")]
+    with session.chdir(ROOT):
+        session.run("python", "-m", "pytest", "-q", "-n", "0", *tests, "-k", job)
+    session.log(record.read_text())
+
+
+# What is run by hand.
 
 
 @nox.session
@@ -75,14 +251,6 @@ def versions(session: nox.Session, torchvision: bool) -> None:
         # 1: a test failed, as the row says.
         session.run("python", "-m", "tests.every_version", success_codes=[0, 1])
     session.run("python", "-m", "tests.every_version", "--page")
-
-
-@nox.session
-def oldest(session: nox.Session) -> None:
-    names = "accelerate|datasets|jinja2|peft|pydantic"
-    claimed = re.findall(rf'^ *"({names})>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
-    install(session, TRANSFORMERS[0], DEEPSPEED[-1], *map("==".join, claimed))
-    session.run("pytest", "-q", *(session.posargs or [str(ROOT / "tests")]))
 
 
 @nox.session
@@ -125,7 +293,8 @@ def jobs(session: nox.Session, system: str) -> None:
     install(session, EVERY_TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
     if alone := WITHOUT_DEPENDENCIES.get(system):
         session.install("--no-deps", *alone)
-    run_jobs(session, "test_jobs.py", "test_peft.py", of=system)
+    tests = ["test_jobs.py", *(["test_peft.py"] if system == "peft" else [])]
+    run_jobs(session, *tests, of=system)
 
 
 @nox.session(tags=["table"])
@@ -139,7 +308,7 @@ def llamafactory(session: nox.Session) -> None:
         session.install(f"transformers=={transformers}")
         session.run("pytest", "-q", str(HERE / "test_patched_training.py"))
         session.run("pytest", "-q", str(ROOT / "tests/integrations/test_llamafactory.py"))
-    run_jobs(session, "test_jobs_by_command.py")
+    run_jobs(session, "test_jobs.py", of="LLaMA-Factory or llamafactory")
 
 
 @nox.session
@@ -171,7 +340,7 @@ def ms_swift(session: nox.Session) -> None:
     session.install("-e", str(ROOT), "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
     session.env["PYTHONPATH"] = str(ROOT)
     session.run("pytest", "-q", str(ROOT / "tests/integrations/test_ms_swift.py"))
-    run_jobs(session, "test_jobs_by_command.py")
+    run_jobs(session, "test_jobs.py", of="ms-swift or ms_swift")
 
 
 def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:

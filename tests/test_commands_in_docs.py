@@ -37,13 +37,13 @@ COMMANDS = [command for page in PAGES for command in commands(page)]
 # What begins so is not run by this file, but by what stands behind it.
 ELSEWHERE = {
     # The first two blocks of README.
-    "python3 -m venv .venv": ".ci/run: its first and its second block",
-    ".venv/bin/pip install": ".ci/run: its first and its second block",
+    "python3 -m venv .venv": "nox: first_command and test_command",
+    ".venv/bin/pip install": "nox: first_command and test_command",
     # What contributing.md says to do before a change is sent: .ci/run does the same.
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
-    ".venv/bin/pytest": ".ci/run: its second block",
+    ".venv/bin/pytest": "nox: test_command",
     "apt-get install g++": ".ci/run",
-    'pip install -e ".[train]"': ".ci/run: its first block",
+    'pip install -e ".[train]"': "nox: first_command",
     'pip install -e ".[serve]"': ".ci/run: in [dev]",
     'pip install -e ".[dev,web]"': "by hand: its table in numerics.md",
     "glm4v-patched demo --device cpu": "tests/demo, with fewer steps",
@@ -94,9 +94,9 @@ ELSEWHERE = {
     "apt-get install fonts-noto-cjk": "a system's package",
     # Other tests: .ci/run runs them, or a person with GPUs.
     "pytest": "test_tests_that_pages_name_are_there",
-    "ruff check .": ".ci/run",
-    "ruff format .": ".ci/run",
-    "mypy": ".ci/run",
+    "ruff check .": "nox: lint",
+    "ruff format .": "nox: lint",
+    "mypy": "nox: types",
     "pip install pre-commit": "tests/test_project.py: its hooks are those of .ci/run",
     "pre-commit install": "tests/test_project.py: its hooks are those of .ci/run",
     # The form of commands that the pages have in full, too.
@@ -125,13 +125,6 @@ def test_every_command_is_run_or_says_what_runs_it():
     assert [command for command in COMMANDS if not command.text.startswith(known)] == []
     texts = [command.text for command in COMMANDS]
     assert [each for each in known if not any(text.startswith(each) for text in texts)] == []
-
-
-def test_what_ci_runs_is_taken_out_of_the_readme():
-    script = (ROOT / ".ci" / "run").read_text()
-    assert {int(number) for number in re.findall(r"block_of_readme (\d)", script)} == {1, 2}
-    first, second = blocks(README, "bash")[:2]
-    assert first.strip().endswith("glm4v-patched demo") and second.strip().endswith("/pytest")
 
 
 def of_program(name: str) -> list[str]:
@@ -298,7 +291,7 @@ def test_a_recipe_is_printed_to_be_edited(given, reader):
 
 @pytest.fixture(scope="module")
 def demo_output(reader) -> Path:
-    """With forks of warm processes: .ci/run types the command."""
+    """With forks of warm processes: the session first_command types the command."""
     (command,) = (c.text for c in commands(README) if c.text.endswith("glm4v-patched demo"))
     with launching_warm():
         reader.here(f"{command} --steps 2 --device cpu")

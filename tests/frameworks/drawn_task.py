@@ -33,14 +33,22 @@ NUMBER = 24
 END = "<|endoftext|>"
 RUN = (sys.executable, "-m", "glm4v_patched.run")
 SECONDS = 300
+# Of LLaMA-Factory.
+TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
+TAGS["assistant_tag"] = "assistant"
+COLUMNS = ("messages", "images", "chosen", "rejected")
+
+
+def offline_environment(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Of a job that caches everything in ``folder``."""
+    caches = {"HF_HOME": str(folder / "cache"), "HF_MODULES_CACHE": str(folder / "modules")}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    return {k: v for k, v in environment.items() if k != "GLM4V_PATCHED"} | caches | offline
 
 
 def run(folder: Path, *command: object, seconds: float = SECONDS, **more: str) -> Ended:
     """Run a command in ``folder``, where everything is cached, too."""
-    caches = {"HF_HOME": str(folder / "cache"), "HF_MODULES_CACHE": str(folder / "modules")}
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    environment = cpu_environment() | caches | offline | more
-    environment.pop("GLM4V_PATCHED", None)
+    environment = offline_environment(folder, cpu_environment()) | more
     # Commands of the environment that runs this, also where it is not activated.
     paths = [str(Path(sys.executable).parent), environment["PATH"]]
     environment["PATH"] = os.pathsep.join(paths)
@@ -103,7 +111,18 @@ def history(folder: Path, name: str, out: str = "out") -> list[float]:
     """What was logged, wherever a trainer with the output folder ``out`` writes that."""
     if (folder / "losses.json").exists():
         return json.loads((folder / "losses.json").read_text())
-    [state] = [*folder.glob("state.json"), *folder.glob(f"{out}/checkpoint-*/trainer_state.json")]
+    if (folder / "board").exists():  # OpenRLHF's
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        [board] = (folder / "board").iterdir()
+        read = EventAccumulator(str(board))
+        read.Reload()
+        return [event.value for event in read.Scalars(f"train/{name}_mean")]
+    [state, *_] = [
+        *folder.glob("state.json"),
+        *folder.glob(f"{out}/checkpoint-*/trainer_state.json"),
+        *folder.glob(f"{out}/trainer_state.json"),
+    ]
     logged = json.loads(state.read_text())["log_history"]
     return [float(entry[name]) for entry in logged if name in entry]
 
@@ -286,7 +305,8 @@ def preferences(folder: Path, model: str, pairs: list[tuple]) -> tuple[float, fl
 
 
 def put_data(folder: Path, conversations: list[list[dict]]) -> None:
-    """``rows.json``, ``messages.jsonl``, and in ``data`` a set in TRL's format for each job."""
+    """``rows.json``, ``messages.jsonl``, and in ``data`` a set in TRL's format for each job, and
+    those of LLaMA-Factory (NAME.json) and ms-swift (NAME.jsonl)."""
     import datasets
 
     def put(job: str, rows: list[dict]) -> None:
@@ -355,3 +375,64 @@ def put_data(folder: Path, conversations: list[list[dict]]) -> None:
     ]
     for job in ("reward", "reward_lora"):
         put(job, texts)
+    _put_swift_and_factory(folder, conversations)
+
+
+def _put_swift_and_factory(folder: Path, conversations: list[list[dict]]) -> None:
+    sets: dict[str, list[dict]] = {name: [] for name in ("pictures", "several", "mixed", "reward")}
+    shifted = conversations[7:] + conversations[:7]
+    for number, (row, other) in enumerate(zip(conversations, shifted, strict=True)):
+        (asked, answer), (asked_next, answer_next) = map(with_place, (row, other))
+        pictures = [one[0]["image"] for one in (row, other)]
+        sets["pictures"].append({"messages": [asked, answer], "images": pictures[:1]})
+        turns = [asked, answer, asked_next, answer_next]
+        sets["several"].append({"messages": turns, "images": pictures})
+        sets["reward"].append(
+            {"messages": [asked], "images": pictures[:1], "solution": answer["content"]}
+        )
+        page = {"role": "user", "content": f"What is on page {number}?"}
+        sets["mixed"] += [sets["pictures"][-1], {"messages": [page, answer], "images": []}]
+    _write_sets(folder, sets, pairs_of(conversations))
+
+
+def with_place(row: list[dict]) -> tuple[dict, dict]:
+    question, answer = row
+    return {"role": "user", "content": f"<image>{question['content']}"}, answer
+
+
+def _write_sets(folder: Path, sets: dict[str, list[dict]], pairs: list) -> None:
+    def said(text: str) -> dict:
+        return {"role": "assistant", "content": text}
+
+    pictures = [([picture], with_place([{"content": q}, {}])[0]) for q, picture, _, _ in pairs]
+    judged = [(one, other) for _, _, one, other in pairs]
+    kto = [
+        {"messages": [asked, said(text)], "label": text == one, "images": images}
+        for (images, asked), (one, other) in zip(pictures, judged, strict=True)
+        for text in (one, other)
+    ]
+    swift_pairs = [
+        {"messages": [asked, said(one)], "rejected_response": other, "images": images}
+        for (images, asked), (one, other) in zip(pictures, judged, strict=True)
+    ]
+    factory_pairs = [
+        {"messages": [asked], "chosen": said(one), "rejected": said(other), "images": images}
+        for (images, asked), (one, other) in zip(pictures, judged, strict=True)
+    ]
+    others = with_other_pictures(pairs)
+    factory_swapped = [
+        pair | {"images": [picture]}
+        for pair, (_, picture, _, _) in zip(factory_pairs, others, strict=True)
+    ]
+    data = folder / "data"
+    described = {}
+    factory_sets = sets | {"pairs": factory_pairs, "swapped": factory_swapped, "kto": kto}
+    for name, rows in factory_sets.items():
+        columns = {column: column for column in COLUMNS if column in rows[0]}
+        columns |= {"kto_tag": "label"} if name == "kto" else {}
+        described[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": TAGS}
+        described[name] |= {"columns": columns, "ranking": "chosen" in rows[0]}
+        (data / f"{name}.json").write_text(json.dumps(rows))
+    (data / "dataset_info.json").write_text(json.dumps(described))
+    for name, rows in (sets | {"pairs": swift_pairs, "kto": kto}).items():
+        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -38,6 +38,8 @@ from safetensors.torch import save_file
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.frameworks import drawn_task
+from tests.frameworks.drawn_task import history, offline_environment
+from tests.frameworks.jobs import RECIPE
 from tests.frameworks.results_table import RESULTS, VARIABLE, Row, job, merge, read
 from tests.frameworks.two_gpus_jobs import JOBS, Job
 from tests.helpers.legacy_repository import write_legacy_repository
@@ -84,23 +86,21 @@ class Place:
     def __init__(self, root: Path, on_cpu: bool, packages: Path | None):
         self.root, self.on_cpu, self.packages = root, on_cpu, packages
         root.mkdir(parents=True, exist_ok=True)
-        self.conversations = drawn_task.draw(root / "pictures")
+        self.models = drawn_task.Models(root)
+        self.conversations = self.models.conversations
 
     def model(self, name: str) -> Path:
         folder = self.root / name
-        if name == "published" and not folder.exists():
-            write_legacy_repository(folder)
+        is_new = not folder.exists()
+        if name == "long" and is_new:
+            write_long_repository(folder)
+        elif name != "long":
+            self.models(name)
+        if name == "published" and is_new:
             # The published code counts 1600 labels for a picture of any size.
             code = folder / "modeling_chatglm.py"
             counted = f"LABELS_OF_AN_IMAGE = {NUM_IMAGE_TOKENS}"
             code.write_text(code.read_text().replace("LABELS_OF_AN_IMAGE = 1600", counted))
-        elif name == "long" and not folder.exists():
-            write_long_repository(folder)
-        elif name == "sighted" and not folder.exists():
-            drawn_task.build_sighted(folder, self.model("blind"), self.conversations)
-        elif not folder.exists():
-            build = {"random": drawn_task.build_random, "blind": drawn_task.build_blind}[name]
-            build(folder, self.conversations)
         return folder
 
     def make(self, wanted: Job) -> Path:
@@ -109,7 +109,8 @@ class Place:
         (folder / "model").symlink_to(self.model(wanted.model))
         (folder / "published").symlink_to(self.model(wanted.published))
         drawn_task.put_data(folder, self.conversations)
-        put_factory_data(folder, self.conversations, self.on_cpu)
+        on = f"dataset: pictures\nuse_cpu: {str(self.on_cpu).lower()}\n"
+        (folder / "recipe.yaml").write_text(RECIPE.replace("use_cpu: true\n", on))
         put_texts(folder)
         (folder / "deepspeed.json").write_text(json.dumps(ZERO3))
         for name, text in FLASH_ATTN_FILES.items():
@@ -120,7 +121,6 @@ class Place:
     def environment(self, wanted: Job, folder: Path) -> dict[str, str]:
         """Its packages come first, with their commands; what they compile has a folder each."""
         environment = cpu_environment() if self.on_cpu else gpu_environment()
-        environment.pop("GLM4V_PATCHED", None)
         first = [str(folder / "stand_in")] if "openrlhf" in wanted.packages else []
         if self.packages:
             own = [self.packages / name for name in wanted.packages]
@@ -128,14 +128,8 @@ class Place:
             commands = [str(path / "bin") for path in own]
             environment["PATH"] = os.pathsep.join([*commands, environment["PATH"]])
         environment["PYTHONPATH"] = os.pathsep.join([*first, environment["PYTHONPATH"]])
-        environment |= {
-            "HF_HOME": str(folder / "cache"),
-            "HF_MODULES_CACHE": str(folder / "modules"),
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "WANDB_MODE": "disabled",
-            "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, of its pins
-        }
+        environment = offline_environment(folder, environment)
+        environment["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory's, of its pins
         if self.packages:
             # What one DeepSpeed compiled, another one loads and crashes.
             release = "old" if "old" in wanted.packages else "new"
@@ -181,35 +175,6 @@ def write_long_repository(folder: Path) -> None:
     save_file(weights | buffer, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def put_factory_data(folder: Path, conversations: list[list[dict]], on_cpu: bool) -> None:
-    """``data/pictures.json`` and ``recipe.yaml`` for LLaMA-Factory."""
-    rows = [
-        {
-            "messages": [{"role": "user", "content": f"<image>{question['content']}"}, answer],
-            "images": [question["image"]],
-        }
-        for question, answer in conversations
-    ]
-    tags = {f"{name}_tag": name for name in ("role", "content", "user", "assistant")}
-    described = {"file_name": "pictures.json", "formatting": "sharegpt", "tags": tags}
-    described["columns"] = {"messages": "messages", "images": "images"}
-    (folder / "data" / "pictures.json").write_text(json.dumps(rows))
-    (folder / "data" / "dataset_info.json").write_text(json.dumps({"pictures": described}))
-    settings = {
-        "trust_remote_code": True,
-        "do_train": True,
-        "stage": "sft",
-        "template": "glm4",
-        "dataset_dir": "data",
-        "dataset": "pictures",
-        "cutoff_len": 256,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": on_cpu,
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(settings))
-
-
 def put_texts(folder: Path) -> None:
     """``data/texts`` for OpenRLHF, whose DPO knows no pictures: a good answer names both parts."""
     prompt = "[gMASK]<sop><|user|>\nWhat do you see?<|assistant|>"
@@ -226,19 +191,6 @@ def put_texts(folder: Path) -> None:
     (folder / "data" / "texts").mkdir()
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     (folder / "data" / "texts" / "train.jsonl").write_text(lines)
-
-
-def history(folder: Path, name: str) -> list[float]:
-    """What was logged at each step, wherever the trainer writes that."""
-    if (folder / "board").exists():
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        [board] = (folder / "board").iterdir()
-        read = EventAccumulator(str(board))
-        read.Reload()
-        return [event.value for event in read.Scalars(f"train/{name}_mean")]
-    states = [*folder.glob("state.json"), *folder.glob("adapter/trainer_state.json")]
-    return [e[name] for e in json.loads(states[0].read_text())["log_history"] if name in e]
 
 
 def measure(wanted: Job, folder: Path, place: Place, done: Row) -> None:
@@ -317,13 +269,13 @@ def perform(wanted: Job, place: Place, logs: Path | None = None, left: float = m
 
 def finish(wanted: Job, folder: Path, place: Place, done: Row) -> None:
     if wanted.measure == "reward":
-        values = history(folder, "reward")
+        values = history(folder, "reward", "adapter")
         done.reward = values[0], sum(values[-5:]) / 5
         seconds = json.loads((folder / "generate.json").read_text())
         middle = sorted(seconds[len(seconds) // 2 :])[len(seconds) // 4]
         done.note = f"a call of generate takes {1000 * middle:.0f} ms, the first {seconds[0]:.1f} s"
     else:
-        values = history(folder, "loss")
+        values = history(folder, "loss", "adapter")
         done.loss = values[0], values[-1]
     if wanted.measure != "nothing":
         measure(wanted, folder, place, done)
