@@ -30,6 +30,7 @@ from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
 from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, serving
 from tests.helpers.publishable import as_files, write_original
 from tests.helpers.recipes import launching_warm, measuring_warm
+from tests.helpers.tiny import tiny_model
 from tests.helpers.typed import STARTED_FRESH, write_programs
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
@@ -125,6 +126,15 @@ def test_every_command_is_run_or_says_what_runs_it():
     assert [command for command in COMMANDS if not command.text.startswith(known)] == []
     texts = [command.text for command in COMMANDS]
     assert [each for each in known if not any(text.startswith(each) for text in texts)] == []
+
+
+@runs("import torch\nfrom tests.helpers.tiny import")
+def test_a_test_of_ones_own_is_green(given):
+    for code in given:
+        names: dict = {}
+        exec(code, names)
+        [test] = [value for name, value in names.items() if name.startswith("test_")]
+        test(tiny_model())
 
 
 def of_program(name: str) -> list[str]:
