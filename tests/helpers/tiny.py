@@ -97,6 +97,12 @@ def pictures(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
     return torch.randn(number, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
+def images_of(rows: list[list[int]]) -> list[torch.Tensor]:
+    """The pictures of each row."""
+    counts = [row.count(BOI) for row in rows]
+    return list(pictures(sum(counts)).split(counts))
+
+
 def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 

@@ -36,11 +36,6 @@ def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
     return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 class Shapes(TorchDispatchMode):
     """Collects the shapes of all that is computed."""
 

@@ -12,7 +12,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    StaticCache,
 )
 
 from glm4v_patched.remote.generation_chatglm import ChatGLMGenerationMixin
@@ -23,6 +22,7 @@ from tests.helpers.tiny import (
     FILL,
     PAD,
     grown_image,
+    images_of,
     padded,
     pictures,
     text,
@@ -40,11 +40,6 @@ DRAWS_ANY = {"suppress_tokens": []}  # image ids, too
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 def rows_with(image: list[int]) -> list[list[int]]:
     """Unlike lengths, with 0, 1, 2 and 1 images."""
     return [
@@ -53,11 +48,6 @@ def rows_with(image: list[int]) -> list[list[int]]:
         [*text(2, seed=4), *image, *image, *text(3, seed=5)],
         [*image, *text(2, seed=6)],
     ]
-
-
-def images_of(rows: list[list[int]]) -> list[torch.Tensor]:
-    counts = [row.count(BOI) for row in rows]
-    return list(pictures(sum(counts)).split(counts))
 
 
 def new_tokens(model, batch: dict, **options) -> torch.Tensor:
@@ -85,13 +75,6 @@ def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache)
     want = [recomputed_tokens(model, *pair) for pair in zip(rows, images_of(rows), strict=True)]
     assert new_tokens(model, batch, use_cache=use_cache).tolist() == want
     assert len({tuple(tokens) for tokens in want}) == len(rows)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_tokens_of_a_padded_text_batch_equal_recomputed_rows(model, use_cache):
-    rows = [text(5, seed=1), text(9, seed=2)]
-    want = [recomputed_tokens(model, row, []) for row in rows]
-    assert new_tokens(model, padded(rows, "left"), use_cache=use_cache).tolist() == want
 
 
 @FORMS
@@ -161,33 +144,6 @@ def test_masks_that_take_the_placeholder_for_padding_lose_no_image(model, side, 
 
 
 @FORMS
-@torch.no_grad()
-def test_manual_cached_steps_equal_one_pass(model, image):
-    """A loop of one's own: prompt, then one id at a time, with no positions given."""
-    rows = rows_with(image)
-    batch = padded(rows, "left")
-    after = torch.tensor([text(6, seed=20 + i) for i in range(len(rows))])
-    ids = torch.cat((batch["input_ids"], after), dim=1)
-    mask = torch.cat((batch["attention_mask"], torch.ones_like(after)), dim=1)
-    want = model(input_ids=ids, attention_mask=mask, pixel_values=pictures(4)).logits
-
-    output = model(**batch, pixel_values=pictures(4), use_cache=True)
-    cache, got = output.past_key_values, [output.logits[:, -1:]]
-    length = output.logits.shape[1]
-    for step in range(after.shape[1]):
-        # The cache holds grown rows, and the mask is as long as the cache.
-        mask = torch.ones(len(rows), length + step + 1, dtype=torch.long)
-        for row, ids in enumerate(rows):
-            grown = len(ids) + ids.count(BOI) * (6 - len(image))
-            mask[row, : length - grown] = 0
-        new = after[:, step : step + 1]
-        output = model(input_ids=new, attention_mask=mask, past_key_values=cache)
-        got.append(output.logits)
-    got = torch.cat(got, dim=1)
-    assert (got - want[:, -got.shape[1] :]).abs().max() <= ATOL
-
-
-@FORMS
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.no_grad()
 def test_cached_chunks_without_a_mask_equal_one_pass(model, image, chunk):
@@ -219,27 +175,6 @@ def test_an_image_in_a_later_turn_equals_one_pass(model, image):
     got = torch.cat((output.logits[0], later.logits[0]))
     assert got.shape == want.shape
     assert (got - want).abs().max() <= ATOL
-
-
-@FORMS
-@pytest.mark.parametrize("given", ["all images", "new images"])
-def test_generate_continues_a_conversation_from_its_cache(model, image, given):
-    first = [*text(3, seed=1), *image, *text(2, seed=2)]
-    images = pictures(2)
-    cache = DynamicCache(config=model.config)
-    ids = model.generate(
-        input_ids=torch.tensor([first]), pixel_values=images[:1], past_key_values=cache, **GREEDY
-    )
-    conversation = [*ids[0].tolist(), *text(2, seed=3), *image, *text(3, seed=4)]
-    got = new_tokens(
-        model,
-        {
-            "input_ids": torch.tensor([conversation]),
-            "pixel_values": images if given == "all images" else images[1:],
-            "past_key_values": cache,
-        },
-    )
-    assert got[0].tolist() == recomputed_tokens(model, conversation, images)
 
 
 @FORMS
@@ -276,26 +211,6 @@ def test_refuses_another_number_of_images(model, wrong):
     batch["pixel_values"] = pictures(wrong)
     with pytest.raises(ValueError, match=f"{wrong} images were given for 2 begin-of-image ids"):
         new_tokens(model, batch)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_embedded_text_generates_as_its_ids(model, use_cache):
-    rows = [text(5, seed=1), text(9, seed=2)]
-    batch = padded(rows, "left")
-    embedded = {
-        "inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach(),
-        "attention_mask": batch["attention_mask"],
-    }
-    got = new_tokens(model, embedded, use_cache=use_cache)
-    assert torch.equal(got, new_tokens(model, batch))
-
-
-@FORMS
-def test_static_cache_gives_the_same_tokens(model, image):
-    rows = rows_with(image)
-    batch = padded(rows, "left") | {"pixel_values": pictures(4)}
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    assert torch.equal(new_tokens(model, batch, past_key_values=cache), new_tokens(model, batch))
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -114,13 +114,6 @@ def test_scores_are_the_log_probabilities_of_the_answers(model, image):
     assert (got - want).abs().max() <= ATOL
 
 
-@FORMS
-def test_sampling_of_the_best_is_greedy(model, image):
-    batch = batch_of(image)
-    want = model.generate(**batch, **GREEDY)
-    assert torch.equal(model.generate(**batch, **FIXED, do_sample=True, top_k=1), want)
-
-
 @pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
 @pytest.mark.parametrize("by", ["model", "lookup"])
 def test_assisted_sampling_of_the_best_is_greedy(model, by, image):

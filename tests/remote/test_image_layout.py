@@ -52,15 +52,6 @@ def rows_with(image: list[int], counts=(0, 1, 2, 1, 1, 3)) -> list[list[int]]:
 NUM_IMAGES = 8
 
 
-def images_of(rows: list[list[int]]) -> list[torch.Tensor]:
-    return list(pictures(NUM_IMAGES).split([row.count(BOI) for row in rows]))
-
-
-@pytest.fixture(scope="module")
-def model() -> GLM4VForCausalLM:
-    return tiny_model(use_cache=False)
-
-
 @torch.no_grad()
 def logits_alone(model, row: list[int], images: torch.Tensor) -> torch.Tensor:
     return model(input_ids=torch.tensor([row]), pixel_values=images).logits[0]
@@ -123,21 +114,6 @@ def test_labels_inside_images_are_ignored_and_those_on_their_ends_are_not(model,
     assert loss(labels) != loss(labels.masked_fill(ids == EOI, -100))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
-def test_each_row_of_a_padded_batch_equals_the_row_alone(model, image, side):
-    rows = rows_with(image)
-    with torch.no_grad():
-        logits = model(**padded(rows, side), pixel_values=pictures(NUM_IMAGES)).logits
-    given = padded(rows, side)["input_ids"].shape[1]
-    for row, images, got in zip(rows, images_of(rows), logits, strict=True):
-        want = logits_alone(model, row, images)
-        end = len(got) - (given - len(row) if side == "right" else 0)
-        if side == "right" and image == grown_image():
-            end = len(row)
-        assert (got[end - len(want) : end] - want).abs().max() <= ATOL
-
-
 def test_rows_of_unlike_growth_need_no_mask(model):
     rows = [row for row in rows_with(three_id_image()) if row.count(BOI) in (0, 1)]
     rows = [row[: min(map(len, rows))] for row in rows[:2]]  # equal lengths, unlike growth
@@ -149,38 +125,11 @@ def test_rows_of_unlike_growth_need_no_mask(model):
         assert (got[-len(want) :] - want).abs().max() <= ATOL
 
 
-def test_mixed_forms_in_one_row_equal_one_form(model):
-    def row(first, second):
-        return [[*text(3, seed=1), *first, *text(2, seed=2), *second, *text(4, seed=3)]]
-
-    three, grown = three_id_image(), grown_image()
-    with torch.no_grad():
-        want, *got = (
-            model(input_ids=torch.tensor(row(*forms)), pixel_values=pictures(2)).logits
-            for forms in [(grown, grown), (three, grown), (grown, three), (three, three)]
-        )
-    for logits in got:
-        assert torch.equal(logits, want)
-
-
 def test_what_fills_an_image_does_not_matter(model):
     row = rows_with(grown_image())[1]
     other = [7 if token == FILL else token for token in row]
     images = pictures(1)
     assert torch.equal(logits_alone(model, row, images), logits_alone(model, other, images))
-
-
-def test_images_belong_to_rows_in_the_order_of_their_ids(model):
-    batch = padded(rows_with(grown_image()), "left")
-    images = pictures(NUM_IMAGES)
-    with torch.no_grad():
-        plain = model(**batch, pixel_values=images).logits
-        for index in range(NUM_IMAGES):
-            changed = images.clone()
-            changed[index] += 1
-            moved = (model(**batch, pixel_values=changed).logits - plain).abs().amax(dim=(1, 2))
-            owner = [row for row in range(6) for _ in range([0, 1, 2, 1, 1, 3][row])][index]
-            assert (moved > 1e-3).nonzero().flatten().tolist() == [owner]
 
 
 def test_forms_coincide_when_an_image_takes_one_position():
@@ -218,22 +167,6 @@ def test_padded_training_batches_learn_from_every_image(image, side):
     with torch.no_grad():
         other = model(**batch, pixel_values=images + 1, labels=labels_for(batch)).loss
     assert abs(other - loss) > 1e-3
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_loss_of_a_padded_batch_is_that_of_its_rows(model, side):
-    rows = rows_with(grown_image())
-    batch = padded(rows, side)
-    with torch.no_grad():
-        got = model(**batch, pixel_values=pictures(NUM_IMAGES), labels=labels_for(batch)).loss
-        total = number = 0
-        for row, images in zip(rows, images_of(rows), strict=True):
-            ids = torch.tensor([row])
-            total += model(
-                input_ids=ids, pixel_values=images, labels=ids, num_items_in_batch=1
-            ).loss
-            number += len(row) - 1 - row.count(FILL)
-    assert got.item() == pytest.approx((total / number).item(), abs=1e-5)
 
 
 # Positions
@@ -278,20 +211,6 @@ def test_padding_takes_no_positions(side, pad_position, image):
         ]
 
 
-@pytest.mark.parametrize("counted", ["one by one", "shared"])
-def test_grown_rows_give_the_same_logits_with_either_counting(model, counted):
-    rows = rows_with(grown_image())[1:3]
-    batch = padded(rows, "left")
-    mask = batch["attention_mask"]
-    given = (mask.cumsum(1) - 1).clamp(min=0)
-    if counted == "shared":
-        given = grow(batch["input_ids"], 3, attention_mask=mask).position_ids
-    with torch.no_grad():
-        want = model(**batch, pixel_values=pictures(3)).logits
-        got = model(**batch, pixel_values=pictures(3), position_ids=given).logits
-    assert torch.equal(got[mask.bool()], want[mask.bool()])
-
-
 # Packing: several samples in one row, positions that restart, no mask
 
 
@@ -302,39 +221,6 @@ def pack(rows: list[list[int]]) -> dict[str, torch.Tensor]:
         "position_ids": torch.tensor([[i for row in rows for i in range(len(row))]]),
         "labels": torch.tensor([[token for row in rows for token in [-100, *row[1:]]]]),
     }
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("form", ["grown", "grown and shared", "three ids"])
-def test_packed_samples_equal_samples_alone(form, training, implementation):
-    model = tiny_model(attn_implementation=implementation).train(training)
-    rows = rows_with(three_id_image() if form == "three ids" else grown_image())
-    batch = pack(rows)
-    if form == "grown and shared":
-        batch["position_ids"] = torch.tensor([sum((positions([row])[0] for row in rows), [])])
-    images = pictures(NUM_IMAGES)
-    with torch.no_grad():
-        output = model(**batch, pixel_values=images)
-        start = 0
-        for row, of_row in zip(rows, images_of(rows), strict=True):
-            want = logits_alone(model, row, of_row)
-            got = output.logits[0, start : start + len(want)]
-            assert (got - want).abs().max() <= ATOL
-            start += len(want)
-    assert start == output.logits.shape[1]
-
-
-def test_packed_loss_and_gradients_equal_those_of_the_samples():
-    model = tiny_model().train()
-    rows = rows_with(grown_image())
-    loss, grads = gradients(model, **pack(rows), pixel_values=pictures(NUM_IMAGES))
-    batch = padded(rows, "left")
-    labels = labels_for(batch)
-    want_loss, want = gradients(model, **batch, pixel_values=pictures(NUM_IMAGES), labels=labels)
-    assert loss.item() == pytest.approx(want_loss.item(), abs=1e-5)
-    for name, gradient in grads.items():
-        assert (gradient - want[name]).abs().max() <= ATOL, name
 
 
 def test_transformers_flattening_collator_makes_rows_the_model_takes(model):
@@ -349,25 +235,142 @@ def test_transformers_flattening_collator_makes_rows_the_model_takes(model):
     assert got.item() == want.item()
 
 
-def test_two_packed_rows_that_grow_unlike_are_refused(model):
-    ids = torch.tensor([[*text(3), *three_id_image()], text(6)])
-    with pytest.raises(ValueError, match=r"grow to different lengths \(up to 9\).*pack grown rows"):
-        model(input_ids=ids, position_ids=torch.arange(6)[None], pixel_values=pictures(1))
+# Wrong use: what is given, to a model whose cache may hold rows already, and what it says.
+
+IDS = torch.tensor([text(6)])
+WITH_IMAGE = torch.tensor([[*text(2), *grown_image()]])
+THREE_IDS = torch.tensor([[*text(2), *three_id_image()]])
+TWO_IMAGES = torch.tensor([[*text(2), *grown_image(), *grown_image()]])
+COUNTED = "images were given for 2 begin-of-image ids"
+RESTARTS = "position_ids restart {} times.*no attention_mask"
+OUTSIDE = "holds {}, but the vocabulary has 512"
 
 
-# Wrong use
+def labelled(wrong: int) -> torch.Tensor:
+    return torch.tensor([[1, 2, 3, wrong, 5, 6]])
 
 
-def test_refuses_another_number_of_images_than_begin_ids(model):
-    row = torch.tensor([[*text(2), *grown_image(), *grown_image()]])
-    with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
-        model(input_ids=row, pixel_values=pictures(3))
-    with pytest.raises(ValueError, match="1 images were given for 2 begin-of-image ids"):
-        model(input_ids=row, pixel_values=pictures(1))
-    with pytest.raises(ValueError, match="0 images were given for 2 begin-of-image ids"):
-        model(input_ids=row)
-    with pytest.raises(ValueError, match="1 images were given for 0 begin-of-image ids"):
-        model(input_ids=torch.tensor([text(4)]), pixel_values=pictures(1))
+def masked(*mask: float) -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS[:, : len(mask)], "attention_mask": torch.tensor([mask])}
+
+
+def restarting(mask: list[int], *positions: int) -> dict[str, torch.Tensor]:
+    return masked(*mask) | {"position_ids": torch.tensor([positions])}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ({"input_ids": TWO_IMAGES, "pixel_values": pictures(3)}, f"3 {COUNTED}"),
+        ({"input_ids": TWO_IMAGES, "pixel_values": pictures(1)}, f"1 {COUNTED}"),
+        ({"input_ids": TWO_IMAGES}, f"0 {COUNTED}"),
+        ({"input_ids": IDS, "pixel_values": pictures(1)}, "1 images were given for 0 begin-of-"),
+        (
+            {"input_ids": torch.tensor([[1, BOI, FILL], [FILL, EOI, 1]])},
+            "1 begin.*1 end.*of which 0 pairs",
+        ),
+        (
+            {"input_ids": WITH_IMAGE, "pixel_values": torch.zeros(1, 3, 28, 28)},
+            r"\(1, 3, 28, 28\).*\(number of images, 3, 56, 56\)",
+        ),
+        ({"input_ids": WITH_IMAGE, "pixel_values": torch.zeros(1, 1, 56, 56)}, "1, 1, 56, 56"),
+        (
+            {"input_ids": WITH_IMAGE, "pixel_values": pictures(1)[0]},
+            r"shape \(3, 56, 56\); give \(number of images",
+        ),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(1, 4)},
+            r"\(1, 4\).*\(1, 6\) after 0 cached .* need \(1, 6\)",
+        ),
+        (
+            {
+                "input_ids": THREE_IDS,
+                "pixel_values": pictures(1),
+                "attention_mask": torch.ones(1, 8),
+            },
+            r"\(1, 8\).*\(1, 5\)",
+        ),
+        (
+            {
+                "input_ids": THREE_IDS,
+                "pixel_values": pictures(1),
+                "attention_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(),
+            },
+            "a 4D attention_mask cannot be grown .*from 5 to 8",
+        ),
+        ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels has shape \(1, 5\) but .* \(1, 6\)"),
+        (
+            {"input_ids": IDS, "position_ids": torch.arange(4)[None]},
+            r"position_ids has shape \(1, 4\) but input_ids \(1, 6\)",
+        ),
+        (
+            {"input_ids": IDS, "position_ids": torch.arange(6).expand(3, 6)},
+            r"position_ids has shape \(3, 6\)",
+        ),
+        *(
+            ({"input_ids": torch.tensor([[1, wrong, 2]])}, f"holds id {wrong}, but the vocabulary")
+            for wrong in (-1, 512, -100, 151329)
+        ),
+        *(
+            ({"input_ids": torch.zeros(shape, dtype=torch.long)}, re.escape(f"shape {shape}: give"))
+            for shape in ((1, 0), (0, 3), (3,))
+        ),
+        *(
+            (masked(*mask), f"attention_mask holds {named} and")
+            for mask, named in (
+                ((1, 1, 2, 2), "2"),
+                ((0, 1, 3, 1), "3"),
+                ((-1, 1, 1, 1), "-1"),
+                ((0.0, 0.5, 1.0, 1.0), "0.5"),
+                ((float("-inf"), 0.0, 0.0, 0.0), "-inf"),
+                ((float("nan"), 1.0, 1.0, 1.0), "nan"),
+            )
+        ),
+        (restarting([1, 1, 1, 1, 1, 0], 0, 1, 2, 0, 1, 0), RESTARTS.format(1)),
+        (restarting([0, 1, 1, 1, 1, 1], 0, 0, 1, 0, 0, 1), RESTARTS.format(2)),
+        (restarting([1, 1, 0, 0, 1, 1], 0, 1, 0, 0, 0, 1), RESTARTS.format(1)),
+        (restarting([1, 1, 1, 1, 1, 1], 0, 1, 2, 1, 2, 3), RESTARTS.format(1)),
+        (restarting([1, 1, 1, 0, 1, 1], 4, 5, 6, 0, 5, 6), RESTARTS.format(1)),
+        (
+            {
+                "input_ids": torch.tensor([[*text(3), *three_id_image()], text(6)]),
+                "position_ids": torch.arange(6)[None],
+                "pixel_values": pictures(1),
+            },
+            r"grow to different lengths \(up to 9\).*pack grown rows",
+        ),
+        *(
+            ({"input_ids": IDS, "skip_logits": skip, **labels}, OUTSIDE.format(wrong))
+            for wrong in (512, -1, -101, 151329)
+            for skip in (False, True)
+            for labels in ({"labels": labelled(wrong)}, {"shift_labels": labelled(wrong)})
+        ),
+    ],
+)
+def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, inputs, told):
+    with pytest.raises(ValueError, match=told):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ({"attention_mask": torch.ones(1, 2)}, r"\(1, 2\).*\(1, 2\) after 6 .* need \(1, 8\)"),
+        (
+            {"attention_mask": torch.tensor([[2, *[1] * 7]])},
+            "attention_mask holds 2 and 0 more",
+        ),
+        (
+            {"attention_mask": torch.ones(1, 8), "position_ids": torch.tensor([[6, 0]])},
+            "position_ids restart 1 times.*after 6 cached positions",
+        ),
+    ],
+    ids=["length", "values", "restart"],
+)
+def test_rows_that_do_not_fit_the_cache_are_refused_with_both_numbers(model, after, told):
+    cache = model(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=told):
+        model(input_ids=IDS[:, :2], past_key_values=cache, **after)
 
 
 @pytest.mark.parametrize(
@@ -438,30 +441,12 @@ def test_stray_ids_are_not_learned(model):
             model(input_ids=ids, **labels)
 
 
-def test_refuses_pairs_across_rows():
-    with pytest.raises(ValueError, match="1 begin.*1 end.*of which 0 pairs"):
-        grow([[1, BOI, FILL], [FILL, EOI, 1]], 1)
-
-
 @pytest.mark.parametrize("number", [0, 2, 3, 5])
 def test_refuses_another_number_of_ids_inside_an_image(number):
     rows = [[1, BOI, *[FILL] * number, EOI, 1], [1, BOI, *[FILL] * 4, EOI, 1]]
     rows = padded(rows, "left")["input_ids"].tolist()
     with pytest.raises(ValueError, match=rf"an image has {number} ids .* takes 1 .* or 4 "):
         grow(rows, 2)
-
-
-def test_refuses_images_of_another_size(model):
-    row = torch.tensor([[*text(2), *grown_image()]])
-    with pytest.raises(ValueError, match=r"\(1, 3, 28, 28\).*\(number of images, 3, 56, 56\)"):
-        model(input_ids=row, pixel_values=torch.zeros(1, 3, 28, 28))
-    with pytest.raises(ValueError, match=r"\(1, 1, 56, 56\)"):
-        model(input_ids=row, pixel_values=torch.zeros(1, 1, 56, 56))
-
-
-def test_refuses_one_image_without_its_own_dimension(model):
-    with pytest.raises(ValueError, match=re.escape("shape (3, 56, 56); give (number of images")):
-        model(input_ids=torch.tensor([three_id_image()]), pixel_values=pictures(1)[0])
 
 
 def test_refuses_a_row_longer_than_the_position_table(model):
@@ -472,77 +457,6 @@ def test_refuses_a_row_longer_than_the_position_table(model):
     grow([*grown_image(), *text(125)], 1)
     with pytest.raises(ValueError, match="reaches position 128"):
         model(input_ids=torch.tensor([[*grown_image(), *text(126)]]), pixel_values=pictures(1))
-
-
-def test_refuses_a_mask_of_another_length(model):
-    ids = torch.tensor([text(5)])
-    with pytest.raises(ValueError, match=r"\(1, 4\).*\(1, 5\) after 0 cached .* need \(1, 5\)"):
-        model(input_ids=ids, attention_mask=torch.ones(1, 4))
-    row = torch.tensor([[*text(2), *three_id_image()]])
-    with pytest.raises(ValueError, match=r"\(1, 8\).*\(1, 5\)"):
-        model(input_ids=row, pixel_values=pictures(1), attention_mask=torch.ones(1, 8))
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 2\) after 5 cached .* need \(1, 7\)"):
-        model(input_ids=ids[:, :2], past_key_values=cache, attention_mask=torch.ones(1, 2))
-
-
-def test_refuses_labels_and_positions_of_another_shape(model):
-    ids = torch.tensor([text(5)])
-    with pytest.raises(ValueError, match=r"labels has shape \(1, 4\) but input_ids \(1, 5\)"):
-        model(input_ids=ids, labels=ids[:, 1:])
-    with pytest.raises(ValueError, match=r"position_ids has shape \(1, 4\) but input_ids \(1, 5\)"):
-        model(input_ids=ids, position_ids=torch.arange(4)[None])
-    with pytest.raises(ValueError, match=r"position_ids has shape \(3, 5\)"):
-        model(input_ids=ids, position_ids=torch.arange(5).expand(3, 5))
-
-
-@pytest.mark.parametrize("wrong", [-1, 512, -100, 151329])
-def test_refuses_ids_outside_the_vocabulary(model, wrong):
-    with pytest.raises(ValueError, match=f"holds id {wrong}, but the vocabulary has 512 entries"):
-        model(input_ids=torch.tensor([[1, wrong, 2]]))
-
-
-def labelled_alone(model, row: list[int], images) -> tuple[float, int]:
-    """Summed loss of a row on which every id is a label, and how many are."""
-    ids = torch.tensor([row])
-    labels = ids.masked_fill(ids >= 500, -100)
-    output = model(input_ids=ids, labels=labels, pixel_values=images, num_items_in_batch=1)
-    return output.loss.item(), int((labels[:, 1:] != -100).sum())
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_start_of_a_padded_row_is_not_learned_from_its_padding(model, side):
-    rows = [[1, 2, *three_id_image(), 3, 4], [5, 6, 7], [8, *three_id_image(), *three_id_image()]]
-    batch = padded(rows, side) | {"pixel_values": pictures(3)}
-    labels = batch["input_ids"].masked_fill(batch["input_ids"] >= 500, -100)
-    images = (pictures(3)[:1], None, pictures(3)[1:])
-    alone = [labelled_alone(model, *pair) for pair in zip(rows, images, strict=True)]
-    got = model(**batch, labels=labels).loss.item()
-    want = sum(total for total, _ in alone) / sum(number for _, number in alone)
-    assert got == pytest.approx(want, abs=1e-5)
-
-
-def test_the_start_of_a_packed_sample_is_not_learned_from_the_sample_before(model):
-    rows = [[1, 2, 3, 4], [5, 6, 7]]
-    ids = torch.tensor([sum(rows, [])])
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    alone = [labelled_alone(model, row, None) for row in rows]
-    got = model(input_ids=ids, position_ids=positions, labels=ids).loss.item()
-    want = sum(total for total, _ in alone) / sum(number for _, number in alone)
-    assert got == pytest.approx(want, abs=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(1, 0), (0, 3), (3,)])
-def test_refuses_empty_rows(model, shape):
-    with pytest.raises(ValueError, match=re.escape(f"shape {shape}: give at least one row")):
-        model(input_ids=torch.zeros(shape, dtype=torch.long))
-
-
-def test_refuses_to_grow_a_row_under_a_4d_mask(model):
-    row = [*text(2), *three_id_image()]
-    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-    with pytest.raises(ValueError, match=r"a 4D attention_mask cannot be grown .*from 5 to 8"):
-        model(input_ids=torch.tensor([row]), pixel_values=pictures(1), attention_mask=mask)
 
 
 def test_takes_a_4d_mask_for_grown_rows(model):
@@ -556,31 +470,6 @@ def test_takes_a_4d_mask_for_grown_rows(model):
 
 
 # Masks and positions that contradict each other
-
-
-@pytest.mark.parametrize(
-    "mask, named",
-    [
-        ([1, 1, 2, 2], "2"),
-        ([0, 1, 3, 1], "3"),
-        ([-1, 1, 1, 1], "-1"),
-        ([0.0, 0.5, 1.0, 1.0], "0.5"),
-        ([float("-inf"), 0.0, 0.0, 0.0], "-inf"),
-        ([float("nan"), 1.0, 1.0, 1.0], "nan"),
-    ],
-    ids=str,
-)
-def test_refuses_mask_values_other_than_zero_and_one(model, mask, named):
-    with pytest.raises(ValueError, match=f"attention_mask holds {re.escape(named)} and"):
-        model(input_ids=torch.tensor([text(4)]), attention_mask=torch.tensor([mask]))
-
-
-def test_refuses_mask_values_over_the_cache(model):
-    ids = torch.tensor([text(4)])
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    mask = torch.tensor([[2, 1, 1, 1, 1]])
-    with pytest.raises(ValueError, match="attention_mask holds 2 and 0 more"):
-        model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
@@ -607,51 +496,7 @@ def test_a_mask_of_ones_beside_positions_that_restart_changes_nothing(image, imp
         assert torch.equal(model(**batch, attention_mask=ones).logits, model(**batch).logits)
 
 
-@pytest.mark.parametrize(
-    "mask, positions, times",
-    [
-        ([1, 1, 1, 1, 1, 0], [0, 1, 2, 0, 1, 0], 1),
-        ([0, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 1], 2),
-        ([1, 1, 0, 0, 1, 1], [0, 1, 0, 0, 0, 1], 1),
-        ([1, 1, 1, 1, 1, 1], [0, 1, 2, 1, 2, 3], 1),
-        ([1, 1, 1, 0, 1, 1], [4, 5, 6, 0, 5, 6], 1),
-    ],
-    ids=str,
-)
-def test_refuses_positions_that_restart_under_a_mask(model, mask, positions, times):
-    with pytest.raises(ValueError, match=f"position_ids restart {times} times.*no attention_mask"):
-        model(
-            input_ids=torch.tensor([text(6)]),
-            attention_mask=torch.tensor([mask]),
-            position_ids=torch.tensor([positions]),
-        )
-
-
-def test_refuses_positions_that_restart_after_a_cache(model):
-    ids = torch.tensor([text(4)])
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="position_ids restart 1 times.*after 4 cached positions"):
-        model(
-            input_ids=ids,
-            past_key_values=cache,
-            attention_mask=torch.ones(1, 8),
-            position_ids=torch.tensor([[4, 5, 0, 1]]),
-        )
-
-
 # Labels
-
-
-@pytest.mark.parametrize("wrong", [512, -1, -101, 151329])
-@pytest.mark.parametrize("skip_logits", [False, True])
-def test_refuses_labels_outside_the_vocabulary(model, skip_logits, wrong):
-    ids = torch.tensor([text(5)])
-    labels = ids.clone()
-    labels[0, 3] = wrong
-    with pytest.raises(ValueError, match=f"labels holds {wrong}, but the vocabulary has 512"):
-        model(input_ids=ids, labels=labels, skip_logits=skip_logits)
-    with pytest.raises(ValueError, match=f"labels holds {wrong}, but the vocabulary has 512"):
-        model(input_ids=ids, shift_labels=labels.roll(1, dims=1), skip_logits=skip_logits)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

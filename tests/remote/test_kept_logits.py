@@ -9,11 +9,6 @@ from tests.helpers.tiny import EOI, grown_image, padded, pictures, text, three_i
 ATOL = 5e-6
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 def batch(image: list[int]) -> dict[str, torch.Tensor]:
     """Two rows with an image each, of which the last 5 and 3 ids are learned."""
     rows = [[*text(3, seed=1), *image, *text(6, seed=2)], [*image, *text(5, seed=3)]]

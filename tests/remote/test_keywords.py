@@ -8,18 +8,13 @@ import transformers
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OLD_CACHE
-from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, three_id_image
 
 NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 # What a release might call something: a name of its own, and each that is known for something else.
 OTHER_NAMES = ["of_a_future_release", *sorted(ATTENTION_KEYWORDS), "cache_position", "seq_idx"]
 OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OLD_CACHE]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 def rows(image: list[int]) -> dict[str, torch.Tensor]:

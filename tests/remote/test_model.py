@@ -30,11 +30,6 @@ from tests.helpers.tiny import (
 ATOL = 1e-5
 
 
-@pytest.fixture(scope="module")
-def model() -> GLM4VForCausalLM:
-    return tiny_model()
-
-
 def batch(image=None) -> dict[str, torch.Tensor]:
     image = grown_image() if image is None else image
     inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], "left")

@@ -10,7 +10,14 @@ from torch.utils._pytree import tree_leaves
 
 from glm4v_patched.remote.attention import group_samples
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import (
+    grown_image,
+    images_of,
+    padded,
+    text,
+    three_id_image,
+    tiny_model,
+)
 
 # fp32, the same sample at another place of another product. Measured 7.7e-6 (logits) and 1.8e-6
 # (gradients, relative to the largest); samples that saw each other differed by 8.3 and 1.1.
@@ -37,11 +44,6 @@ def positions(rows: list[list[list[int]]]) -> torch.Tensor:
 def pack(*rows: list[list[int]]) -> dict[str, torch.Tensor]:
     ids = torch.tensor([sum(row, []) for row in rows])
     return {"input_ids": ids, "position_ids": positions(rows), "labels": ids}
-
-
-def images_of(rows: list[list[int]]) -> list[torch.Tensor]:
-    counts = [row.count(BOI) for row in rows]
-    return list(pictures(sum(counts)).split(counts))
 
 
 def packed_run(model, *rows: list[list[int]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.tiny import BOI, NUM_IMAGE_TOKENS, tiny_model
+from tests.helpers.tiny import BOI, NUM_IMAGE_TOKENS
 
 # fp32, rows of another length with their padding. Measured 3.4e-6 on this CPU.
 ATOL = 1e-5
@@ -35,11 +35,6 @@ def processor(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats") / "published"
     write_legacy_repository(folder)
     return ChatGLMProcessor.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @torch.no_grad()

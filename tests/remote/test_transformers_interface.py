@@ -1,6 +1,7 @@
 """What others expect of every model of transformers: attentions, image features, early exit."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
+from glm4v_patched.remote.attention import eager_attention
 from glm4v_patched.remote.keywords import EMBEDS_ARE_CUT
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -17,11 +19,6 @@ from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_ima
 # fp32, the same sums in another order. Measured 2e-7 on this CPU.
 ATOL = 1e-5
 SINCE_5 = Version(transformers.__version__).major >= 5
-
-
-@pytest.fixture(scope="module")
-def model() -> GLM4VForCausalLM:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -290,3 +287,16 @@ def test_embeddings_that_are_in_the_cache_already_are_refused(model):
     with pytest.raises(ValueError, match="inputs_embeds has 3 positions but the cache holds 6"):
         inputs = torch.zeros(1, 0, dtype=torch.long)
         model.prepare_inputs_for_generation(inputs, past_key_values=cache, inputs_embeds=embeds)
+
+
+def test_the_softmax_of_eager_attention_is_in_fp32_forward_and_backward():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, n, 8).bfloat16() for n in (4, 64, 64))
+    queries = [query.clone().requires_grad_() for _ in range(2)]
+    layer = SimpleNamespace(num_key_value_groups=1)
+    out, weights = eager_attention(layer, queries[0], key, value, None, scaling=1.0)
+    want = (queries[1] @ key.transpose(-1, -2)).float().softmax(dim=-1).bfloat16()
+    assert torch.equal(weights, want)
+    for made in (out, (want @ value).transpose(1, 2)):
+        made.square().sum().backward()
+    assert torch.equal(queries[0].grad, queries[1].grad)

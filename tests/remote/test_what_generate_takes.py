@@ -10,15 +10,10 @@ from transformers import DynamicCache
 from glm4v_patched.remote.keywords import named_cache
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.legacy_repository import write_legacy_tokenizer
-from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import grown_image, pictures, text, three_id_image
 
 IMAGES = {"three ids": three_id_image, "grown": grown_image}
 BOTH_FORMS = pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model().eval()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,21 @@
+"""What several files of this folder set up: a model of the stand-in for the published code."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.helpers.legacy_repository import count_labels_of_small_images, legacy_model
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    with legacy_model(tmp_path_factory.mktemp("legacy"), dtype=torch.float32) as model:
+        count_labels_of_small_images(model)
+        yield model
+
+
+@pytest.fixture
+def legacy(loaded):
+    """In eval mode, fp32."""
+    return copy.deepcopy(loaded).eval()
