@@ -24,7 +24,8 @@ from glm4v_patched.engine.memory_plan import (
     recomputed_flop,
     states,
 )
-from glm4v_patched.engine.options import ALL_WEIGHTS, EngineOptions
+from glm4v_patched.engine.options import ALL_WEIGHTS, EngineOptions, LoraOptions
+from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import tiny_config, tiny_model
@@ -91,6 +92,15 @@ def measured_rows():
                 # Since then gradients wait on the GPUs (engine/deepspeed/gradient_buffer.py).
                 peak += 2 * count_trained(REAL, options) / batch.processes / GIB
             yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
+
+
+@pytest.mark.parametrize("trained", ["lora_lm", "lora_all"])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_are_counted_as_peft_makes_them(trained, use_dora):
+    lora = LoraOptions(rank=3, use_dora=use_dora)
+    model = select_weights(tiny_model(), trained, lora)
+    made = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert count_trained(tiny_config(), asked(trained, lora=lora)) == made
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "padded_vocab_size": 999}])
@@ -257,3 +267,4 @@ def test_free_memory_is_the_least_of_all_processes(mine, monkeypatch):
     assert free_memory() == min(mine, other)
     # A limit of this process is the others', too.
     assert free_memory(limit=5) == 5 * GIB + OUTSIDE_TORCH
+    assert free_memory(limit=100) == min(mine, other)

@@ -148,7 +148,8 @@ def test_one_process_trains_clipped_in_fp32_under_autocast():
     assert {group["lr"] for group in engine.optimizer.param_groups} == {0.25}
 
 
-def test_what_is_asked_reaches_the_model():
+@pytest.mark.parametrize("skip_logits", [True, False])
+def test_what_is_asked_reaches_the_model(skip_logits):
     given = {}
 
     def build(**options):
@@ -156,9 +157,17 @@ def test_what_is_asked_reaches_the_model():
         return tiny_model()
 
     options = replace(PLAIN, attn_implementation="eager", precision="fp32", loss_chunk_size=7)
+    options = replace(options, skip_logits=skip_logits)
     model = prepare_model(options, partial(build, extra=1))
     assert given == {"dtype": torch.float32, "attn_implementation": "eager", "extra": 1}
-    assert model.config.skip_logits and model.config.loss_chunk_size == 7 and model.training
+    assert model.config.skip_logits is skip_logits
+    assert model.config.loss_chunk_size == 7 and model.training
+
+
+def test_an_offloaded_optimizer_takes_no_more_memory_than_it_has_numbers():
+    """torch rounds pinned blocks up to powers of two."""
+    zero = deepspeed_config(replace(PLAIN, offload=True))["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

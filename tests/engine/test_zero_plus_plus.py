@@ -45,9 +45,10 @@ def test_faults_are_told_with_both_numbers(monkeypatch):
         require_zero_plus_plus(1, True, processes=2, on_cpu=False)
 
 
-def test_a_second_copy_of_the_weights_is_counted():
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_second_copy_of_the_weights_is_counted(size):
     batch = Batch(rows=1, row_length=2114, processes=16)
     config = ChatGLMConfig()
     plain = states(config, decided(recipe()), batch)
-    copied = states(config, decided(asked(zero_hpz_partition_size=8)), batch)
-    assert copied - plain == pytest.approx(2 * 13_906_320_896 / 8, rel=1e-6)
+    copied = states(config, decided(asked(zero_hpz_partition_size=size)), batch)
+    assert copied - plain == pytest.approx(2 * 13_906_320_896 / size, rel=1e-6)

@@ -142,6 +142,8 @@ def test_ids_are_prepared_as_transformers_4_prepares_them(tokenizer):
     assert prepare(ids, add_special_tokens=False)["input_ids"] == ids
     cut = prepare(ids, truncation=True, max_length=4)
     assert cut["input_ids"] == [*prefix, 72, 73]
+    fits = prepare([72], [73], truncation=True, max_length=4)
+    assert fits["input_ids"] == [*prefix, 72, 73]
     padded = prepare(ids, padding="max_length", max_length=8, return_tensors="pt")
     assert padded["input_ids"].tolist() == [*[tokenizer.pad_token_id] * 2, *prefix, *ids]
     assert padded["attention_mask"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]

@@ -123,11 +123,13 @@ def test_three_id_rows_whose_kept_positions_would_be_others_are_refused(model, w
         model(**inputs)
 
 
-def test_labels_of_neither_length_are_refused(model):
+@pytest.mark.parametrize(("labels", "kept", "keeps"), [(4, 6, 6), (20, 20, 15)])
+def test_labels_of_neither_length_are_refused(model, labels, kept, keeps):
     inputs = batch(grown_image())
-    inputs["labels"] = inputs["labels"][:, -4:]
-    with pytest.raises(ValueError, match="labels have 4 positions and the rows 15, .* keeps 6"):
-        model(**inputs, logits_to_keep=6)
+    inputs["labels"] = torch.ones(2, labels, dtype=torch.long)
+    told = f"labels have {labels} positions and the rows 15, .* keeps {keeps}:"
+    with pytest.raises(ValueError, match=told):
+        model(**inputs, logits_to_keep=kept)
 
 
 def test_a_mask_that_keeps_more_of_one_row_is_refused(model):

@@ -31,9 +31,9 @@ ATOL = 2e-6
 
 
 def batch(image=None) -> dict[str, torch.Tensor]:
-    """One row with an image and one without, supervised after the image."""
+    """One row with an image and one without, supervised after the image; id 0 is one as others."""
     image = grown_image() if image is None else image
-    rows = [[*text(3, seed=1), *image, *text(9, seed=2)], text(16, seed=3)]
+    rows = [[*text(3, seed=1), *image, 0, *text(7, seed=2), 0], text(16, seed=3)]
     inputs = padded(rows, "right")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     labels[:, :9] = -100

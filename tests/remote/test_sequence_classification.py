@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
 from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.tiny import (
+    PAD,
     golden_weights,
     grown_image,
     padded,
@@ -74,7 +75,9 @@ def test_reads_the_last_token_of_every_row(model, image, side):
 @torch.no_grad()
 @pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
 def test_without_a_mask_a_row_ends_before_its_padding(model, image):
-    given = padded(rows(image), "right") | {"pixel_values": pictures(4)}
+    """The padding id may stand in a text, too."""
+    with_padding_id = [*text(4, seed=8), PAD, *text(2, seed=9)]
+    given = padded([*rows(image), with_padding_id], "right") | {"pixel_values": pictures(4)}
     want = model(**given).logits
     given.pop("attention_mask")
     assert (model(**given).logits - want).abs().max() <= ATOL
