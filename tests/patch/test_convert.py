@@ -357,6 +357,9 @@ def test_checkpointing_that_was_on_stays_on_for_every_layer_of_both_towers(
         switch_on(legacy)
     patch_model(legacy.train())
     assert legacy.is_gradient_checkpointing is was_on
+    if was_on:
+        block = legacy.transformer.encoder.layers[0]
+        assert block._gradient_checkpointing_func.keywords["use_reentrant"] is False
     assert not hasattr(legacy.transformer.encoder, "gradient_checkpointing")
     runs = count_runs(legacy, monkeypatch)
     assert_equal(gradients(legacy), gradients(tiny_model().train()))
