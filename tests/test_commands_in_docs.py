@@ -309,10 +309,17 @@ def demo_output(reader) -> Path:
 
 
 @pytest.mark.slow
-@runs(".venv/bin/glm4v-patched demo", "from transformers import AutoModelForCausalLM")
-def test_what_the_demo_saved_answers(given, reader, demo_output):
-    [code] = [text for text in given if "from_pretrained" in text]
-    reader.python("import sys\nsys.modules['glm4v_patched'] = None\n" + code)
+@runs(
+    ".venv/bin/glm4v-patched demo",
+    "from transformers import AutoModelForCausalLM",
+    "import json\n\nimport torch\n",
+)
+def test_what_the_demo_saved_answers_and_classifies(given, reader, demo_output):
+    programs = [text for text in given if "from_pretrained" in text]
+    assert len(programs) == 3
+    for code in programs:
+        code = code.replace("max_steps=20", "max_steps=2")
+        reader.python("import sys\nsys.modules['glm4v_patched'] = None\n" + code)
 
 
 @pytest.mark.slow
