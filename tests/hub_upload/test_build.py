@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RevisionNotFoundError
 
+from glm4v_patched import __version__
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from hub_upload import build as building
 from hub_upload.build import build, read_source
@@ -65,7 +66,7 @@ def test_code_and_manifest_have_every_file_byte_for_byte(original, built):
     assert manifest["files"] == {n: {"size": len(files[n]), "sha256": hashes[n]} for n in files}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert files["requirements.txt"].decode().splitlines() == project["dependencies"]
-    assert (manifest["version"], manifest["weights_from"]) == (project["version"], None)
+    assert (manifest["version"], manifest["weights_from"]) == (__version__, None)
     assert b"Apache License" in files["LICENSE"]
     assert files["MODEL_LICENSE"].decode() == LICENSE_TEXT
     # Weights are links, so nothing has rewritten them.
