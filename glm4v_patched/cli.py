@@ -10,7 +10,7 @@ from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
 from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
-from .finetune.start_options import DEVICES, add_recipe, add_start
+from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
 from .terminal_text import doing, error_text, pip_install

@@ -17,11 +17,11 @@ from glm4v_patched import cli
 from glm4v_patched.cli import main
 from glm4v_patched.engine.deepspeed import config
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
-from glm4v_patched.finetune import ending, launch
-from glm4v_patched.finetune.checkpoints import write_manifest
-from glm4v_patched.finetune.origin import Origin, Rows, base_of
+from glm4v_patched.finetune import ending, launch, preflight
+from glm4v_patched.finetune.checkpoints import Origin, Rows, write_manifest
 from glm4v_patched.finetune.plan import Plan, check_data, settings_of
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.models.base import identify
 from glm4v_patched.terminal_text import printable
 from tests.helpers.processes import in_plain_shell
@@ -150,7 +150,7 @@ def recipe(tmp_path, monkeypatch, drawn) -> dict:
         },
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
-    monkeypatch.setattr(launch, "require_deepspeed", lambda: None)
+    monkeypatch.setattr(preflight, "require_deepspeed", lambda: None)
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("processes were started"))
     return values
 

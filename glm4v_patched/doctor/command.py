@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..finetune.start_options import DEVICES
+from ..finetune.arguments import DEVICES
 from ..terminal_text import printable
 from .findings import FAILS, Finding, as_json, table
 from .machine import check_machine

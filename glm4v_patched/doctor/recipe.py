@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ..atomic import require_apart
 from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.options import is_lora
-from ..finetune.origin import base_of
 from ..finetune.preflight import examine
 from ..finetune.recipe import Recipe, located
 from ..finetune.recipe_file import RecipeError
+from ..finetune.recipe_model import base_of
 from ..finetune.run_folder import fault_of_lock, require_usable
 from ..models.base import Base, pin
 from ..models.check_weights import require_readable, require_whole
@@ -114,6 +114,12 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     except (ValueError, OSError) as error:
         yield finding("model", FAILS, str(error))
         return
+    from ..finetune.disk import needed_space, require_space
+
+    try:
+        require_space(recipe.out, needed_space(recipe, config))
+    except ValueError as error:
+        yield finding("disk (out)", FAILS, str(error))
     yield from _check_model(recipe, base)
     of_processor = _check_processor(recipe, base, config)
     yield of_processor

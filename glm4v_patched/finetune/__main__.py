@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import training_environment
+from ..models.base import read_report
 from ..models.placement import Placement, place
-from ..terminal_text import error_text
+from ..terminal_text import error_text, listed
+from .arguments import add_recipe, add_start
 from .ending import describe_end
-from .launch import SETTINGS, prepared, require_installed
-from .preflight import check
+from .launch import prepared
+from .preflight import check, faults_of_packages
+from .process import leave, run
 from .recipe import Recipe
 from .recipe_file import RecipeError
-from .start_options import add_recipe, add_start
+from .run_folder import RECIPE
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Data may be checked for hours; who waits is ended by its launcher if process 0 is gone.
@@ -93,29 +96,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run(options: argparse.Namespace, process: Process) -> int:
     store = _join_store()
     if process.rank:
-        return _follow(options, process, store)
+        return _follow(process, store)
     try:
         recipe = _read(options, process)
         placement = Placement(process.world_size, options.device == "cpu", process.local_size)
-        with prepared(
-            recipe,
-            placement,
-            resume=options.resume_from or options.resume,
-            overwrite=options.overwrite,
-            accept_changed_data=options.accept_changed_data,
-        ) as found:
-            told = {"path": str(found.plan.path), "text": _text(found.plan.path)}
+        start = options.resume_from or options.resume, options.overwrite
+        with prepared(recipe, placement, *start, options.accept_changed_data) as (plan, _):
+            told = {"path": str(plan.path), "text": _text(plan.path)}
             store.set("start", json.dumps(told))
-            _require_all_see(store, process, found.plan.path)
+            _require_all_see(store, process, plan.path)
             store.set("go", "")
-            status = _train(options, found.plan.path)
+            status = run(plan.path)
+            if not status:
+                print(describe_end(plan.recipe, plan.placement.on_cpu), flush=True)
+            elif fault := read_report(plan.path.parent).get("error"):
+                print(f"glm4v_patched.finetune: {fault}", file=sys.stderr)
     except BaseException as error:
         # Whichever they wait for. The store is gone if the launcher has ended.
         with suppress(RuntimeError):
             for key in ("start", "go"):
                 store.set(key, json.dumps({"error": type(error).__name__}))
         raise
-    return _leave(status)
+    leave(status)
 
 
 def _read(options: argparse.Namespace, process: Process) -> Recipe:
@@ -142,27 +144,21 @@ def _join_store() -> Any:
     return found
 
 
-def _follow(options: argparse.Namespace, process: Process, store: Any) -> int:
+def _follow(process: Process, store: Any) -> int:
     """What all processes but the first do."""
     told = json.loads(store.get("start"))
-    if "error" in told:
-        return _not_begun()
-    path = Path(told["path"])
-    fault = ""
-    try:
-        if _text(path) == told["text"]:
-            require_installed(Recipe.read(path.with_name(SETTINGS)), options.device == "cpu")
-        else:
-            fault = f"{path.absolute()} is not there, or another file"
-    except (ValueError, RuntimeError) as error:
-        fault = str(error)
-    store.set(f"seen/{process.rank}", fault and f"{socket.gethostname()}: {fault}")
-    if store.get("go"):
-        return _not_begun()
-    return _leave(_train(options, path))
-
-
-def _not_begun() -> int:
+    if "error" not in told:
+        path, fault = Path(told["path"]), ""
+        try:
+            if _text(path) != told["text"]:
+                raise ValueError(f"{path.absolute()} is not there, or another file")
+            missing = faults_of_packages(Recipe.read(path.with_name(RECIPE)).flat())
+            fault = "; ".join(each.text for each in missing)
+        except (ValueError, RuntimeError) as error:
+            fault = str(error)
+        store.set(f"seen/{process.rank}", fault and f"{socket.gethostname()}: {fault}")
+        if not store.get("go"):
+            leave(run(path))
     print("glm4v_patched.finetune: not begun; process 0 says why", file=sys.stderr)
     return 1
 
@@ -178,38 +174,11 @@ def _require_all_see(store: Any, process: Process, plan: Path) -> None:
     """Raise ``ValueError`` if a machine does not see what this one has written."""
     told = [store.get(f"seen/{rank}").decode() for rank in range(1, process.world_size)]
     if faults := list(dict.fromkeys(filter(None, told))):
-        listed = "".join(f"\n  - {fault}" for fault in faults)
         raise ValueError(
             f"{len(faults)} machines or processes cannot take part; out has to be on a disk that "
-            f"all machines see, under the same path, as {plan} on {socket.gethostname()}"
-            f"{listed}"
+            f"all machines see, under the same path, as {plan} on {socket.gethostname()}\n  - "
+            + listed(faults, most=20, between="\n  - ")
         )
-
-
-def _train(options: argparse.Namespace, plan: Path) -> int:
-    from .divergence import Diverged
-    from .plan import Plan
-    from .worker import require_gpu, train
-
-    if options.device != "cpu":
-        require_gpu()
-    is_first = os.environ["RANK"] == "0"
-    try:
-        train(found := Plan.read(plan))
-    except Diverged as error:
-        if is_first:
-            print(f"glm4v_patched.finetune: {error}", file=sys.stderr)
-        return 1
-    if is_first:
-        print(describe_end(found.recipe, found.placement.on_cpu))
-    return 0
-
-
-def _leave(status: int) -> int:
-    from .worker import leave
-
-    leave(status)
-    return status
 
 
 if __name__ == "__main__":

@@ -18,24 +18,88 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..models.base import digest
 from ..terminal_text import listed
-from .origin import Origin, Rows
 
 MANIFEST = "complete.json"
 PARTIAL_MANIFEST = MANIFEST + ".partial"
 ROWS = "rows.json"
-NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", re.ASCII)
+NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are learned, in their order.
+
+    Args:
+        digests: Of each row with the bytes of its pictures.
+        lines: Where it stands in the file; of several files, with the file's name.
+        evaluated: Digest of the rows for evaluation, where they decide what is saved or when the
+            run ends.
+    """
+
+    digests: tuple[str, ...]
+    lines: tuple[int | str, ...]
+    evaluated: str | None = None
+
+    def changes_to(self, new: "Rows") -> list[str]:
+        """What is different in ``new``, a line for each kind; nothing if they are the same."""
+        changes = self._changes_to_learned(new)
+        if self.evaluated and new.evaluated and self.evaluated != new.evaluated:
+            changes.append("rows for evaluation: others; the best so far is of those there")
+        return changes
+
+    def _changes_to_learned(self, new: "Rows") -> list[str]:
+        if self.digests == new.digests:
+            return []
+        there, now = len(self.digests), len(new.digests)
+        changed = [
+            line for line, a, b in zip(new.lines, self.digests, new.digests, strict=False) if a != b
+        ]
+        counts = Counter(self.digests), Counter(new.digests)
+        if counts[0] == counts[1]:
+            return [f"rows: the same {now}, in another order from line {changed[0]} on"]
+        gone, come = _lines_of(self, counts[0] - counts[1]), _lines_of(new, counts[1] - counts[0])
+        if there == now and len(changed) == len(come):
+            return [f"rows: {now} there and now, {_count(changed, 'differ')}"]
+        changes = f"{_count(gone, 'are gone')}; {_count(come, 'are new')}"
+        return [f"rows: {there} there, {now} now; {changes}"]
+
+
+def _lines_of(rows: Rows, wanted: Counter) -> list[int | str]:
+    """Where so many rows of each digest stand; of equal ones, the last."""
+    lines: list[int | str] = []
+    for row, line in zip(reversed(rows.digests), reversed(rows.lines), strict=True):
+        if wanted[row] > 0:
+            wanted[row] -= 1
+            lines.append(line)
+    return lines[::-1]
+
+
+def _count(lines: Sequence[int | str], what: str, most: int = 5) -> str:
+    if not lines:
+        return f"0 {what}"
+    places = ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")
+    return f"{len(lines)} {what} (line{'s' if len(lines) > 1 else ''} {places})"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run and its continuation must have in common."""
+
+    settings: dict[str, Any]
+    base: dict[str, str]
+    rows: Rows
 
 
 class _Strict(BaseModel):
@@ -84,44 +148,6 @@ class Manifest(_Strict):
             raise ValueError(str(error)) from None
 
 
-class CompletionMarker(TrainerCallback):
-    """Marks each checkpoint of the Trainer complete, and keeps the newest ones.
-
-    All processes must see one file system. The Trainer's own ``save_total_limit`` must stay unset:
-    it deletes the old checkpoint before the new one is complete.
-
-    Args:
-        origin: What a run that continues from here must have in common with this one.
-        keep: How many complete checkpoints to keep, or None for all; others are never deleted, nor
-            are those that are links, nor the one with the best evaluation.
-    """
-
-    def __init__(self, origin: Origin, keep: int | None = None):
-        self.origin = origin
-        self.keep = keep
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # The Trainer saves at the end in any case; the trained model is about to be saved itself,
-        # and from a checkpoint of the last step the Trainer would resume into one step more.
-        if state.global_step >= state.max_steps:
-            control.should_save = False
-        return control
-
-    on_epoch_end = on_step_end  # a strategy of epochs asks for it here
-
-    def on_save(self, args, state, control, **kwargs):
-        args.distributed_state.wait_for_everyone()
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir)
-            saved = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            if 0 < state.max_steps <= state.global_step:  # a strategy of the best asks for it later
-                shutil.rmtree(saved)
-                return
-            write_manifest(saved, self.origin)
-            if self.keep is not None:
-                _delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)
-
-
 def write_manifest(checkpoint: Path, origin: Origin) -> None:
     """Declare everything in a checkpoint folder to be complete, once it is on the disk."""
     (checkpoint / ROWS).write_text(json.dumps(asdict(origin.rows)))
@@ -161,7 +187,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
+def delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
     complete = [
         checkpoint
         for checkpoint in checkpoints_in(folder)
@@ -284,7 +310,7 @@ def require_same_settings(
     """Raise ``ValueError`` naming what differs from the run that wrote a complete checkpoint.
 
     Args:
-        settings, base: Of :class:`identity.Origin`.
+        settings, base: Of :class:`Origin`.
         defaults: Values of settings that there were not yet when an older checkpoint was written.
     """
     written = Manifest.read(checkpoint)

@@ -50,8 +50,9 @@ class DivergenceWatch(TrainerCallback):
         self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
         self._left_out = torch.zeros((), dtype=torch.float64, device=args.device)
         self.limit = min(self.limit, max(state.max_steps - state.global_step, 1))
-        if names := name_not_finite(model.named_parameters()):
-            raise Diverged(f"the model holds NaN or infinity before the first step, {names}")
+        if names := WeightsCheck(model.named_parameters()).names():
+            told = "the model holds NaN or infinity before the first step"
+            raise Diverged(f"{told}, {describe(names)}")
 
     def see(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
         """Take note of a batch; returns the loss, or 0 for one that is not finite.
@@ -136,7 +137,8 @@ class WeightsCheck:
         for name, parameter in named:
             if parameter.is_floating_point():
                 self._names.append(name.removeprefix("base_model.model."))
-                parts.append(_own_part(parameter))
+                # What this process holds; under ZeRO-3 without the padding of the last shard.
+                parts.append(own_shard(parameter) if is_sharded(parameter) else parameter.data)
         self._pool = ThreadPoolExecutor(1)
         self._found: Future[Tensor] = self._pool.submit(_are_not_finite, parts)
 
@@ -149,14 +151,7 @@ class WeightsCheck:
         return [name for name, bad in zip(self._names, found.tolist(), strict=True) if bad]
 
 
-def name_not_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """In how many of all tensors there is NaN or infinity, and which; empty if in none."""
-    return describe(WeightsCheck(named).names())
-
-
 def describe(names: list[str]) -> str:
-    if not names:
-        return ""
     return f"in {len(names)} tensors: {listed(names, NAMED)}"
 
 
@@ -172,8 +167,3 @@ def _are_not_finite(parts: list[Tensor]) -> Tensor:
         for index in suspects.nonzero().flatten().tolist():
             suspects[index] = (~parts[index].isfinite()).any()
     return suspects
-
-
-def _own_part(parameter: nn.Parameter) -> Tensor:
-    """What this process holds of a weight; under ZeRO-3 without the padding of the last shard."""
-    return own_shard(parameter) if is_sharded(parameter) else parameter.data

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,25 +14,29 @@ import psutil
 
 from ..atomic import require_apart
 from ..data.rows import require_first_rows
-from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
+from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.environment import environments_of_ranks, python_module, training_environment
-from ..engine.options import is_lora, require_packages
+from ..engine.options import is_lora
 from ..models.base import pin, read_report, require_recorded_base
 from ..models.check_weights import require_whole
 from ..models.placement import Placement
-from ..terminal_text import doing, own_command, pip_install, printable
-from .disk import fault_of_space
-from .origin import base_of, is_longer, length_of
+from ..terminal_text import doing, own_command, printable
+from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
-from .recipe_trainer import save_strategy
-from .run_folder import begin, close_record, locked, require_usable
+from .recipe_model import base_of
+from .recipe_trainer import is_longer, length_of, save_strategy
+from .run_folder import (
+    CHECKED_DATA,
+    RECIPE,
+    begin,
+    close_record,
+    locked,
+    require_usable,
+)
 
 if TYPE_CHECKING:
     from ..data.checked_data import CheckedData
     from .plan import Plan
-
-SETTINGS = "recipe.json"
-"""In ``out``: the recipe, as it is run."""
 
 # Processes that are told to end do so at once, unless they hang in a driver.
 SECONDS_TO_END = 10
@@ -65,7 +67,7 @@ def launch(
     run can write to ``recipe.out``.
 
     Args:
-        placement: Of :func:`preflight.place`.
+        recipe, placement: Of :func:`preflight.check`.
         resume: True, to continue from the last complete checkpoint in ``recipe.out``, or from the
             beginning if there is none; or the checkpoint there to continue from. Incomplete
             checkpoints in the way are renamed.
@@ -76,30 +78,22 @@ def launch(
             (:mod:`summary`), and do none of it.
 
     Raises:
-        RuntimeError: DeepSpeed or what it needs is missing, a killed process left DeepSpeed's lock
-            behind, what its choices need is missing, or the training failed or diverged.
-        ValueError: the data cannot be used, ``recipe.out`` holds what may not be replaced or
-            another run writes to it, the checkpoint is incomplete, or of a run with other settings,
-            another model or other data.
+        RuntimeError: a killed process left DeepSpeed's lock behind, or the training failed or
+            diverged.
+        ValueError: the data cannot be used, the disk or the memory does not suffice,
+            ``recipe.out`` holds what may not be replaced or another run writes to it, the
+            checkpoint is incomplete, or of a run with other settings, another model or other data.
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
-    if dry_run:
-        with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
-            if resume:
-                print(_describe_start(found.plan), flush=True)
+    start = resume, overwrite, accept_changed_data
+    with prepared(recipe, placement, *start, writes=not dry_run) as (plan, checked):
+        if dry_run:
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
-        return
-    with prepared(recipe, placement, resume, overwrite, accept_changed_data) as found:
-        _train(found)
-
-
-@dataclass(frozen=True)
-class Checked:
-    """``remove`` is for :func:`run_folder.begin`."""
-
-    plan: "Plan"
-    data: "CheckedData"
-    remove: list[str]
+            return
+        _train(plan)
+    if checked.skipped:
+        total = checked.skipped + checked.counts.rows
+        print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
 
 
 @contextmanager
@@ -109,51 +103,27 @@ def prepared(
     resume: bool | Path = False,
     overwrite: bool = False,
     accept_changed_data: bool = False,
-) -> Iterator[Checked]:
-    """All that comes before the first training process, once for all of them. ``recipe.out`` stays
-    locked until they have ended. Takes and raises what :func:`launch` does."""
-    with _checked(recipe, placement, resume, overwrite, accept_changed_data) as found:
-        folder = Path(recipe.out)
-        begin(folder, found.remove)
-        try:
-            _write_start(found, bool(resume))
-            yield found
-        except BaseException:
-            with suppress(OSError):  # of a full disk, the first error is the one to be told
-                close_record(folder, is_lora(recipe.trained))
-            raise
-        close_record(folder, is_lora(recipe.trained))
-
-
-@contextmanager
-def _checked(
-    recipe: Recipe,
-    placement: Placement,
-    resume: bool | Path,
-    overwrite: bool,
-    accept_changed_data: bool,
-) -> Iterator[Checked]:
-    """Check all that can be checked, and say what is about to be done; writes nothing."""
-    require_installed(recipe, placement.on_cpu)
-    engine = recipe.engine
+    writes: bool = True,
+) -> Iterator[tuple["Plan", "CheckedData"]]:
+    """All that comes before the first training process, once for all of them: check all that can be
+    checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
+    they have ended. Takes and raises what :func:`launch` does."""
+    engine, folder = recipe.engine, Path(recipe.out)
     require_zero_plus_plus(
         engine.zero_hpz_partition_size,
         engine.zero_quantized_weights or engine.zero_quantized_gradients,
         placement.processes,
         placement.on_cpu,
     )
-    base = base_of(recipe)
-    folder = Path(recipe.out)
+    base, adapters = base_of(recipe), is_lora(recipe.trained)
     models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
     for model in models:
         require_apart(folder, model)
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
         inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
-        extends = is_longer(read_report(folder).get("length"), length_of(recipe))
-        remove = require_usable(
-            folder, inputs, is_lora(recipe.trained), bool(resume), overwrite, extends
-        )
+        extends = is_longer(read_report(folder).get("length"), length_of(recipe.trainer))
+        remove = require_usable(folder, inputs, adapters, bool(resume), overwrite, extends)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
         with doing("looking at the model"):  # transformers is imported
@@ -164,135 +134,80 @@ def _checked(
             recipe = recipe.override({"revision": base.revision})
         # Late: what comes before is answered at once.
         with doing("loading torch and transformers"):
+            from ..models.loading import config_of
+            from .disk import needed_space, require_space
             from .plan import check_data, make_plan, starting_point
-
+            from .summary import describe
+        require_space(recipe.out, needed_space(recipe, config_of(base)))
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
-        if resume and checkpoint is None and read_report(folder).get("finished"):
-            raise ValueError(
-                f"the training in {folder} is finished and left no checkpoint, so that it cannot "
-                "be made longer; to train further, give a new run that folder as model"
-            )
         with doing("reading rows and pictures"):
             checked = check_data(recipe, base)
         plan = make_plan(recipe, placement, checked, base, checkpoint, accept_changed_data)
-        _announce(plan, checked)
-        yield Checked(plan, checked, remove)
+        print(printable(describe(plan, checked), kept="\n\t"), flush=True)
+        plan.require_room()
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        if checkpoint is not None:
+            print(f"training continues from {checkpoint}, after step {done}", flush=True)
+        elif resume:
+            told = f"no complete checkpoint in {folder}: training starts from the beginning"
+            print(told, flush=True)
+        if not writes:
+            yield plan, checked
+            return
+        begin(folder, remove)
+        try:
+            if resume:
+                set_incomplete_aside(folder, after_step=done)
+            recipe.write(folder / RECIPE)
+            checked.write(folder / CHECKED_DATA)
+            plan.write()
+            yield plan, checked
+        except BaseException:
+            with suppress(OSError):  # of a full disk, the first error is the one to be told
+                close_record(folder, adapters)
+            raise
+        close_record(folder, adapters)
 
 
-def _announce(plan: "Plan", checked: "CheckedData") -> None:
-    """Say what is about to be done; raise ``ValueError`` if the disk is too small for it, now that
-    the number of steps is known, or the machine's memory."""
-    from .summary import describe, fault_of_memory
-
-    if plan.changes:
-        print(_describe_changes(plan), flush=True)
-    print(printable(describe(plan, checked), kept="\n\t"), flush=True)
-    if fault := fault_of_memory(plan):
-        raise ValueError(fault)
-    if text := fault_of_space(plan.recipe.flat(), plan.steps):
-        raise ValueError(f"out is {plan.recipe.out}: {text}")
-
-
-def require_installed(recipe: Recipe, on_cpu: bool) -> None:
-    """Raise ``RuntimeError`` if what the recipe needs is missing on this machine."""
-    if recipe.engine.zero_stage:
-        if version("transformers") == "5.1.0":
-            raise RuntimeError(
-                "transformers 5.1.0 does not hand a model to DeepSpeed; expected another: "
-                + pip_install("-U", "transformers")
-            )
-        require_deepspeed()
-    require_packages(recipe.trained)
-    require_packages(recipe.engine.optimizer)
-
-
-def _write_start(found: Checked, resume: bool) -> None:
-    from .checkpoints import set_incomplete_aside, step_of
-    from .plan import CHECKED_DATA
-
-    plan, folder = found.plan, Path(found.plan.recipe.out)
-    if resume:
-        print(_describe_start(plan), flush=True)
-        done = 0 if plan.checkpoint is None else step_of(plan.checkpoint)
-        set_incomplete_aside(folder, after_step=done)
-    plan.recipe.write(folder / SETTINGS)
-    found.data.write(folder / CHECKED_DATA)
-    plan.write()
-
-
-def _train(found: Checked) -> None:
-    plan, recipe, placement = found.plan, found.plan.recipe, found.plan.placement
-    settings = Path(recipe.out, SETTINGS)
-    processes, on_cpu = placement.processes, placement.on_cpu
+def _train(plan: "Plan") -> None:
+    recipe, settings = plan.recipe, plan.path.with_name(RECIPE)
+    processes, on_cpu = plan.placement.processes, plan.placement.on_cpu
     common = training_environment(processes, on_cpu)
-    environments = [common | each for each in environments_of_ranks(processes)]
-    if not recipe.engine.zero_stage:
+    if recipe.engine.zero_stage:
+        environments = [common | each for each in environments_of_ranks(processes)]
+    elif on_cpu:
         environments = [common]
-        if not on_cpu:
-            # The Trainer would spread a single process over all GPUs that it sees.
-            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-            environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
-    command = python_module("glm4v_patched.finetune.rank", str(plan.path), "--end-with-stdin")
-    if not on_cpu:
-        command += ["--require-gpu"]
+    else:
+        # The Trainer would spread a single process over all GPUs that it sees.
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
+    command = python_module("glm4v_patched.finetune.process", str(plan.path), "--end-with-stdin")
     try:
         ended = _run(command, environments)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
-        raise TrainingStopped(
-            f"training was stopped by {number.name}{_how_to_resume(recipe, settings, placement)}",
-            number,
-        ) from None
+        told = f"training was stopped by {number.name}{_how_to_resume(plan)}"
+        raise TrainingStopped(told, number) from None
     if ended and (error := read_report(settings.parent).get("error")):
         raise RuntimeError(f"{error} (settings: {settings})")
     if ended:
         raise RuntimeError(
             f"training on {processes} processes failed: {ended} (settings: {settings})"
-            f"{_how_to_resume(recipe, settings, placement)}"
+            f"{_how_to_resume(plan)}"
         )
-    if found.data.skipped:
-        total = found.data.skipped + found.data.counts.rows
-        print(f"{found.data.skipped:,} of {total:,} rows were left out", flush=True)
 
 
-def _describe_start(plan: "Plan") -> str:
-    from .checkpoints import step_of
-
-    if plan.checkpoint is None:
-        return f"no complete checkpoint in {plan.recipe.out}: training starts from the beginning"
-    return f"training continues from {plan.checkpoint}, after step {step_of(plan.checkpoint)}"
-
-
-def _describe_changes(plan: "Plan") -> str:
-    if plan.recipe.data.pack_to is not None:
-        order = "conversations may be packed into other rows, in another order"
-    elif any(" are gone" in change for change in plan.changes):
-        order = (
-            "the order of rows is drawn from the seed and their number: of the epoch that was "
-            "stopped, some may come a second time and others not at all"
-        )
-    else:
-        order = (
-            "the order of places in the file stays as it was, as their number has not changed: the "
-            "epoch that was stopped goes on with what stands there now"
-        )
-    listed = "".join(f"\n  - {change}" for change in plan.changes)
-    return f"the data has changed since {plan.checkpoint} was written:{listed}\n{order}"
-
-
-def _how_to_resume(recipe: Recipe, settings: Path, placement: Placement) -> str:
-    from .checkpoints import last_complete_checkpoint
-
-    if save_strategy(recipe.trainer.model_dump()) == "no":
+def _how_to_resume(plan: "Plan") -> str:
+    if save_strategy(plan.recipe.trainer) == "no":
         return "\nno weights are kept: trainer.save_steps asks for checkpoints"
-    checkpoint = last_complete_checkpoint(Path(recipe.out))
+    checkpoint = last_complete_checkpoint(plan.path.parent)
     place = "from the beginning, for no checkpoint is complete"
     if checkpoint is not None:
         place = f"from {checkpoint}"
-    options = ["--processes", str(placement.processes)]
-    options += [*(["--device", "cpu"] if placement.on_cpu else []), "--resume"]
-    command = own_command("train", str(settings), *options)
+    options = ["--processes", str(plan.placement.processes)]
+    options += [*(["--device", "cpu"] if plan.placement.on_cpu else []), "--resume"]
+    command = own_command("train", str(plan.path.with_name(RECIPE)), *options)
     return f"\nto continue {place}:\n  {command}"
 
 

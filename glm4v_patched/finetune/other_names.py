@@ -1,9 +1,9 @@
 """What people write who come from LLaMA-Factory, ms-swift, TRL or unsloth, in a recipe's words.
 
-What ``TrainingArguments`` calls so is in :mod:`training_arguments`.
+What ``TrainingArguments`` calls so is in :mod:`recipe_trainer`.
 """
 
-from .training_arguments import INSTEAD, reason_against
+from .recipe_trainer import INSTEAD, reason_against
 
 _TRAINED = "trained: lora_lm (the language model) or lora_all (the vision tower, too)"
 _FROZEN = "trained, whose lm, lora_lm and qlora leave the vision tower as it is"

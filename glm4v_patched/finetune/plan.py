@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter
 from ..atomic import write_atomically
 from ..data.check import check_sets
 from ..data.checked_data import BatchRows, CheckedData
+from ..engine import memory_check
 from ..engine.gpus import free_on_gpus
 from ..engine.memory_plan import (
     GIB,
@@ -27,16 +28,22 @@ from ..engine.memory_plan import (
     within_limit,
 )
 from ..engine.options import EngineOptions, is_lora
-from ..models.base import Base, identify, pin
+from ..models.base import Base, identify, read_report
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
-from .checkpoints import Manifest, changes_of_data, choose_checkpoint, require_same_settings
-from .origin import Origin, Rows, base_of, is_longer, length_of
+from .checkpoints import (
+    Manifest,
+    Origin,
+    Rows,
+    changes_of_data,
+    choose_checkpoint,
+    require_same_settings,
+)
+from .disk import Space, needed_space, require_space
 from .recipe import Recipe, may_change
-from .recipe_trainer import total_steps
-
-PLAN, CHECKED_DATA = "plan.json", "data.json"
-"""In ``out``: the plan, and what the check found of the data."""
+from .recipe_model import base_of
+from .recipe_trainer import is_longer, length_of, total_steps
+from .run_folder import CHECKED_DATA, PLAN
 
 # What was fixed before there was a field for it, where its default is another.
 BEFORE = {"lora.alpha": 8}
@@ -58,6 +65,7 @@ class Plan:
         steps: All that are trained, those before the checkpoint among them.
         free: Bytes free on each GPU when this was decided, the least of them; 0 on a CPU.
         needed: Bytes of each GPU that a step takes at most, as estimated.
+        space: Of the disk.
         checkpoint: What is continued from, in ``out``.
         changes: Of the rows since the checkpoint was written, which were accepted; a line each.
     """
@@ -74,6 +82,7 @@ class Plan:
     steps: int
     free: float
     needed: float
+    space: Space
     checkpoint: Path | None = None
     changes: tuple[str, ...] = ()
 
@@ -102,6 +111,15 @@ class Plan:
     def origin(self, checked: CheckedData) -> Origin:
         settings = settings_of(self.recipe, self.placement.processes)
         return Origin(settings, self.files, rows_of(self.recipe, checked))
+
+    def require_room(self) -> None:
+        """Raise ``ValueError`` where the training surely does not fit into this machine's memory,
+        or onto its disk."""
+        config, share = config_of(self.base), self.placement.share
+        fault = memory_check.fault_of_memory(config, self.options, self.batch, self.free, share)
+        if fault:
+            raise ValueError(fault)
+        require_space(self.recipe.out, self.space)
 
     def require_true(self) -> None:
         """See that this process, which has joined the others, finds what was planned with.
@@ -140,21 +158,20 @@ def make_plan(
     recipe: Recipe,
     placement: Placement,
     checked: CheckedData,
-    base: Base | None = None,
+    base: Base,
     checkpoint: Path | None = None,
     accept_changed_data: bool = False,
 ) -> Plan:
     """Decide all that is open, for such rows and this machine.
 
     Args:
-        base: Pinned; :func:`base_of` has it.
+        base: Of :func:`base_of`, pinned.
         checkpoint: Of :func:`starting_point`.
         accept_changed_data: Whether the checkpoint's rows may have been others.
 
     Raises:
         ValueError: they were, and may not.
     """
-    base = base or pin(base_of(recipe))
     config = config_of(base)
     rows = checked.batch_rows()
     batch = batch_of(recipe, rows, placement.processes)
@@ -162,7 +179,7 @@ def make_plan(
     here = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
     free = within_limit(free, recipe.engine.memory_limit)
-    options = decide(config, options_of(recipe), batch, free, steps)
+    options = decide(config, recipe.engine_options(), batch, free, steps)
     changes: list[str] = []
     if checkpoint is not None:
         changes = changes_of_data(checkpoint, rows_of(recipe, checked), accept_changed_data)
@@ -178,6 +195,7 @@ def make_plan(
         steps=steps,
         free=free,
         needed=estimate(config, options, batch),
+        space=needed_space(recipe, config, steps),
         checkpoint=checkpoint,
         changes=tuple(changes),
     )
@@ -191,26 +209,28 @@ def digest_of(checked: CheckedData) -> str:
     return hashlib.sha256("\n".join([*learned, *evaluated]).encode()).hexdigest()
 
 
-def starting_point(
-    recipe: Recipe, processes: int, resume: bool | Path, base: Base | None = None
-) -> Path | None:
+def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Base) -> Path | None:
     """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
-
-    Args:
-        base: Of :func:`base_of`, which is asked by default.
 
     Raises:
         ValueError: none can be chosen, or it is of a run with other settings or another model.
     """
-    checkpoint = choose_checkpoint(Path(recipe.out), resume)
-    if checkpoint is not None:
-        settings = settings_of(recipe, processes)
-        files = identify(base or base_of(recipe))
-        there = Manifest.read(checkpoint).settings
-        length = {f"trainer.{name}": value for name, value in length_of(recipe).items()}
-        if is_longer({name: there[name] for name in length if name in there}, length):
-            settings |= {name: there[name] for name in length}
-        require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
+    folder = Path(recipe.out)
+    checkpoint = choose_checkpoint(folder, resume)
+    if checkpoint is None:
+        if resume and read_report(folder).get("finished"):
+            raise ValueError(
+                f"the training in {folder} is finished and left no checkpoint, so that it cannot "
+                "be made longer; to train further, give a new run that folder as model"
+            )
+        return None
+    settings = settings_of(recipe, processes)
+    there = Manifest.read(checkpoint).settings
+    length = {f"trainer.{name}": value for name, value in length_of(recipe.trainer).items()}
+    if is_longer({name: there[name] for name in length if name in there}, length):
+        settings |= {name: there[name] for name in length}
+    files = identify(base)
+    require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
     return checkpoint
 
 
@@ -223,15 +243,6 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     if is_lora(recipe.trained) and recipe.lora.alpha is None:
         decisive["lora.alpha"] = 2 * recipe.lora.rank
     return decisive | {"processes": processes}
-
-
-def options_of(recipe: Recipe) -> EngineOptions:
-    """What the recipe asks of the engine, "auto" where it leaves that open."""
-    return EngineOptions(
-        trained=recipe.trained,
-        lora=recipe.lora.options(recipe.trained),
-        **recipe.engine.model_dump(),
-    )
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:

@@ -6,21 +6,22 @@ The command line checks once, not each training process.
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..data.source import Source, fault_of_path, fault_of_set, make_sources
+from ..engine.deepspeed.config import require_deepspeed
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
 from ..engine.options import require_packages
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
-from .disk import fault_of_space
-from .origin import base_of
 from .recipe import Recipe, check_values, located
 from .recipe_file import Document, Fault, read_document, shown
+from .recipe_model import base_of
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
 
@@ -91,7 +92,9 @@ def _faults_here(
         "model": fault_of_model,
         "data.train": fault_of_path,
         "data.eval": fault_of_path,
-        "data.image_folder": _fault_of_image_folder,
+        "data.image_folder": lambda folder: (
+            None if os.path.isdir(folder) else "there is no such folder"
+        ),
         "data.reuse_features": fault_of_folder,
         "out": fault_of_folder,
     }
@@ -103,17 +106,30 @@ def _faults_here(
         if name == "data.eval" and text and re.fullmatch(r"[\d.]+ ?%?", value):
             text += "; a share of the rows is a number without quotes or %: 0.05"
         if name == "out":
-            text = text or fault_of_pictures(Path(value)) or fault_of_space(known)
+            text = text or fault_of_pictures(Path(value))
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):
-        for source in _sets_of(known.get(name)):
+        sets: Sequence[Source] = ()
+        with suppress(ValueError):  # which is reported elsewhere
+            sets = make_sources(known[name], {}) if isinstance(known.get(name), list) else ()
+        for source in sets:
             if text := fault_of_set(source):
                 yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     yield from faults_of_device(known, device, processes)
-    for name in ("trained", "engine.optimizer"):
+    yield from faults_of_packages(known)
+
+
+def faults_of_packages(known: Mapping[str, Any]) -> Iterator[Fault]:
+    """What a recipe's values need and is missing on this machine, or does not fit."""
+    checks = {
+        "trained": require_packages,
+        "engine.optimizer": require_packages,
+        "engine.zero_stage": lambda stage: require_deepspeed() if stage else None,
+    }
+    for name, require in checks.items():
         try:
-            require_packages(known.get(name, ""))
+            require(known.get(name))
         except RuntimeError as error:
             yield Fault(name, str(error))
 
@@ -151,16 +167,3 @@ def _fault_of_adapters(recipe: Recipe) -> str | None:
         return str(error)
     fault = None if base.adapters is None else fault_of_model(base.model)
     return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
-
-
-def _sets_of(value: Any) -> Sequence[Source]:
-    if not isinstance(value, list):
-        return ()
-    try:
-        return make_sources(value, {})
-    except ValueError:
-        return ()  # which is reported elsewhere
-
-
-def _fault_of_image_folder(folder: str) -> str | None:
-    return None if os.path.isdir(folder) else "there is no such folder"

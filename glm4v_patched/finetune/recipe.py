@@ -16,12 +16,16 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
 from ..atomic import write_atomically
 from ..engine.options import (
     LANGUAGE_TARGETS,
     PARTS,
     TOWER_TARGETS,
     TRAINED,
+    EngineOptions,
     LoraOptions,
     check_trained,
     is_lora,
@@ -39,7 +43,7 @@ from .recipe_file import (
     shown,
     shown_name,
 )
-from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, whole_section
+from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, refusal, whole_section
 from .recipe_types import (
     MAY_CHANGE,
     AtLeastOne,
@@ -50,21 +54,8 @@ from .recipe_types import (
     Text,
     check_whole,
     conflicts,
-    rule,
+    refuse,
 )
-from .training_arguments import refusal
-
-# isort: split
-# After .fields, which says what to install where they are missing.
-from pydantic import (
-    BeforeValidator,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
 
 TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
 Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
@@ -185,12 +176,6 @@ class Recipe(Section):
     may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
     NaN, every later step is such a one."""
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "Recipe":
-        if faults := conflicts(self.flat()):
-            raise ValueError("\n".join(fault.text for fault in faults))
-        return self
-
     @classmethod
     def of(cls, values: Any) -> "Recipe":
         """Raises :class:`RecipeError` with all faults."""
@@ -209,6 +194,11 @@ class Recipe(Section):
         if misplaced:
             raise RecipeError.of([fault.text for fault in misplaced])
         return self.of(nested)
+
+    def engine_options(self) -> EngineOptions:
+        """What is asked of the engine, "auto" where that is left open."""
+        lora = self.lora.options(self.trained)
+        return EngineOptions(trained=self.trained, lora=lora, **self.engine.model_dump())
 
     def flat(self) -> dict[str, Any]:
         """Values by dotted names."""
@@ -278,8 +268,7 @@ def check_values(values: Any) -> Checked:
         if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
             known[name] = _join_parts(value) if name == "trained" else value
     faults += conflicts(known)
-    assert (recipe is None) == bool(faults)
-    return Checked(recipe, faults, known)
+    return Checked(None if faults else recipe, faults, known)
 
 
 def _kind_of(values: Mapping) -> type[Recipe]:
@@ -393,8 +382,6 @@ def _faults_of(error: ValidationError, recipe: type[Recipe]) -> Iterator[Fault]:
     for detail in error.errors(include_url=False, include_context=False):
         path = [str(part) for part in detail["loc"]]
         kind, value = detail["type"], detail["input"]
-        if not path:
-            continue  # the fields together: reported by conflicts()
         if kind in ("extra_forbidden", "invalid_key"):
             yield Fault(".".join(path), _unknown(path, recipe))
             continue
@@ -479,136 +466,94 @@ def _unknown(path: Sequence[str], recipe: type[Recipe]) -> str:
     return f"{told}; expected {_some([*around.model_fields], 'or')}"
 
 
-@rule("engine.offload", "engine.zero_stage")
-def _offload_needs_zero(offload, zero_stage) -> str | None:
-    if offload is True and zero_stage == 0:
-        return (
-            "engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
-            "engine.zero_stage 1, 2 or 3, or engine.offload to be false"
-        )
-    return None
-
-
-@rule("engine.offload", "engine.optimizer")
-def _offload_needs_adamw(offload, optimizer) -> str | None:
-    if offload is True and optimizer == "adamw_8bit":
-        return (
-            "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be "
-            "adamw, or engine.offload to be false"
-        )
-    return None
-
-
-@rule("engine.zero_hpz_partition_size", "engine.zero_stage")
-def _second_copies_need_stage_3(size, zero_stage) -> str | None:
-    if size > 1 and zero_stage != 3:
-        return (
-            f"engine.zero_hpz_partition_size {size} with engine.zero_stage {zero_stage}: only "
-            "stage 3 shards weights; expected engine.zero_stage 3, or 1 in its place"
-        )
-    return None
-
-
-@rule("engine.zero_quantized_weights", "engine.zero_quantized_gradients", "engine.zero_stage")
-def _quantized_gathers_need_stage_3(weights, gradients, zero_stage) -> str | None:
-    if (weights or gradients) and zero_stage != 3:
-        return (
-            f"engine.zero_quantized_weights or _gradients with engine.zero_stage {zero_stage}: "
-            "only stage 3 gathers weights; expected engine.zero_stage 3, or false"
-        )
-    return None
-
-
-@rule("trained", "engine.zero_stage")
-def _four_bits_are_not_sharded(trained, zero_stage) -> str | None:
-    if trained == "qlora" and zero_stage != 0:
-        return (
-            f"qlora with engine.zero_stage {zero_stage}: weights of 4 bits cannot be sharded; "
-            "expected engine.zero_stage 0, and one process"
-        )
-    return None
-
-
-@rule("engine.fp8", "trained")
-def _four_bits_are_not_fp8(fp8, trained) -> str | None:
-    if fp8 and trained == "qlora":
-        return (
-            "engine.fp8 with trained qlora, whose weights have 4 bits; expected trained lora_lm, "
-            "or engine.fp8 to be false"
-        )
-    return None
-
-
-@rule("engine.fp8", "engine.precision")
-def _fp8_is_faster_bf16(fp8, precision) -> str | None:
-    if fp8 and precision == "fp32":
-        return (
-            "engine.fp8 with engine.precision fp32: products in fp8 give bf16; expected "
-            "engine.precision bf16, or engine.fp8 to be false"
-        )
-    return None
-
-
-@rule("engine.fp8", "trained", "lora.use_dora")
-def _dora_needs_plain_weights(fp8, trained, use_dora) -> str | None:
-    if fp8 and use_dora and is_lora(trained):
-        return (
-            "engine.fp8 with lora.use_dora: DoRA takes norms of weights, which are then in fp8; "
-            "expected lora.use_dora to be null, or engine.fp8 to be false"
-        )
-    return None
-
-
-@rule("engine.fp8", "engine.zero_quantized_weights")
-def _weights_travel_in_8_bits_once(fp8, quantized) -> str | None:
-    if fp8 and quantized:
-        return (
-            "engine.fp8 with engine.zero_quantized_weights, which quantises in another way what is "
-            "gathered; expected one of them to be false"
-        )
-    return None
-
-
-@rule("revision", "model")
-def _folders_have_no_revision(revision, model) -> str | None:
-    if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        return None  # it is of the model under the adapters
-    if revision is not None and os.path.isdir(model):
-        return f"revision is {shown(revision)} of {model}, a folder; expected null"
-    return None
-
-
-@rule("data.reuse_features", "trained")
-def _trained_features_change(reuse_features, trained) -> str | None:
-    if reuse_features and trains_vision(trained):
-        return (
-            f"data.reuse_features with trained {trained}, which trains the vision tower or its "
-            "adapter: its features change with every step; expected trained to be lm, lora_lm or "
-            "qlora, or data.reuse_features to be false"
-        )
-    return None
-
-
-@rule("lora.targets", "trained")
-def _targets_are_there(targets, trained) -> str | None:
-    if targets is None or not is_lora(trained):
-        return None
-    if not targets:
-        return "lora.targets is an empty list; expected names of linear layers, or null"
-    known = {*LANGUAGE_TARGETS} | ({*TOWER_TARGETS} if trained == "lora_all" else set())
-    if targets != "all-linear" and (others := sorted({*targets} - known)):
-        return (
-            f"lora.targets has {', '.join(others)}, of the vision tower, and trained is {trained}; "
-            "expected lora_all"
-        )
-    return None
-
-
-@rule("lora.use_dora", "trained", "engine.zero_stage")
-def _dora_needs_whole_weights(use_dora, trained, zero_stage) -> str | None:
-    if use_dora and is_lora(trained) and zero_stage == 3:
-        return (
-            "lora.use_dora with engine.zero_stage 3: DoRA takes norms of whole weights, and ZeRO-3 "
-            "shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null"
-        )
-    return None
+refuse(
+    "engine.offload, engine.zero_stage",
+    lambda offload, zero_stage: offload is True and zero_stage == 0,
+    "engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
+    "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
+)
+refuse(
+    "engine.offload, engine.optimizer",
+    lambda offload, optimizer: offload is True and optimizer == "adamw_8bit",
+    "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be adamw, "
+    "or engine.offload to be false",
+)
+refuse(
+    "engine.zero_hpz_partition_size, engine.zero_stage",
+    lambda size, zero_stage: size > 1 and zero_stage != 3,
+    "engine.zero_hpz_partition_size {0} with engine.zero_stage {1}: only stage 3 shards weights; "
+    "expected engine.zero_stage 3, or 1 in its place",
+)
+refuse(
+    "engine.zero_quantized_weights, engine.zero_quantized_gradients, engine.zero_stage",
+    lambda weights, gradients, zero_stage: (weights or gradients) and zero_stage != 3,
+    "engine.zero_quantized_weights or _gradients with engine.zero_stage {2}: only stage 3 gathers "
+    "weights; expected engine.zero_stage 3, or false",
+)
+refuse(
+    "trained, engine.zero_stage",
+    lambda trained, zero_stage: trained == "qlora" and zero_stage != 0,
+    "qlora with engine.zero_stage {1}: weights of 4 bits cannot be sharded; expected "
+    "engine.zero_stage 0, and one process",
+)
+refuse(
+    "engine.fp8, trained",
+    lambda fp8, trained: fp8 and trained == "qlora",
+    "engine.fp8 with trained qlora, whose weights have 4 bits; expected trained lora_lm, or "
+    "engine.fp8 to be false",
+)
+refuse(
+    "engine.fp8, engine.precision",
+    lambda fp8, precision: fp8 and precision == "fp32",
+    "engine.fp8 with engine.precision fp32: products in fp8 give bf16; expected engine.precision "
+    "bf16, or engine.fp8 to be false",
+)
+refuse(
+    "engine.fp8, trained, lora.use_dora",
+    lambda fp8, trained, use_dora: fp8 and use_dora and is_lora(trained),
+    "engine.fp8 with lora.use_dora: DoRA takes norms of weights, which are then in fp8; expected "
+    "lora.use_dora to be null, or engine.fp8 to be false",
+)
+refuse(
+    "engine.fp8, engine.zero_quantized_weights",
+    lambda fp8, quantized: fp8 and quantized,
+    "engine.fp8 with engine.zero_quantized_weights, which quantises in another way what is "
+    "gathered; expected one of them to be false",
+)
+refuse(
+    "revision, model",
+    # Beside adapters, it is of the model under them.
+    lambda revision, model: (
+        revision is not None
+        and os.path.isdir(model)
+        and not os.path.isfile(os.path.join(model, "adapter_config.json"))
+    ),
+    'revision is "{0}" of {1}, a folder; expected null',
+)
+refuse(
+    "data.reuse_features, trained",
+    lambda reuse_features, trained: reuse_features and trains_vision(trained),
+    "data.reuse_features with trained {1}, which trains the vision tower or its adapter: its "
+    "features change with every step; expected trained to be lm, lora_lm or qlora, or "
+    "data.reuse_features to be false",
+)
+refuse(
+    "lora.targets, trained",
+    lambda targets, trained: is_lora(trained) and targets == [],
+    "lora.targets is an empty list; expected names of linear layers, or null",
+)
+refuse(
+    "lora.targets, trained",
+    lambda targets, trained: (
+        trained in ("lora_lm", "qlora")
+        and isinstance(targets, list)
+        and not {*targets} <= {*LANGUAGE_TARGETS}
+    ),
+    "lora.targets is {0}, with layers of the vision tower, and trained is {1}; expected lora_all",
+)
+refuse(
+    "lora.use_dora, trained, engine.zero_stage",
+    lambda use_dora, trained, zero_stage: use_dora and is_lora(trained) and zero_stage == 3,
+    "lora.use_dora with engine.zero_stage 3: DoRA takes norms of whole weights, and ZeRO-3 shards "
+    "them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
+)

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from ..data.source import Source, make_sources
 from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
-
-# isort: split
-# After .fields, which says what to install where it is missing.
-from pydantic import Field
 
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 SETS = "a file, a folder, an id of the Hub, a list of sets"
@@ -79,23 +77,21 @@ class Data(Section):
 
 
 @rule("data.train")
-def _sets_to_train_on(train) -> str | None:
-    return _fault_of_sets("data.train", train)
+def _sets_to_train_on(sets) -> str | None:
+    return _fault_of_sets("data.train", sets)
 
 
 @rule("data.eval")
 def _sets_to_evaluate_on(sets) -> str | None:
     if sets is None or isinstance(sets, float):
         return None
-    if fault := _fault_of_sets("data.eval", sets):
-        return fault
     for number, one in enumerate(sets if isinstance(sets, list) else [], start=1):
         if isinstance(one, dict) and "weight" in one:
             return (
                 f"data.eval: set {number} of {len(sets)} has a weight, and each of its rows is "
                 "evaluated once; expected none"
             )
-    return None
+    return _fault_of_sets("data.eval", sets)
 
 
 def _fault_of_sets(name: str, value: Any) -> str | None:

@@ -114,7 +114,7 @@ def _read_override(name: str, value: str) -> Read:
 
 
 def read_document(path: Path) -> Document:
-    """Read a file as JSON if it is named ``.json``, otherwise as YAML (1.1, numbers as in 1.2).
+    """Read a file as JSON if it is named ``.json``, otherwise as YAML (scalars as in 1.2).
 
     Raises:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
@@ -231,13 +231,14 @@ def _read_yaml(text: str, where: Where) -> Read:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without aliases and tags, whose numbers are those of YAML 1.2.
+    """Safe YAML without aliases and tags, whose scalars are those of YAML 1.2.
 
-    In YAML 1.1 ``1e-4`` is text, ``010`` is 8, ``1:30`` is 90 and ``2024-01-01`` is a date.
+    In YAML 1.1 ``1e-4`` is text, ``010`` is 8, ``1:30`` is 90, ``2024-01-01`` is a date, and
+    ``no``, which strategies may be, is false.
     """
 
     yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0].endswith((":bool", ":null"))]
+        first: [pair for pair in pairs if pair[0].endswith(":null")]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -265,6 +266,9 @@ class _Loader(yaml.SafeLoader):
             raise _marked(str(error), node) from None
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789")
 )

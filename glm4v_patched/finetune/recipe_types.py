@@ -71,18 +71,24 @@ Text = Annotated[
 Folder = Annotated[Text, Expected("a folder")]
 
 
-Rule = Callable[..., str | None]
-_RULES: list[tuple[tuple[str, ...], Rule]] = []
+# For each rule its fields, and what is wrong with their values, if anything is.
+_RULES: list[tuple[tuple[str, ...], Callable[..., str | None]]] = []
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[Callable], Callable]:
     """For a function of these fields' values that says what is wrong with them together."""
 
-    def add(rule: Rule) -> Rule:
-        _RULES.append((names, rule))
-        return rule
+    def add(found: Callable) -> Callable:
+        _RULES.append((names, found))
+        return found
 
     return add
+
+
+def refuse(names: str, where: Callable[..., Any], text: str) -> None:
+    """Refuse values that go together in some cases; ``text`` has them as {0}, {1}."""
+    fields = tuple(names.split(", "))
+    _RULES.append((fields, lambda *values: text.format(*values) if where(*values) else None))
 
 
 def conflicts(known: Mapping[str, Any]) -> list[Fault]:

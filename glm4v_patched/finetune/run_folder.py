@@ -23,8 +23,9 @@ from ..atomic import fault_of_file, remove_partial, require_file, write_atomical
 from ..models.base import REPORT, read_report
 from ..terminal_text import listed
 
-LOCK = "run.lock"
-RECORD = "run.json"
+LOCK, RECORD = "run.lock", "run.json"
+RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
+"""The recipe as it is run, what was decided, and what the check found of the data."""
 # The trained model or adapters, and what lies beside them to load them.
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"]
 BESIDE = ["config.json", "generation_config.json", "adapter_config.json", "chat_template.jinja"]
@@ -36,7 +37,7 @@ CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z
 CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
 # What a run that was stopped leaves beside checkpoints.
 PLOT, SHEET = "loss.png", "answers.png"
-STATE = [PLOT, SHEET, "recipe.json", "plan.json", "data.json", "data.arrow", "data_eval.arrow"]
+STATE = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
 
 
 def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
@@ -65,7 +66,7 @@ def locked(folder: Path, command: str | None = None) -> Iterator[None]:
     """
     made = not os.path.lexists(folder)
     file = _take_lock(folder)
-    if os.fstat(file).st_size and not _is_lock(file):
+    if os.fstat(file).st_size and not _holder_of(file):
         os.close(file)
         raise ValueError(
             f"{folder / LOCK} is there, and no run wrote it; move it away, or give the run another "
@@ -131,21 +132,17 @@ def fault_of_lock(folder: Path) -> str | None:
     return None
 
 
-def _is_lock(file: int) -> bool:
-    """Whether a run wrote what is in a lock."""
+def _holder_of(file: int) -> str:
+    """Who holds a lock, as runs write it; empty where none did."""
     try:
         holder = json.loads(os.pread(file, 10_000, 0))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(holder, dict) and {"pid", "host", "started"} <= holder.keys()
+        return "process {pid} on {host}, since {started}: {command}".format(**holder)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def _describe_holder(folder: Path, file: int) -> str:
-    try:
-        holder = json.loads(os.pread(file, 10_000, 0))
-        who = "process {pid} on {host}, since {started}: {command}".format(**holder)
-    except (ValueError, KeyError, TypeError):  # it is just about to say
-        who = "a process that has just taken it"
+    who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
     return (
         f"another run writes to {folder} ({who}); wait for it, end it, or give this one another "
         "folder (out)"
@@ -209,7 +206,7 @@ def require_usable(
     present = names_of_run(folder, adapters)
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
-        if relative[0] in {*present, "recipe.json", "data.json", RECORD, LOCK}:
+        if relative[0] in {*present, RECIPE, CHECKED_DATA, RECORD, LOCK}:
             raise ValueError(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"

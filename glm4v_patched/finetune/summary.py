@@ -1,11 +1,10 @@
 """What a run is going to do, in some lines, before its first step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ..data.check import CheckedData
 from ..data.collate import ConversationCollator
-from ..engine import memory_check
 from ..engine.gpus import find_gpus
 from ..engine.memory_plan import (
     OUTSIDE_TORCH,
@@ -13,21 +12,22 @@ from ..engine.memory_plan import (
     count_trained,
     offloaded,
 )
-from ..engine.options import PARTS, parts_with_rates
+from ..engine.options import PARTS, is_lora, parts_with_rates
 from ..engine.ram import free_ram
 from ..models.loading import config_of, load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import in_bytes
-from .disk import needed_space
 from .plan import Plan
 from .recipe import Recipe
-from .recipe_trainer import eval_strategy, rate_of, steps_in_epoch
-from .recipe_warnings import find_doubts
+from .recipe_trainer import eval_strategy, highest_rate, rate_of, steps_in_epoch, warmup
 
 GIB = 2**30
 LONGEST_SAMPLE = 1500  # characters
+# Far above what trains a model of any size.
+HIGHEST_RATE, MOST_DECAY, MOST_EPOCHS, MOST_SCALING = 1e-2, 1.0, 100, 64.0
+NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 
 def describe(plan: Plan, checked: CheckedData) -> str:
@@ -35,6 +35,7 @@ def describe(plan: Plan, checked: CheckedData) -> str:
     recipe, base = plan.recipe, plan.base
     config = config_of(base)
     told = {
+        "changed": _describe_changes(plan),
         "data": describe_data(checked),
         "evaluation": _describe_evaluation(recipe, checked),
         "steps": _describe_steps(plan),
@@ -51,16 +52,6 @@ def describe(plan: Plan, checked: CheckedData) -> str:
     sample = show_sample(load_processor(base), checked.conversations()[0])
     return "\n".join(
         [*lines, "the first row, with what is learned of it between [[ and ]]:", sample]
-    )
-
-
-def fault_of_memory(plan: Plan) -> str:
-    """What to tell the user where the training surely does not fit into this machine; empty where
-    it may."""
-    base = plan.base
-    config = config_of(base)
-    return memory_check.fault_of_memory(
-        config, plan.options, plan.batch, plan.free, plan.placement.share
     )
 
 
@@ -99,6 +90,26 @@ def _places_of_pictures(processor: ChatGLMProcessor, ids: list[int]) -> list[boo
     return inside
 
 
+def _describe_changes(plan: Plan) -> str:
+    """Of the rows since the checkpoint was written, and what becomes of their order."""
+    if not plan.changes:
+        return ""
+    if plan.recipe.data.pack_to is not None:
+        order = "conversations may be packed into other rows, in another order"
+    elif any(" are gone" in change for change in plan.changes):
+        order = (
+            "the order of rows is drawn from the seed and their number: of the epoch that was "
+            "stopped, some may come a second time and others not at all"
+        )
+    else:
+        order = (
+            "the order of places in the file stays as it was, as their number has not changed: the "
+            "epoch that was stopped goes on with what stands there now"
+        )
+    told = f"the data has changed since {plan.checkpoint} was written:"
+    return "\n  ".join([told, *(f"- {change}" for change in plan.changes)]) + f"\n  {order}"
+
+
 def describe_data(checked: CheckedData) -> str:
     counts = checked.counts
     told = f"{counts.rows:,} rows, {counts.pictures:,} pictures; {counts.positions:,} positions, "
@@ -109,7 +120,7 @@ def describe_data(checked: CheckedData) -> str:
 def _describe_evaluation(recipe: Recipe, checked: CheckedData) -> str:
     if checked.eval is None:
         return "none: data.eval is not set"
-    when = eval_strategy(recipe.trainer, True)
+    when = eval_strategy(recipe.trainer)
     often = {"no": "never", "epoch": "after every epoch"}
     told = often.get(when, f"every {recipe.trainer.eval_steps} steps and at the end")
     return f"{told}, on {checked.eval.counts.rows:,} rows"
@@ -166,10 +177,58 @@ def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
 
 
 def _describe_disk(plan: Plan) -> str:
-    space = needed_space(plan.recipe.flat(), plan.steps)
-    if space is None:
-        return "not known for this model"
+    space = plan.space
     told = f"{in_bytes(space.total)}: the model {in_bytes(space.model)}"
     if space.number:
         told += f", {space.number} checkpoints at once of {in_bytes(space.checkpoint)}"
     return f"{told}; {in_bytes(space.free)} are free"
+
+
+def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterator[str]:
+    """What is told of each such value.
+
+    Args:
+        rows: That are trained on; of packed rows, those that samples are packed to.
+        steps: Of the run.
+    """
+    trainer = recipe.trainer
+    if (rate := highest_rate(trainer)) > HIGHEST_RATE:
+        yield (
+            f"trainer.learning_rate is {rate:g}: AdamW moves a weight by up to that in a step, and "
+            "most are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights themselves"
+        )
+    if trainer.weight_decay > MOST_DECAY:
+        yield (
+            f"trainer.weight_decay is {trainer.weight_decay:g}: a step takes that times the "
+            "learning rate from each weight; usual are 0 to 0.1"
+        )
+    warm = warmup(trainer, steps)
+    if warm >= steps > 1 and trainer.lr_scheduler_type not in NO_WARMUP:
+        yield (
+            f"trainer.warmup_steps is {warm:,} and the run has {steps:,} steps: its learning rate "
+            f"ends at {steps / warm:.0%} of trainer.learning_rate"
+        )
+    each = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * processes
+    if each > rows:
+        yield (
+            f"the effective batch, {each:,}, is larger than the number of rows, {rows:,}: an epoch "
+            "is one step"
+        )
+    epochs = steps / steps_in_epoch(trainer, rows, processes)
+    if epochs > MOST_EPOCHS:
+        yield f"each row is learned {epochs:,.0f} times"
+    yield from _doubts_of_lora(recipe)
+    if isinstance(recipe.data.eval, float) and recipe.data.eval > 0.5:
+        yield f"data.eval is {recipe.data.eval:g}: most rows are held out and not learned"
+
+
+def _doubts_of_lora(recipe: Recipe) -> Iterator[str]:
+    lora = recipe.lora
+    if lora.alpha is None or not is_lora(recipe.trained):
+        return
+    scaling = lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank)
+    if scaling > MOST_SCALING:
+        yield (
+            f"lora.alpha is {lora.alpha:,} and lora.rank {lora.rank}: what adapters add is "
+            f"multiplied by {scaling:,.0f}; usual are 1 to 4"
+        )

@@ -1,5 +1,6 @@
 """transformers' Trainer for this model: what is saved, which losses count, evaluation."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from ..data.feature_cache import TowerFeatures
 from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.modeling_chatglm import GLM4VForCausalLM
+from .checkpoints import Origin, delete_all_but_newest, write_manifest
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
 from .evaluation import Sample, mean_loss
 
@@ -242,6 +244,44 @@ class Schedule(TrainerCallback):
         if args.eval_strategy == "steps" and state.global_step >= state.max_steps:
             control.should_evaluate = True
         return control
+
+
+class CompletionMarker(TrainerCallback):
+    """Marks each checkpoint of the Trainer complete, and keeps the newest ones.
+
+    All processes must see one file system. The Trainer's own ``save_total_limit`` must stay unset:
+    it deletes the old checkpoint before the new one is complete.
+
+    Args:
+        origin: What a run that continues from here must have in common with this one.
+        keep: How many complete checkpoints to keep, or None for all; others are never deleted, nor
+            are those that are links, nor the one with the best evaluation.
+    """
+
+    def __init__(self, origin: Origin, keep: int | None = None):
+        self.origin = origin
+        self.keep = keep
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # The Trainer saves at the end in any case; the trained model is about to be saved itself,
+        # and from a checkpoint of the last step the Trainer would resume into one step more.
+        if state.global_step >= state.max_steps:
+            control.should_save = False
+        return control
+
+    on_epoch_end = on_step_end  # a strategy of epochs asks for it here
+
+    def on_save(self, args, state, control, **kwargs):
+        args.distributed_state.wait_for_everyone()
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir)
+            saved = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if 0 < state.max_steps <= state.global_step:  # a strategy of the best asks for it later
+                shutil.rmtree(saved)
+                return
+            write_manifest(saved, self.origin)
+            if self.keep is not None:
+                delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)
 
 
 def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, float]) -> list[dict]:

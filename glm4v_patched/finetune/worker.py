@@ -1,7 +1,4 @@
-"""Fine-tune a glm-4v folder on a file of conversations: what every training process runs.
-
-:mod:`launch` starts it by way of :mod:`rank`, and ``__main__`` on several machines.
-"""
+"""Fine-tune a glm-4v folder on a file of conversations: what every training process runs."""
 
 import json
 import os
@@ -11,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,13 +17,11 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
 from ..atomic import write_atomically
-from ..data.checked_data import CheckedData
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
 from ..data.loading import loader_options, worker_start
@@ -42,13 +36,9 @@ from ..models.loading import config_of, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import doing
-from .checkpoints import (
-    CompletionMarker,
-    last_complete_checkpoint,
-)
+from .checkpoints import last_complete_checkpoint
 from .divergence import Diverged, as_json
 from .evaluation import Sample
-from .origin import Origin, length_of
 from .plan import Plan
 from .progress import LossPlot, Progress, quiet_transformers
 from .recipe import Recipe
@@ -56,16 +46,20 @@ from .recipe_trainer import (
     eval_batch_size,
     eval_strategy,
     highest_rate,
+    length_of,
     save_strategy,
     steps_in_epoch,
     warmup,
 )
 from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
-from .trainer import RecipeTrainer, Schedule
+from .trainer import CompletionMarker, RecipeTrainer, Schedule
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
+# Fields of ``trainer`` that it is not given: they are of callbacks, or are in the plan's steps.
+OF_CALLBACKS = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
+OF_CALLBACKS |= {"num_train_epochs"}
 
 
 def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
@@ -86,50 +80,39 @@ def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
     return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
 
 
-def arguments_of(
-    plan: Plan, evaluates: bool, loading: Mapping[str, Any] = MappingProxyType({})
-) -> TrainingArguments:
-    """The Trainer's arguments.
+def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> TrainingArguments:
+    """The Trainer's arguments: the recipe's, with what was decided.
 
     Args:
         evaluates: Whether there is data to evaluate on.
         loading: Of :func:`loader_options`.
     """
     recipe, asked = plan.recipe, plan.recipe.trainer
-    saved, evaluated = save_strategy(asked.model_dump()), eval_strategy(asked, evaluates)
     steps_an_epoch = steps_in_epoch(asked, plan.rows, plan.placement.processes)
-    return TrainingArguments(
-        output_dir=recipe.out,
+    given = {k: v for k, v in asked.model_dump().items() if k not in OF_CALLBACKS and v is not None}
+    decided: dict[str, Any] = {
+        "output_dir": recipe.out,
         # Of epochs, too: schedule, log and estimates agree on them before the first step.
-        max_steps=plan.steps,
-        per_device_train_batch_size=asked.per_device_train_batch_size,
-        per_device_eval_batch_size=eval_batch_size(asked),
-        gradient_accumulation_steps=asked.gradient_accumulation_steps,
-        learning_rate=highest_rate(asked),
-        lr_scheduler_type=asked.lr_scheduler_type,
-        warmup_steps=warmup(asked, plan.steps),
-        weight_decay=asked.weight_decay,
-        max_grad_norm=asked.max_grad_norm,
-        optim=OPTIMIZERS[recipe.engine.optimizer],
-        bf16=recipe.engine.precision == "bf16",
-        use_cpu=not torch.cuda.is_available(),
-        deepspeed=deepspeed_config(plan.options),
-        remove_unused_columns=False,
-        prediction_loss_only=True,
-        save_strategy=saved,
-        save_steps=asked.save_steps or 0,
-        eval_strategy=evaluated,
-        eval_steps=asked.eval_steps,
-        load_best_model_at_end=asked.load_best_model_at_end,
-        metric_for_best_model=asked.metric_for_best_model if evaluates else None,
-        restore_callback_states_from_checkpoint=asked.early_stopping_patience is not None,
-        report_to=asked.report_to,
-        logging_steps=logging_steps(recipe, plan.steps, steps_an_epoch),
+        "max_steps": plan.steps,
+        "per_device_eval_batch_size": eval_batch_size(asked),
+        "learning_rate": highest_rate(asked),
+        "warmup_steps": warmup(asked, plan.steps),
+        "optim": OPTIMIZERS[recipe.engine.optimizer],
+        "bf16": recipe.engine.precision == "bf16",
+        "use_cpu": not torch.cuda.is_available(),
+        "deepspeed": deepspeed_config(plan.options),
+        "remove_unused_columns": False,
+        "prediction_loss_only": True,
+        "save_strategy": save_strategy(asked),
+        "save_steps": asked.save_steps or 0,
+        "eval_strategy": eval_strategy(asked, evaluates),
+        "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
+        "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
+        "logging_steps": logging_steps(recipe, plan.steps, steps_an_epoch),
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
-        logging_nan_inf_filter=False,
-        seed=asked.seed,
-        **{**asked.handed_on(), **loading},
-    )
+        "logging_nan_inf_filter": False,
+    }
+    return TrainingArguments(**{**given, **decided, **loading})
 
 
 def train(plan: Plan) -> None:
@@ -145,60 +128,20 @@ def train(plan: Plan) -> None:
             (:meth:`Plan.require_true`), or the data has changed since.
         Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
             ``out``. On all processes.
+        SystemExit: the GPU of this process cannot be used, where others would take the CPU.
     """
-    recipe, options, base = plan.recipe, plan.options, plan.base
-    processor, checked = load_processor(base), plan.checked_data()
-    conversations: Any = checked.conversations()
-    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
-    collator = ConversationCollator(processor, stamps)
-    rows_of_batches = checked.batch_rows()
-    if rows_of_batches.shares is not None:
-        conversations = PackedRows(conversations, rows_of_batches.shares)
-        collator = PackingCollator(processor, stamps)
-    evaluated = None if checked.eval is None else checked.eval.conversations()
-    require_fp8(options, config_of(base))
-    if torch.cuda.is_available():
-        join_processes(options)
-    # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    arguments = arguments_of(plan, evaluated is not None, _loading(plan, processor))
-    join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
-    plan.require_true()
-    set_seed(recipe.trainer.seed)  # adapters are random
-    if arguments.process_index:  # the first one's bar is that of all
-        quiet_transformers()
-    with doing("loading the model", tells=arguments.process_index == 0):
-        model = build_model(options, base)
-    trainer = RecipeTrainer(
-        model,
-        features=features_of(recipe, model),
-        max_nonfinite_steps=recipe.max_nonfinite_steps,
-        rates=rates if isinstance(rates := recipe.trainer.learning_rate, dict) else None,
-        eval_collator=ConversationCollator(processor, stamps),
-        sample=sample_of(plan, checked, processor),
-        worker_start=worker_start(options.offload, recipe.trainer.handed_on()),
-        args=arguments,
-        train_dataset=conversations,
-        eval_dataset=evaluated,
-        data_collator=collator,
-        processing_class=processor,
-        callbacks=callbacks_of(recipe, plan.origin(checked)),
-    )
-    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
-    batch *= arguments.world_size * rows_of_batches.samples_per_row
-    progress = Progress(batch, options.compile is True, not arguments.disable_tqdm)
-    for theirs in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(theirs)
-    trainer.add_callback(progress)
-    quiet_transformers()
-    error = None
-    checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
+    if not plan.placement.on_cpu and not torch.cuda.is_available():
+        sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
+    recipe, error = plan.recipe, None
+    trainer, progress = _trainer_of(plan)
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
+            checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
             trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
         if recipe.engine.zero_stage == 0:
-            _round_trained(model, DTYPES[recipe.engine.precision])
+            _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()
     except Diverged as diverged:
         error = f"training diverged: {diverged}{_how_to_go_on(recipe)}"
@@ -208,13 +151,78 @@ def train(plan: Plan) -> None:
         measured = progress.found()
         if "peak_allocated_gib" in measured:
             measured["predicted_gib"] = plan.needed / GIB
-        known = {"measured": measured, "policies": options.policies}
-        known |= {"base": identify(replace(base, adapters=None))}
+        known = {"measured": measured, "policies": plan.options.policies}
+        known |= {"base": identify(replace(plan.base, adapters=None))}
         _write_report(trainer, error, recipe, known)
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
-        arguments.distributed_state.wait_for_everyone()
+        trainer.args.distributed_state.wait_for_everyone()
         raise Diverged(error)
+
+
+def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
+    """The planned model, rows and callbacks, in processes that have joined."""
+    recipe, options, base = plan.recipe, plan.options, plan.base
+    asked, config = recipe.trainer, config_of(base)
+    processor, checked = load_processor(base), plan.checked_data()
+    rows: Any = checked.conversations()
+    evaluated = None if checked.eval is None else checked.eval.conversations()
+    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
+    collator = eval_collator = ConversationCollator(processor, stamps)
+    rows_of_batches = checked.batch_rows()
+    if rows_of_batches.shares is not None:
+        rows = PackedRows(rows, rows_of_batches.shares)
+        collator = PackingCollator(processor, stamps)
+    sample = None
+    if checked.eval is not None and recipe.data.eval_answers:
+        sample = Sample(
+            checked.eval,
+            processor,
+            number=recipe.data.eval_answers,
+            max_new_tokens=recipe.data.eval_max_new_tokens,
+            batch_size=eval_batch_size(asked),
+            positions=config.seq_length,
+            sheet=Path(recipe.out, SHEET),
+        )
+    require_fp8(options, config)
+    if torch.cuda.is_available():
+        join_processes(options)
+    # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
+    arguments = arguments_of(plan, evaluated is not None, _loading(plan, processor))
+    join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
+    plan.require_true()
+    set_seed(asked.seed)  # adapters are random
+    if arguments.process_index:  # the first one's bar is that of all
+        quiet_transformers()
+    with doing("loading the model", tells=arguments.process_index == 0):
+        model = build_model(options, base)
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    batch *= arguments.world_size * rows_of_batches.samples_per_row
+    progress = Progress(batch, options.compile is True, not arguments.disable_tqdm)
+    marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)
+    callbacks = [Schedule(), marker, LossPlot()]
+    if (patience := asked.early_stopping_patience) is not None:
+        callbacks.append(EarlyStoppingCallback(patience, asked.early_stopping_threshold))
+    trainer = RecipeTrainer(
+        model,
+        features=features_of(recipe, model),
+        max_nonfinite_steps=recipe.max_nonfinite_steps,
+        rates=asked.learning_rate if isinstance(asked.learning_rate, dict) else None,
+        eval_collator=eval_collator,
+        sample=sample,
+        worker_start=worker_start(options.offload, asked.handed_on()),
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=evaluated,
+        data_collator=collator,
+        processing_class=processor,
+        callbacks=callbacks,
+    )
+    for theirs in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(theirs)
+    trainer.add_callback(progress)
+    quiet_transformers()
+    return trainer, progress
 
 
 def _how_to_go_on(recipe: Recipe) -> str:
@@ -248,7 +256,7 @@ def _write_report(
     report["steps"] = {"asked": trainer.args.max_steps, "done": trainer.state.global_step}
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe), **known}
+    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe.trainer), **known}
     text = json.dumps(report, indent=2, allow_nan=False)
     write_atomically(Path(cast(str, trainer.args.output_dir), REPORT), text)
 
@@ -259,33 +267,6 @@ def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     side = processor.image_processor.size["height"]
     return loader_options(asked.handed_on(), here, pictures, side)
-
-
-def callbacks_of(recipe: Recipe, origin: Origin) -> list[TrainerCallback]:
-    asked = recipe.trainer
-    marker = CompletionMarker(origin, asked.save_total_limit)
-    callbacks: list[TrainerCallback] = [Schedule(), marker, LossPlot()]
-    if asked.early_stopping_patience is not None:
-        patience = asked.early_stopping_patience, asked.early_stopping_threshold
-        callbacks.append(EarlyStoppingCallback(*patience))
-    return callbacks
-
-
-def sample_of(plan: Plan, checked: CheckedData, processor: ChatGLMProcessor) -> Sample | None:
-    """The rows that are answered at each evaluation, if any are."""
-    recipe, base = plan.recipe, plan.base
-    if checked.eval is None or not recipe.data.eval_answers:
-        return None
-    config = config_of(base)
-    return Sample(
-        checked.eval,
-        processor,
-        number=recipe.data.eval_answers,
-        max_new_tokens=recipe.data.eval_max_new_tokens,
-        batch_size=eval_batch_size(recipe.trainer),
-        positions=config.seq_length,
-        sheet=Path(recipe.out, SHEET),
-    )
 
 
 def build_model(options: EngineOptions, base: Base) -> nn.Module:
@@ -304,25 +285,3 @@ def _round_trained(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-
-
-def require_gpu() -> None:
-    """End this process if it cannot use the GPU that it was given, where others would take the CPU.
-
-    Raises:
-        SystemExit: with what may be wrong.
-    """
-    if not torch.cuda.is_available():
-        sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
-
-
-def leave(status: int = 0) -> None:
-    """End this process without waiting for threads of DeepSpeed and inductor, when all is saved.
-
-    They may be killed by Python half-way at its end, which aborts a process that has done its work.
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

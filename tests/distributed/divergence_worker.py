@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
 from glm4v_patched.finetune.plan import Plan
-from glm4v_patched.finetune.worker import RecipeTrainer, leave, train
+from glm4v_patched.finetune.process import leave
+from glm4v_patched.finetune.worker import RecipeTrainer, train
 
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from glm4v_patched.finetune import worker
+from glm4v_patched.finetune import process, worker
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     if arguments.die_writing:
         die_half_way(arguments.die_writing)
     worker.train(Plan.read(arguments.plan))
-    worker.leave()
+    process.leave()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from glm4v_patched.finetune import worker
+from glm4v_patched.finetune import process, worker
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.remote.visual import EVA2CLIPModel
 
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     worker.train(Plan.read(Path(sys.argv[1])))
     if torch.distributed.get_rank() == 0:
         print(f"the tower ran {len(runs)} times")
-    worker.leave()
+    process.leave()

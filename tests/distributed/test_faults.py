@@ -22,6 +22,7 @@ from glm4v_patched.finetune.checkpoints import (
 )
 from glm4v_patched.finetune.plan import starting_point
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import (
@@ -67,7 +68,7 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     folder = Path(stopped.out)
     assert (folder / "checkpoint-8" / "global_step8" / shard_of_rank(1)).stat().st_size > 0
     assert find_faults(folder / "checkpoint-8")
-    checkpoint = starting_point(stopped, 2, resume=True)
+    checkpoint = starting_point(stopped, 2, True, base_of(stopped))
     assert checkpoint == folder / "checkpoint-4"
     assert str(folder / "checkpoint-8") in caplog.text
 

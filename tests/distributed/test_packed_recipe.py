@@ -18,7 +18,7 @@ SECONDS_TO_RUN = 300
 
 
 def losses(recipe: Recipe) -> list[float]:
-    trainer = ["-m", "glm4v_patched.finetune.rank", str(planned(recipe))]
+    trainer = ["-m", "glm4v_patched.finetune.process", str(planned(recipe))]
     ended = run_warm(*trainer, seconds=SECONDS_TO_RUN, processes=1)
     assert ended.status == 0, ended.output[-8000:]
     history = json.loads(Path(recipe.out, "training.json").read_text())["history"]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -101,6 +102,14 @@ def test_a_damaged_model_is_told(asked, damage, check, words):
     found = checks(asked)[check]
     assert found.verdict == "fails" and found.cure
     assert re.search(words, found.found), found
+
+
+def test_a_disk_that_is_too_small_is_told(asked, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    found = checks(asked)
+    assert found["disk (out)"].verdict == "fails"
+    assert "1.0 kB are free there, and the model (" in found["disk (out)"].found
+    assert found["data"].verdict == "ok"
 
 
 def test_rows_that_cannot_be_used_are_listed(asked, tmp_path):

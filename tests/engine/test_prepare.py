@@ -17,7 +17,6 @@ from glm4v_patched.engine.environment import training_environment
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
-from glm4v_patched.finetune.plan import options_of
 from glm4v_patched.finetune.worker import OPTIMIZERS
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
@@ -69,7 +68,7 @@ def test_nothing_else_builds_a_model_for_training():
 
 def test_recipe_and_bench_ask_for_the_same_where_neither_says_anything():
     asked = {"engine": {}, "trained": "lora_lm", "trainer.max_steps": 1000}
-    from_recipe = options_of(recipe(asked))
+    from_recipe = recipe(asked).engine_options()
     from_bench = Settings(trained="lora_lm").engine_options()
     batch = Batch(rows=1, row_length=2114, processes=2)
     config = tiny_model().config

@@ -15,7 +15,8 @@ from transformers import TrainerControl, TrainerState
 from glm4v_patched.finetune.checkpoints import (
     MANIFEST,
     ROWS,
-    CompletionMarker,
+    Origin,
+    Rows,
     changes_of_data,
     choose_checkpoint,
     find_faults,
@@ -24,9 +25,9 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     write_manifest,
 )
-from glm4v_patched.finetune.origin import Origin, Rows
 from glm4v_patched.finetune.plan import settings_of
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.trainer import CompletionMarker
 from glm4v_patched.finetune.worker import logging_steps
 from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.recipes import recipe
@@ -62,28 +63,63 @@ def add_checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
 
 
 def shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" x")
 
 
-@pytest.mark.parametrize("name", [*FILES, MANIFEST])
-@pytest.mark.parametrize("damage", [shorten, empty, lengthen, os.unlink])
+def change(path: Path) -> None:
+    """A byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", ["latest", "global_step/rank_1_optim_states.pt", ROWS, MANIFEST])
+@pytest.mark.parametrize("damage", [shorten, lengthen, change, loop, os.unlink])
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_taken(
     tmp_path, name, damage, caplog
 ):
     good, damaged = add_checkpoint(tmp_path, 4), add_checkpoint(tmp_path, 8)
     assert last_complete_checkpoint(tmp_path) == damaged
     damage(damaged / name)
-    assert last_complete_checkpoint(tmp_path) == good
+    assert last_complete_checkpoint(tmp_path) == choose_checkpoint(tmp_path, True) == good
     assert str(damaged) in caplog.text and name in caplog.text
+    with pytest.raises(ValueError, match=f"(?s)checkpoint-8 is incomplete.*{name}.*--resume"):
+        choose_checkpoint(tmp_path, damaged)
     assert damaged.is_dir()
+
+
+LONG = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", [LONG, "\ufeff{}", "{}", "null", '{"files": {"a": 1}}'])
+def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
+    checkpoint = add_checkpoint(tmp_path, 4)
+    (checkpoint / MANIFEST).write_text(text)
+    (fault,) = find_faults(checkpoint)
+    assert fault.startswith("complete.json is damaged")
+
+
+@pytest.mark.parametrize("name", ["../checkpoint-4/latest", "/etc/passwd", "a/../../b", "", None])
+def test_a_manifest_that_lists_what_is_not_in_the_checkpoint_or_nothing_is_damaged(tmp_path, name):
+    checkpoint = add_checkpoint(tmp_path, 4)
+
+    def list_other(content: dict) -> None:
+        files = content["files"]
+        content["files"] = {} if name is None else {**files, name: files["latest"]}
+
+    rewrite_manifest(checkpoint, list_other)
+    (fault,) = find_faults(checkpoint)
+    told = "files: " if name is None else f"it lists {name!r}, which is not in it"
+    assert fault.startswith(f"complete.json is damaged: {told}")
 
 
 def test_a_checkpoint_is_incomplete_until_its_manifest_is_made(tmp_path, monkeypatch):
@@ -125,28 +161,6 @@ def test_the_last_checkpoint_is_the_one_of_the_highest_step(tmp_path):
     assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
 
 
-def test_a_folder_without_checkpoints_has_no_last_one(tmp_path):
-    assert last_complete_checkpoint(tmp_path) is None
-    assert last_complete_checkpoint(tmp_path / "none") is None
-
-
-def test_a_copied_checkpoint_stays_complete(tmp_path):
-    shutil.copytree(add_checkpoint(tmp_path, 4), tmp_path / "copy" / "checkpoint-4")
-    assert find_faults(tmp_path / "copy" / "checkpoint-4") == []
-
-
-def test_an_incomplete_checkpoint_that_is_asked_for_is_refused_with_both_sizes(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    shorten(checkpoint / "rng_state_1.pth")
-    (checkpoint / "latest").unlink()
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)checkpoint-4 is incomplete.*latest is missing: expected 11 bytes"
-        r".*rng_state_1\.pth: expected 40 bytes, found 39.*--resume",
-    ):
-        choose_checkpoint(tmp_path, checkpoint)
-
-
 def test_a_start_from_the_beginning_among_checkpoints_is_refused(tmp_path):
     assert choose_checkpoint(tmp_path, False) is None
     add_checkpoint(tmp_path, 4, complete=False)
@@ -176,14 +190,14 @@ def test_a_checkpoint_elsewhere_is_refused(tmp_path):
 
 
 def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path, caplog):
-    for step, complete in ((2, False), (4, True), (8, False)):
+    for step, complete in ((2, False), (4, True), (6, True), (8, False)):
         add_checkpoint(tmp_path, step, complete)
     set_incomplete_aside(tmp_path, after_step=4)
     add_checkpoint(tmp_path, 8, complete=False)
     set_incomplete_aside(tmp_path, after_step=4)
     names = {path.name for path in tmp_path.iterdir()}
     aside = {"incomplete-checkpoint-8", "incomplete-checkpoint-8-2"}
-    assert names == {"checkpoint-2", "checkpoint-4", *aside}
+    assert names == {"checkpoint-2", "checkpoint-4", "checkpoint-6", *aside}
     for name in aside:
         assert name in caplog.text
         assert {p for p in (tmp_path / name).rglob("*") if p.is_file()} == {
@@ -191,34 +205,32 @@ def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path
         }
 
 
-def test_another_run_s_checkpoint_is_refused_with_both_values(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    require_same_settings(checkpoint, SETTINGS, BASE)
-    with pytest.raises(ValueError, match=r"(?s)processes: 2 there, 4 now.*another folder"):
-        require_same_settings(checkpoint, SETTINGS | {"processes": 4}, BASE)
+NEW = {"trainer.new": 7}
 
 
-def test_another_model_is_refused_naming_what_differs(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    with pytest.raises(ValueError, match=r"of the model, model\.safetensors: b there, c now"):
-        require_same_settings(checkpoint, SETTINGS, BASE | {"model.safetensors": "c"})
-    with pytest.raises(ValueError, match=r"of the model, config\.json: a there, absent now"):
-        require_same_settings(checkpoint, SETTINGS, {"model.safetensors": "b"})
-
-
-def test_a_setting_that_only_one_side_has_is_named(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    for value in (7, None):
-        with pytest.raises(ValueError, match=f"trainer.new: absent there, {value} now"):
-            require_same_settings(checkpoint, SETTINGS | {"trainer.new": value}, BASE)
+@pytest.mark.parametrize(
+    ("settings", "base", "defaults", "told"),
+    [
+        (SETTINGS, BASE, {}, None),
+        (SETTINGS | {"processes": 4}, BASE, {}, r"processes: 2 there, 4 now"),
+        (SETTINGS, BASE | {"model.safetensors": "c"}, {}, "of the model, .*: b there, c now"),
+        (SETTINGS, {"model.safetensors": "b"}, {}, "model, config.json: a there, absent now"),
+        (SETTINGS | NEW, BASE, {}, "trainer.new: absent there, 7 now"),
         # An older checkpoint did what is the default today.
-        newer = SETTINGS | {"trainer.new": value}
-        require_same_settings(checkpoint, newer, BASE, defaults={"trainer.new": value})
-    with pytest.raises(ValueError, match="trainer.new: 7 there, 8 now"):
-        newer = SETTINGS | {"trainer.new": 8}
-        require_same_settings(checkpoint, newer, BASE, defaults={"trainer.new": 7, "x": 1})
-    with pytest.raises(ValueError, match="processes: 2 there, absent now"):
-        require_same_settings(checkpoint, {"trainer.seed": 0}, BASE, defaults={"processes": 2})
+        (SETTINGS | NEW, BASE, NEW, None),
+        (SETTINGS | {"trainer.new": 8}, BASE, NEW | {"x": 1}, "trainer.new: 7 there, 8 now"),
+        ({"trainer.seed": 0}, BASE, {"processes": 2}, "processes: 2 there, absent now"),
+    ],
+)
+def test_another_run_s_checkpoint_is_refused_with_what_differs(
+    tmp_path, settings, base, defaults, told
+):
+    checkpoint = add_checkpoint(tmp_path, 4)
+    if told is None:
+        require_same_settings(checkpoint, settings, base, defaults)
+        return
+    with pytest.raises(ValueError, match=f"(?s){told}.*another folder"):
+        require_same_settings(checkpoint, settings, base, defaults)
 
 
 def test_changed_rows_are_refused_or_accepted_and_said(tmp_path):
@@ -230,27 +242,6 @@ def test_changed_rows_are_refused_or_accepted_and_said(tmp_path):
     assert changes_of_data(checkpoint, mended, accept=True) == [
         "rows: 3 there and now, 1 differ (line 2)"
     ]
-
-
-@pytest.mark.parametrize("name", ["../checkpoint-4/latest", "/etc/passwd", "a/../../b", ""])
-def test_a_manifest_that_lists_what_is_not_in_the_checkpoint_is_damaged(tmp_path, name):
-    checkpoint = add_checkpoint(tmp_path, 4)
-
-    def add(content: dict) -> None:
-        content["files"][name] = content["files"]["latest"]
-
-    rewrite_manifest(checkpoint, add)
-    (fault,) = find_faults(checkpoint)
-    assert fault == f"complete.json is damaged: it lists {name!r}, which is not in it"
-
-
-def test_a_manifest_that_lists_nothing_or_is_a_folder_is_damaged(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    rewrite_manifest(checkpoint, lambda content: content["files"].clear())
-    assert "complete.json is damaged: files" in find_faults(checkpoint)[0]
-    (checkpoint / MANIFEST).unlink()
-    (checkpoint / MANIFEST).mkdir()
-    assert "complete.json is damaged" in find_faults(checkpoint)[0]
 
 
 def require_noticed(checkpoint: Path, damaged: bytes, was: dict) -> None:
@@ -307,32 +298,6 @@ def json_values():
 @pytest.mark.parametrize("examples", [80, pytest.param(20_000, marks=pytest.mark.exhaustive)])
 def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
     damage_in_every_way(add_checkpoint(tmp_path, 4), examples)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "\ufeff{}", "{}", "null", '{"files": {"a": 1}}'])
-def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    (checkpoint / MANIFEST).write_text(text)
-    (fault,) = find_faults(checkpoint)
-    assert fault.startswith("complete.json is damaged")
-
-
-@pytest.mark.parametrize("name", [*FILES, ROWS])
-def test_a_file_that_has_changed_in_place_is_named(tmp_path, name):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    content = bytearray((checkpoint / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (checkpoint / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"(?s)is incomplete.*{name} has changed since"):
-        choose_checkpoint(tmp_path, checkpoint)
-    assert choose_checkpoint(tmp_path, True) is None
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    (checkpoint / "latest").unlink()
-    (checkpoint / "latest").symlink_to("latest")
-    assert find_faults(checkpoint)[0].startswith("latest (")
 
 
 def test_an_old_checkpoint_that_is_a_link_stays_and_the_run_goes_on(tmp_path):
@@ -431,3 +396,29 @@ def test_a_setting_newer_than_a_checkpoint_has_the_default_of_its_field():
     defaults = Recipe.defaults()
     assert defaults["lora.rank"] == 8 and defaults["engine.compile"] == "auto"
     assert "trainer.per_device_train_batch_size" not in defaults and "lora" not in defaults
+
+
+def rows(*digests: str) -> Rows:
+    return Rows(digests, tuple(range(10, 10 + len(digests))))
+
+
+def test_what_changes_in_rows_is_said_with_their_lines():
+    assert rows(*"abc").changes_to(Rows(("a", "b", "c"), (1, 5, 6))) == []
+    assert rows(*"abc").changes_to(rows(*"axc")) == ["rows: 3 there and now, 1 differ (line 11)"]
+    assert rows(*"abc").changes_to(rows(*"acb")) == [
+        "rows: the same 3, in another order from line 11 on"
+    ]
+    assert rows(*"abc").changes_to(rows(*"abcde")) == [
+        "rows: 3 there, 5 now; 0 are gone; 2 are new (lines 13, 14)"
+    ]
+    assert rows(*"aabc").changes_to(rows(*"abc")) == [
+        "rows: 4 there, 3 now; 1 are gone (line 11); 0 are new"
+    ]
+    (change,) = rows(*"abcdefgh").changes_to(rows(*"ABCDEFGH"))
+    assert change == "rows: 8 there and now, 8 differ (lines 10, 11, 12, 13, 14, ...)"
+
+
+@settings(derandomize=True, deadline=None, max_examples=200, database=None)
+@given(st.lists(st.sampled_from("abc"), max_size=6), st.lists(st.sampled_from("abc"), max_size=6))
+def test_rows_change_exactly_when_their_digests_do(there, now):
+    assert (rows(*there).changes_to(rows(*now)) == []) == (there == now)

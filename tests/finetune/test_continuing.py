@@ -11,11 +11,11 @@ from transformers import TrainerState, TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
-from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
+from glm4v_patched.finetune.checkpoints import ROWS, Rows, changes_of_data
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.origin import Rows
 from glm4v_patched.finetune.plan import check_data, starting_point
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.worker import Schedule
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -58,7 +58,7 @@ def test_a_dry_run_says_from_where_it_would_continue(stopped, capsys):
 
 def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped):
     changed = stopped.override({"trainer.save_steps": 1, "trainer.logging_steps": 2})
-    report = train_here(changed, starting_point(changed, 1, True))
+    report = train_here(changed, starting_point(changed, 1, True, base_of(changed)))
     found = {path.name for path in Path(stopped.out).glob("checkpoint-*")}
     assert found == {"checkpoint-2", "checkpoint-3"}
     assert [entry["step"] for entry in report["history"]] == [1, 2, 4]
@@ -139,13 +139,13 @@ def test_adapters_that_lack_tensors_are_refused(trained, tmp_path):
 
 
 def test_another_base_under_a_checkpoint_of_adapters_is_refused(stopped):
-    assert starting_point(stopped, 1, True).name == "checkpoint-2"
+    assert starting_point(stopped, 1, True, base_of(stopped)).name == "checkpoint-2"
     weights = Path(stopped.model, "model.safetensors")
     changed = load_file(weights)
     changed["transformer.embedding.word_embeddings.weight"] *= 1.5
     save_file(changed, weights, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
-        starting_point(stopped, 1, True)
+        starting_point(stopped, 1, True, base_of(stopped))
 
 
 def rows_now(recipe: Recipe) -> Rows:

@@ -18,8 +18,6 @@ from glm4v_patched.finetune.divergence import (
     Diverged,
     DivergenceWatch,
     WeightsCheck,
-    as_json,
-    describe,
 )
 from glm4v_patched.finetune.plots import plot_loss
 from glm4v_patched.finetune.recipe import Recipe
@@ -131,12 +129,6 @@ def test_one_bad_number_anywhere_is_found_and_large_sums_are_none(dtype, bad):
     assert names() == ["c"]
 
 
-def test_few_of_many_tensors_are_named():
-    assert describe([]) == ""
-    assert describe(["a"]) == "in 1 tensors: a"
-    assert describe([*"abcdefg"]) == "in 7 tensors: a, b, c, d, e and 2 more"
-
-
 def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
     shard = torch.tensor([1.0, 2.0, NAN, NAN])
     parameter = as_sharded(nn.Parameter(torch.empty(0)), ds_tensor=shard, ds_numel=10)
@@ -170,12 +162,6 @@ def test_a_curve_has_marks_where_the_loss_is_not_finite(tmp_path, monkeypatch):
 def test_a_curve_without_a_loss_is_drawn_too(tmp_path, losses):
     plot_loss([{"step": s, "loss": v} for s, v in enumerate(losses, 1)], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").is_file()
-
-
-def test_numbers_that_json_lacks_are_strings_that_float_reads():
-    assert as_json(1.5) == 1.5
-    for number in (NAN, INF, -INF):
-        assert str(float(as_json(number))) == str(number) == as_json(number)
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation, trainer
-from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.plan import CHECKED_DATA, check_data, rows_of
-from glm4v_patched.finetune.recipe import Recipe, RecipeError
+from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.loading import load
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import drawn_recipe, recipe, train_here
+from tests.helpers.recipes import drawn_recipe, train_here
 
 
 @pytest.fixture(scope="module")
@@ -202,40 +202,3 @@ def test_all_processes_have_as_many_batches_and_each_row_counts_once(
         counted += [n for one, w in zip(batches, weights, strict=True) for n in one if w]
         assert all(batches)
     assert sorted(counted) == list(range(rows)) and len(lengths) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"trainer.eval_strategy": "epoch"},
-            "eval_strategy epoch needs rows .* expected data.eval",
-        ),
-        ({"trainer.early_stopping_patience": 1}, "early_stopping_patience needs rows to evaluate"),
-        ({"trainer.save_strategy": "best"}, "save_strategy best needs rows to evaluate on"),
-        (
-            {"data.eval": 0.1, "trainer.eval_strategy": "no", "trainer.early_stopping_patience": 1},
-            "early_stopping_patience with trainer.eval_strategy no; expected steps or epoch",
-        ),
-        (
-            {
-                "data.eval": 0.1,
-                "trainer.load_best_model_at_end": True,
-                "trainer.save_steps": 4,
-                "trainer.eval_steps": 2,
-            },
-            "every 4 steps, and evaluated every 2, and the best may not be saved",
-        ),
-        (
-            {
-                "data.eval": 0.1,
-                "data.eval_answers": 0,
-                "trainer.metric_for_best_model": "eval_exact_match",
-            },
-            "eval_exact_match and data.eval_answers is 0",
-        ),
-    ],
-)
-def test_what_needs_an_evaluation_says_so(changes, message):
-    with pytest.raises(RecipeError, match=message):
-        recipe(changes)

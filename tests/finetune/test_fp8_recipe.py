@@ -13,7 +13,6 @@ from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.preflight import examine
 from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.models import placement
 from tests.helpers.recipes import LEAST, drawn_recipe, recipe, train_here
 
@@ -21,27 +20,6 @@ from tests.helpers.recipes import LEAST, drawn_recipe, recipe, train_here
 def test_it_is_off_unless_it_is_asked_for():
     assert recipe().engine.fp8 is False
     assert recipe({"engine.fp8": True}).engine.fp8 is True
-
-
-@pytest.mark.parametrize(
-    ("others", "told"),
-    [
-        (
-            {"trained": "qlora", "engine.zero_stage": 0},
-            "qlora, whose weights have 4 bits; expected",
-        ),
-        ({"engine.precision": "fp32"}, "precision fp32: products in fp8 give bf16; expected"),
-        (
-            {"trained": "lora_lm", "lora.use_dora": True, "engine.zero_stage": 0},
-            "lora.use_dora: DoRA takes norms of weights",
-        ),
-        ({"engine.zero_quantized_weights": True}, "expected one of them to be false"),
-    ],
-)
-def test_what_cannot_go_together_is_refused(others, told):
-    recipe(others)
-    with pytest.raises(RecipeError, match=rf"^engine\.fp8 with .*{told}"):
-        recipe(others | {"engine.fp8": True})
 
 
 def faults(tmp_path: Path, device: str = "cuda") -> list[str]:

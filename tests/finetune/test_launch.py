@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.run_folder import LOCK, RECORD
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement
@@ -75,15 +75,6 @@ def test_a_run_never_writes_to_its_model_s_folder(recipe, processes, tmp_path, p
     with pytest.raises(ValueError, match="model's .*folder of its own"):
         launch(recipe.override({"model": str(model), "out": out}), HERE, overwrite=overwrite)
     assert contents(tmp_path) == before and not processes
-
-
-def test_adapters_do_not_go_where_a_model_is(recipe, processes):
-    shutil.copytree(recipe.model, recipe.out)
-    before = contents(recipe.out)
-    for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(ValueError, match="holds .*(a model|config.json)"):
-            launch(recipe, HERE, **options)
-    assert contents(recipe.out) == before and not processes
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
@@ -247,10 +238,11 @@ def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
     monkeypatch.setattr(launching, "pin", pin)
     monkeypatch.setattr(launching, "require_whole", lambda *given: asked.append(given[:2]))
     monkeypatch.setattr("glm4v_patched.finetune.plan.check_data", check)
-    monkeypatch.setattr("glm4v_patched.finetune.plan.config_of", lambda base: ChatGLMConfig())
-    summary = "glm4v_patched.finetune.summary"
-    for name, said in {"describe": "of the Hub", "fault_of_memory": ""}.items():
-        monkeypatch.setattr(f"{summary}.{name}", lambda *_, said=said: said)
+    for module in ("finetune.plan", "models.loading"):
+        monkeypatch.setattr(f"glm4v_patched.{module}.config_of", lambda base: ChatGLMConfig())
+    monkeypatch.setattr("glm4v_patched.finetune.summary.describe", lambda *_: "of the Hub")
+    monkeypatch.setattr(Plan, "require_room", lambda self: None)
+    monkeypatch.setattr("glm4v_patched.finetune.disk.require_space", lambda *_: None)
     launch(recipe.override({"model": str(folder)}), HERE)
     # What processes read, and a run that continues.
     plan = Plan.read(Path(recipe.out, "plan.json"))

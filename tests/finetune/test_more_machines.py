@@ -2,6 +2,7 @@
 disk. Here they are threads with a store between them; tests/distributed has real ones."""
 
 import json
+import sys
 import threading
 from argparse import Namespace
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 
 from glm4v_patched.finetune import __main__ as machines
 from glm4v_patched.finetune.__main__ import VARIABLES, Process, main
+from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import recipe
 
 OPTIONS = Namespace(
@@ -36,6 +38,8 @@ def world(tmp_path, monkeypatch):
     def run(rank: int) -> None:
         try:
             ended[rank] = machines._run(OPTIONS, Process(rank, 3, 1))
+        except SystemExit as end:
+            ended[rank] = end.code
         except Exception as error:
             ended[rank] = error
 
@@ -43,7 +47,8 @@ def world(tmp_path, monkeypatch):
         @contextmanager
         def prepared(*_, **__):
             prepare(tmp_path / "out")
-            yield SimpleNamespace(plan=SimpleNamespace(path=tmp_path / "out" / "plan.json"))
+            path = tmp_path / "out" / "plan.json"
+            yield SimpleNamespace(path=path, recipe=asked, placement=Placement(3, True, 1)), None
 
         monkeypatch.setattr(machines, "prepared", prepared)
         threads = [
@@ -58,13 +63,13 @@ def world(tmp_path, monkeypatch):
 
     monkeypatch.setattr(machines, "_join_store", lambda: store)
     monkeypatch.setattr(machines, "_read", lambda options, process: asked)
-    monkeypatch.setattr(machines, "require_installed", lambda recipe, on_cpu: None)
-    monkeypatch.setattr(machines, "_train", lambda options, plan: trained.append(plan) or 0)
-    monkeypatch.setattr(machines, "_leave", lambda status: status)
+    monkeypatch.setattr(machines, "run", lambda plan: trained.append(plan) or 0)
+    monkeypatch.setattr(machines, "describe_end", lambda recipe, on_cpu: f"saved {recipe.out}")
+    monkeypatch.setattr(machines, "leave", sys.exit)
     return SimpleNamespace(start=start, recipe=asked)
 
 
-def test_all_begin_when_the_first_has_prepared_with_its_plan(world):
+def test_all_begin_when_the_first_has_prepared_with_its_plan(world, capsys):
     def prepare(out: Path) -> None:
         out.mkdir()
         world.recipe.write(out / "recipe.json")
@@ -73,6 +78,7 @@ def test_all_begin_when_the_first_has_prepared_with_its_plan(world):
     ended, trained = world.start(prepare)
     assert ended == {0: 0, 1: 0, 2: 0}
     assert [path.name for path in trained] == ["plan.json"] * 3
+    assert capsys.readouterr().out.count("saved ") == 1
 
 
 def test_none_begins_where_the_first_finds_a_fault(world, capsys):

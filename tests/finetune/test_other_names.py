@@ -7,7 +7,7 @@ import yaml
 
 from glm4v_patched.finetune.other_names import MEANT, NOT_NEEDED, OTHER_VALUES
 from glm4v_patched.finetune.recipe import check_values, fields, whole_recipe
-from glm4v_patched.finetune.training_arguments import INSTEAD
+from glm4v_patched.finetune.recipe_trainer import INSTEAD
 
 WHOLE = {
     "model": "m",

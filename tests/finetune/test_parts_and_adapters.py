@@ -12,9 +12,9 @@ from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.memory_plan import Batch, estimate, states
 from glm4v_patched.engine.options import PARTS, EngineOptions, LoraOptions, part_of
 from glm4v_patched.engine.trainable import select_weights
-from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.plan import BEFORE, settings_of
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.models.check_weights import COMPUTED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here

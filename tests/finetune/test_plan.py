@@ -13,6 +13,7 @@ from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.plan import Plan, check_data, make_plan
 from glm4v_patched.finetune.recipe import Recipe, may_change
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.summary import describe_policies
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -30,7 +31,7 @@ def drawn(tmp_path_factory) -> Recipe:
 def test_a_plan_reads_back_as_it_was_written(drawn, tmp_path):
     recipe = drawn.override({"out": str(tmp_path), "lora.targets": ["dense"]})
     for accelerator in (HERE, Placement(4, local_processes=2, on_cpu=True)):
-        plan = make_plan(recipe, accelerator, check_data(recipe), checkpoint=None)
+        plan = make_plan(recipe, accelerator, check_data(recipe), base_of(recipe))
         plan = replace(plan, checkpoint=tmp_path / "checkpoint-4", changes=("rows: others",))
         plan.write()
         assert Plan.read(plan.path) == plan
@@ -48,7 +49,7 @@ def test_it_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(drawn, tmp_path
     found = []
     for free in (140 * GIB, 75 * GIB):
         monkeypatch.setattr(planning, "free_on_gpus", lambda number, free=free: [free] * number)
-        plan = make_plan(recipe, Placement(1), checked)
+        plan = make_plan(recipe, Placement(1), checked, base_of(recipe))
         assert plan.free == free >= plan.needed
         found.append(plan.options.language)
     assert found[0] != found[1]
@@ -64,6 +65,7 @@ def test_what_is_printed_is_what_runs(drawn, tmp_path, monkeypatch, capsys):
     main(["doctor", *command])
     told_by_doctor = " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(launching, "_run", lambda command, _: "")
+    monkeypatch.setattr("glm4v_patched.finetune.ending.describe_end", lambda *_: "")
     assert main(["train", *command]) == 0
     told = capsys.readouterr().out
     plan = Plan.read(tmp_path / "out" / "plan.json")

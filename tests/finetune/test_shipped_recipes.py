@@ -17,7 +17,6 @@ from glm4v_patched.engine.memory_plan import (
 )
 from glm4v_patched.engine.options import is_lora
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.plan import options_of
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.finetune.shipped_recipes import FOLDER, find_recipe, shipped_names
@@ -75,7 +74,7 @@ def test_a_shipped_recipe_fits_the_gpus_that_its_name_says(name):
         rows=asked.trainer.per_device_train_batch_size, row_length=2114, processes=int(number)
     )
     config = ChatGLMConfig()
-    options = decide(config, options_of(asked), batch, free)
+    options = decide(config, asked.engine_options(), batch, free)
     assert estimate(config, options, batch) < free - 2 * 2**30
     assert (options.offload is True) == name.endswith("_offload")
     rows = batch.rows * batch.processes * asked.trainer.gradient_accumulation_steps
@@ -157,7 +156,7 @@ def test_memory_of_the_real_size_is_what_was_predicted(row):
     batch = Batch(rows=rows, row_length=2114, processes=row["gpus"])
     # An H200's memory, less what the driver has of it.
     free = within_limit(139.8 * GIB, recipe.engine.memory_limit)
-    asked = replace(options_of(recipe), **row["policies"])
+    asked = replace(recipe.engine_options(), **row["policies"])
     chosen = decide(ChatGLMConfig(), asked, batch, free)
     predicted = estimate(ChatGLMConfig(), chosen, batch) / GIB
     assert predicted == pytest.approx(row["peak_allocated_gib"], rel=0.15)

@@ -17,8 +17,9 @@ from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune.origin import base_of
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import cpu_environment, run_command_warm, run_warm
@@ -69,7 +70,7 @@ def planned(
     checked = check_data(recipe)
     checked.write(out / CHECKED_DATA)
     placement = Placement(processes, on_cpu=not torch.cuda.is_available())
-    plan = make_plan(recipe, placement, checked, None, checkpoint, accept)
+    plan = make_plan(recipe, placement, checked, pin(base_of(recipe)), checkpoint, accept)
     plan.write()
     return plan.path
 
@@ -135,10 +136,8 @@ def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None)
         images_per_row=1,
         processes=2,
     )
-    from glm4v_patched.finetune.plan import options_of
-
     steps = asked.trainer.max_steps or 1
-    return decide(config or ChatGLMConfig(), options_of(asked), batch, free, steps)
+    return decide(config or ChatGLMConfig(), asked.engine_options(), batch, free, steps)
 
 
 def built(asked: Recipe) -> nn.Module:

@@ -119,6 +119,11 @@ def require_deepspeed() -> None:
         missing = f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
     if missing:
         raise RuntimeError(f"cannot train here; missing: {missing}")
+    if version("transformers") == "5.1.0":
+        raise RuntimeError(
+            "transformers 5.1.0 does not hand a model to DeepSpeed; expected another: "
+            + pip_install("-U", "transformers")
+        )
 
 
 def _is_supported(found: str) -> bool:

@@ -1,5 +1,5 @@
-"""What each training process of :mod:`launch` runs: ``python -m glm4v_patched.finetune.rank PLAN``,
-where ``PLAN`` is a file of :class:`plan.Plan`.
+"""One process of a training: ``python -m glm4v_patched.finetune.process PLAN``, where ``PLAN`` is a
+file of :class:`plan.Plan`. :mod:`launch` starts it; on several machines, :mod:`__main__` calls it.
 
 Nothing that takes long is imported before it is seen to that this process ends with whoever has
 started it.
@@ -10,35 +10,39 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 from ..terminal_text import doing, error_text
 
 
-def main() -> None:
+def main() -> NoReturn:
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--end-with-stdin", action="store_true")
-    parser.add_argument("--require-gpu", action="store_true")
     options = parser.parse_args()
     if options.end_with_stdin:
         end_with_stdin()
+    leave(run(options.plan))
+
+
+def run(plan: Path) -> int:
+    """Train what was planned; the exit status. Of a training that diverged, whoever has planned it
+    tells what is in the report."""
     with doing("loading torch and transformers", tells=is_first()):
         from .divergence import Diverged
         from .plan import Plan
-        from .worker import leave, require_gpu, train
-    if options.require_gpu:
-        require_gpu()
+        from .worker import train
     try:
-        train(Plan.read(options.plan))
+        train(Plan.read(plan))
     except Diverged:
-        leave(1)  # the launcher prints what is in the report
+        return 1
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or "killed" not in str(error):
             raise
         told = f"{error_text(error)}. The system kills processes where memory is short: lower "
         print(f"{told}trainer.dataloader_num_workers, or free memory", file=sys.stderr)
-        leave(1)
-    leave()
+        return 1
+    return 0
 
 
 def is_first() -> bool:
@@ -49,8 +53,8 @@ def end_with_stdin() -> None:
     """End this process when its standard input ends: when whoever holds the other end is gone.
 
     The kernel closes that end however the holder dies, which no handler and, outside Linux, no
-    death signal can promise; and torch elastic gives each process a session of its own, so that no
-    signal to a group reaches it.
+    death signal can promise; and each process has a session of its own, so that no signal to a
+    group reaches it.
     """
 
     def wait_for_end() -> None:
@@ -59,6 +63,20 @@ def end_with_stdin() -> None:
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()
+
+
+def leave(status: int = 0) -> NoReturn:
+    """End this process without waiting for threads of DeepSpeed and inductor, when all is saved.
+
+    They may be killed by Python half-way at its end, which aborts a process that has done its work.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from glm4v_patched.finetune.recipe_warnings import find_doubts
+from glm4v_patched.finetune.summary import find_doubts
 from tests.helpers.recipes import recipe
 
 SANE = {

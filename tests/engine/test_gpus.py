@@ -1,0 +1,92 @@
+"""The GPUs are those that NVIDIA's driver shows, counted as torch does; without torch."""
+
+import ctypes
+
+import pytest
+import torch
+
+from glm4v_patched.engine import gpus
+from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus
+
+
+class Driver:
+    """Stands for NVIDIA's: the functions that are called, with C's conventions."""
+
+    def __init__(self, names: list[str], fails: str = "", status: int = 999):
+        self.names, self.fails, self.status = names, fails, status
+
+    def __getattr__(self, function: str):
+        return lambda *arguments: self.call(function, arguments)
+
+    def call(self, function: str, arguments: tuple) -> int:
+        if function == self.fails:
+            return self.status
+        match function, arguments:
+            case "cuInit", (0,):
+                pass
+            case "cuDeviceGetCount", (number,):
+                number._obj.value = len(self.names)
+            case "cuDeviceGet", (device, index):
+                device._obj.value = index + 10
+            case "cuDeviceGetName", (name, size, device):
+                assert size == 256
+                name.value = self.names[device.value - 10].encode()
+            case "cuDeviceTotalMem_v2", (memory, device):
+                memory._obj.value = 2**40 + device.value
+            case _:
+                pytest.fail(f"{function}{arguments}")
+        return 0
+
+
+@pytest.fixture
+def has_driver(monkeypatch):
+    def have(driver: Driver | None) -> None:
+        def load(name: str) -> Driver:
+            assert name == "libcuda.so.1"
+            if driver is None:
+                raise OSError("cannot open shared object file")
+            return driver
+
+        monkeypatch.setattr(gpus, "torch_without_cuda", lambda: False)
+        monkeypatch.setattr(ctypes, "CDLL", load)
+
+    return have
+
+
+def test_gpus_are_those_of_the_driver(has_driver):
+    has_driver(Driver(["NVIDIA H200", "NVIDIA A100"]))
+    found = find_gpus()
+    assert found.found == (Gpu("NVIDIA H200", 2**40 + 10), Gpu("NVIDIA A100", 2**40 + 11))
+    assert len(found) == 2 and not found.reason
+
+
+def test_why_there_is_no_gpu_is_said(has_driver, monkeypatch):
+    has_driver(None)
+    assert "libcuda.so.1 was not found" in find_gpus().reason
+    has_driver(Driver([], fails="cuInit", status=802))
+    assert find_gpus() == Gpus((), "NVIDIA's driver cannot be started: cuInit gave error 802")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for driver in (Driver([]), Driver([], fails="cuInit", status=100)):
+        has_driver(driver)
+        assert find_gpus() == Gpus((), "NVIDIA's driver shows none")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    assert find_gpus() == Gpus((), "CUDA_VISIBLE_DEVICES is '9'")
+
+
+def test_a_driver_that_does_not_know_its_gpu_is_an_error(has_driver):
+    has_driver(Driver(["NVIDIA H200"], fails="cuDeviceTotalMem_v2"))
+    with pytest.raises(RuntimeError, match="error 999 about GPU 0"):
+        find_gpus()
+
+
+def test_the_driver_counts_as_torch_does():
+    if torch.version.cuda is None:
+        assert find_gpus().reason.startswith("this torch was built without CUDA")
+    assert len(find_gpus()) == torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+def test_the_driver_names_what_torch_names():
+    first = find_gpus().found[0]
+    assert first.name == torch.cuda.get_device_name()
+    assert first.memory == torch.cuda.get_device_properties(0).total_memory

@@ -1,0 +1,44 @@
+"""What several files of this folder set up."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from glm4v_patched.engine.gpus import Gpu, Gpus
+from glm4v_patched.finetune import preflight
+from glm4v_patched.models import placement
+from tests.helpers.recipes import LEAST
+from tests.helpers.tiny import tiny_model
+
+
+@pytest.fixture
+def has_gpus(monkeypatch):
+    """Makes this a machine with so many GPUs."""
+
+    def have(number: int, reason: str = "") -> None:
+        found = Gpus((Gpu("NVIDIA H200", 150_000_000_000),) * number, reason)
+        for module in (preflight, placement):
+            monkeypatch.setattr(module, "find_gpus", lambda: found)
+
+    return have
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def asked(tmp_path, model_folder) -> Path:
+    """A recipe that can be run."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    values = LEAST | {
+        "model": str(model_folder),
+        "out": str(tmp_path / "new" / "out"),
+        "data": {"train": str(tmp_path / "train.jsonl")},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return tmp_path / "r.yaml"
