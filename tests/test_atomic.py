@@ -31,8 +31,10 @@ def checked_of(folder: Path) -> CheckedData:
 def report_of(out: Path) -> None:
     losses = [{"step": step, "loss": 0.5} for step in range(500)]
     trainer = SimpleNamespace(
-        state=SimpleNamespace(log_history=losses, best_global_step=None),
-        args=SimpleNamespace(output_dir=str(out), load_best_model_at_end=False, world_size=1),
+        state=SimpleNamespace(log_history=losses, best_global_step=None, global_step=1),
+        args=SimpleNamespace(
+            output_dir=str(out), load_best_model_at_end=False, max_steps=1, world_size=1
+        ),
     )
     _write_report(cast(Trainer, trainer), None, recipe(), {})
 
