@@ -1,13 +1,22 @@
 """The formats of rows: one reader for each, which makes messages of a row. Needs no torch.
 
-A reader takes a row as its file has it, refuses keys that it does not know, and returns messages
-for :func:`messages.check_messages`. Which one reads a file is found from the keys of its first row
-(:func:`find_format`), or named (``data.format``).
+A reader takes a row as its file has it and returns messages for :func:`messages.check_messages`.
+Which one reads a file is found from the keys of its first row (:func:`find_format`), or named
+(``data.format``); keys that it does not know are refused. Rows of all other forms are read by the
+names of their columns (``data.columns``).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from .columns import (
+    OF_TOOLS,
+    Columns,
+    pictures_of_columns,
+    required,
+    text_of_column,
+    value_of,
+)
 from .messages import PICTURES, PLACE, as_words, kind_of, refuse_keys
 
 MESSAGE_KEYS = ("role", "content", "image", "metadata", "tools", "train", "loss", "weight")
@@ -36,22 +45,6 @@ ROW_CURES = {
     "chosen": "it is of preferences, which TRL trains on",
     "rejected": "it is of preferences, which TRL trains on",
 }
-OF_OTHER_FORMATS = (
-    "caption",
-    "label",
-    "text",
-    "input",
-    "output",
-    "query",
-    "response",
-    "question",
-    "answer",
-)
-ROW_CURES |= dict.fromkeys(
-    OF_OTHER_FORMATS,
-    'write {"messages": [{"role": "user", "image": "a.png", "content": "..."}, '
-    '{"role": "assistant", "content": "..."}]}',
-)
 IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
 ONE_PICTURE = (
     'write "image": "a.png", one path; several are parts of "content": '
@@ -88,7 +81,6 @@ def read_messages(row: dict) -> Any:
     A message names its picture (``image``), or has parts of ``content``, or the row has ``images``
     for the places ``<image>``.
     """
-    _refuse_row_keys(row, ("messages", *ROW_PICTURES))
     if "messages" not in row:
         raise ValueError('the key "messages" is missing; expected {"messages": [...]}')
     return _read_list(row["messages"], _message, _row_pictures(row))
@@ -96,7 +88,6 @@ def read_messages(row: dict) -> Any:
 
 def read_sharegpt(row: dict) -> Any:
     """``conversations`` of ``from`` and ``value``: ShareGPT's, LLaVA's, LLaMA-Factory's."""
-    _refuse_row_keys(row, ("conversations", *ROW_PICTURES, "system", "id"))
     if "conversations" not in row:
         raise ValueError('the key "conversations" is missing; expected {"conversations": [...]}')
     messages = _read_list(row["conversations"], _turn, _row_pictures(row))
@@ -110,7 +101,6 @@ def read_sharegpt(row: dict) -> Any:
 
 def read_prompt_and_completion(row: dict) -> Any:
     """TRL's ``prompt`` and ``completion``, texts or messages; only the completion is learned."""
-    _refuse_row_keys(row, ("prompt", "completion", *ROW_PICTURES))
     parts = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         if key not in row:
@@ -128,64 +118,157 @@ def read_prompt_and_completion(row: dict) -> Any:
     return messages
 
 
-def read_alpaca(row: dict) -> Any:
-    """Alpaca's ``instruction``, ``input`` and ``output``, with LLaMA-Factory's ``system`` and
-    ``history`` (pairs of a question and its answer)."""
-    _refuse_row_keys(row, ("instruction", "input", "output", "system", "history", *ROW_PICTURES))
-    if "instruction" not in row:
-        raise ValueError('the key "instruction" is missing; expected "instruction" and "output"')
-    # Which files made from tables have as null where a row has none.
-    optional = ("input", "system", "history")
-    row = {key: value for key, value in row.items() if value is not None or key not in optional}
-    for key in ("instruction", "input", "output", "system"):
-        if not isinstance(row.get(key, ""), str):
-            raise ValueError(f"{key} is {as_words(row[key])}; expected text")
-    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for question, answer in _history(row.get("history", [])):
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    words = [row["instruction"], row.get("input", "")]
-    messages.append({"role": "user", "content": "\n".join(filter(None, words))})
-    if "output" in row:  # else it is a question, to be answered
-        messages.append({"role": "assistant", "content": row["output"]})
-    return _read_list(messages, _message, _row_pictures(row))
+def read_columns(row: dict, columns: Columns) -> Any:
+    """A row whose columns are named by ``data.columns``; others are left out."""
+    pictures = pictures_of_columns(row, columns.get("image"))
+    system = text_of_column(row, columns["system"], "system") if "system" in columns else None
+    messages = [{"role": "system", "content": system}] if system else []
+    if "turns" in columns:
+        messages += _turns_of(required(row, columns["turns"]), columns)
+    else:
+        history = value_of(row, columns["history"]) if "history" in columns else None
+        for question, answer in _history(history):
+            messages += _exchange(question, answer)
+        messages += _exchange(*_asked(row, columns))
+    return _read_list(messages, _message, pictures)
+
+
+def _asked(row: dict, columns: Columns) -> tuple[str, str | None]:
+    """The question, which may be a picture alone, and the answer, if one is asked for."""
+    parts = columns.get("question", [])
+    if isinstance(parts, list):
+        texts = [text_of_column(row, part, "question") for part in parts]
+        question: str | None = "\n".join(filter(None, texts))
+    elif (question := text_of_column(row, parts, "question")) is None:
+        required(row, parts)
+    if "answer" not in columns:
+        return question or "", None
+    answer = text_of_column(row, columns["answer"], "answer")
+    return question or "", required(row, columns["answer"]) if answer is None else answer
+
+
+def _exchange(question: Any, answer: Any) -> list[dict]:
+    asked = [{"role": "user", "content": question}]
+    return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
+
+
+def _turns_of(turns: Any, columns: Columns) -> list[dict]:
+    """Turns as messages: of ``role`` or ``from``, pairs, or objects with the named keys."""
+    if not isinstance(turns, list):
+        raise ValueError(f"{columns['turns']} is {as_words(turns)}; expected a list")
+    messages: list[dict] = []
+    for number, turn in enumerate(turns, start=1):
+        place = f"turn {number} of {len(turns)} of {columns['turns']}"
+        try:
+            if isinstance(turn, dict) and "question" in columns:
+                messages += _exchange(*_asked(turn, columns))
+            elif isinstance(turn, dict):
+                messages.append(_turn(turn) if "from" in turn else turn)
+            else:
+                messages += _exchange(*_pair(turn))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return messages
 
 
 def _history(turns: Any) -> list:
+    if turns is None:
+        return []
     if not isinstance(turns, list):
         raise ValueError(f"history is {as_words(turns)}; expected a list")
     for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, list) or len(turn) != 2:
-            told = f"turn {number} of {len(turns)} of history is {as_words(turn)}"
-            raise ValueError(f"{told}; expected [question, answer]")
+        try:
+            _pair(turn)
+        except ValueError as error:
+            raise ValueError(f"turn {number} of {len(turns)} of history {error}") from None
     return turns
 
 
-FORMATS: dict[str, tuple[str, ReadRow]] = {
-    "messages": ("messages", read_messages),
-    "conversations": ("conversations", read_sharegpt),
-    "prompt_completion": ("prompt", read_prompt_and_completion),
-    "alpaca": ("instruction", read_alpaca),
+def _pair(turn: Any) -> list:
+    if not isinstance(turn, list) or len(turn) != 2:
+        raise ValueError(f"is {as_words(turn)}; expected [question, answer]")
+    return turn
+
+
+def _of_columns(**columns: Any) -> ReadRow:
+    """Reads rows whose columns have these names; each but the first may be missing."""
+    first, *_ = columns.values()
+    needed = first if isinstance(first, str) else first[0]
+    of_turns = columns.keys() - {"turns"} if "turns" in columns else ()
+
+    def read(row: dict) -> Any:
+        if needed not in row:
+            raise ValueError(f'the key "{needed}" is missing')
+        there = {
+            part: name
+            for part, name in columns.items()
+            if isinstance(name, list) or part in of_turns or row.get(name) is not None
+        }
+        _row_pictures(row)  # under one of its names
+        return read_columns(row, there | {"image": [*ROW_PICTURES]})
+
+    return read
+
+
+class Format(NamedTuple):
+    """Keys that tell it, others that its rows may have beside pictures, and what reads it."""
+
+    needs: tuple[str, ...]
+    others: tuple[str, ...]
+    read: ReadRow
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*self.needs, *ROW_PICTURES, *self.others)
+
+
+FORMATS = {
+    "messages": Format(("messages",), (), read_messages),
+    "conversations": Format(("conversations",), ("system", "id"), read_sharegpt),
+    "prompt_completion": Format(("prompt", "completion"), (), read_prompt_and_completion),
+    # Alpaca's, with LLaMA-Factory's "system" and "history" (pairs of a question and its answer)
+    "alpaca": Format(
+        ("instruction", "output"),
+        ("input", "system", "history"),
+        _of_columns(
+            question=["instruction", "input"], answer="output", system="system", history="history"
+        ),
+    ),
+    # ms-swift's
+    "query_response": Format(
+        ("query", "response"),
+        ("system", "history"),
+        _of_columns(question="query", answer="response", system="system", history="history"),
+    ),
+    # the_cauldron's
+    "texts": Format(
+        ("texts",), (), _of_columns(turns="texts", question="user", answer="assistant")
+    ),
 }
-"""The key that tells a format, and what reads it."""
 
 
-def find_format(row: Mapping) -> str:
-    """The format of a row by its keys; "messages" if no key tells."""
-    return next((name for name, (key, _) in FORMATS.items() if key in row), "messages")
+def find_format(row: Mapping) -> str | None:
+    """The format of a row by its keys: of one that has those that tell it, or of which it has
+    nothing but keys of it; None if there is none."""
+    for name, of in FORMATS.items():
+        if {*of.needs} <= row.keys():
+            return name
+    known = (n for n, of in FORMATS.items() if of.needs[0] in row and row.keys() <= {*of.keys})
+    return next(known, None)
 
 
-def _refuse_row_keys(row: dict, known: tuple[str, ...]) -> None:
-    extra = OF_OTHER_FORMATS if known[0] in row else ()
-    cures = {key: cure for key, cure in ROW_CURES.items() if key not in (*known, *extra)}
-    unknown = [key for key in row if key not in known]
-    others = [key for key, _ in FORMATS.values() if key in unknown and key != known[0]]
-    cures |= {
-        key: f'the first row of this file has "{known[0]}"; write rows of one format, or a file '
-        "for each"
-        for key in others
-    }
-    refuse_keys(unknown, cures, known, "a row", IGNORE_CURE)
+def read_as(name: str, row: dict) -> Any:
+    """The messages of a row of a format, which has no key that the format does not have."""
+    of = FORMATS[name]
+    cures = {key: cure for key, cure in ROW_CURES.items() if key not in of.keys}
+    unknown = [key for key in row if key not in of.keys and key not in OF_TOOLS]
+    for key in {key for other in FORMATS.values() for key in other.needs}.intersection(unknown):
+        cures[key] = (
+            f'the first row of this file has "{of.needs[0]}"; write rows of one format, or a file '
+            "for each"
+        )
+    refuse_keys(unknown, cures, of.keys, "a row", IGNORE_CURE)
+    return of.read(row)
 
 
 def _row_pictures(row: dict) -> list | None:
@@ -322,6 +405,9 @@ def _fill_places(messages: list[dict], pictures: list | None) -> None:
             places = len(PLACE.findall(content)) if isinstance(content, str) else 0
         wanted.append(places)
     there = 0 if pictures is None else len(pictures)
+    first = next((n for n, of in enumerate(messages) if of.get("role") == "user"), None)
+    if first is not None and not any(wanted) and not any(PICTURES in of for of in messages):
+        wanted[first] = there  # the model has all pictures of a message before its words
     if sum(wanted) != there:
         raise ValueError(
             f"pictures of the row: {there}, places for them (<image>) in its messages: "

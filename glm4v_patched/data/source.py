@@ -1,21 +1,36 @@
 """Sets of rows, as a recipe names them. Needs no torch."""
 
 import difflib
+import glob
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..terminal_text import listed
+from .columns import PICTURE_FILES, fault_of_columns
 from .formats import FORMATS
 from .messages import as_words
 
 MOST_REPEATED = 1_000_000
-OF_FILES = (".json", ".jsonl", ".parquet", ".arrow")
-OF_TEXT = (".csv", ".tsv")
+OF_CSV = (".csv", ".tsv")
+OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".tar", *OF_CSV)
+OF_FOLDERS = (*OF_FILES, *PICTURE_FILES)
+COMPRESSED = (".gz", ".zst", ".bz2")
+LLAMA_FACTORY = "dataset_info.json"
+"""Says what is in a folder of LLaMA-Factory's; ``save_to_disk`` writes another one."""
+COLUMNS_OF_LLAMA_FACTORY = {
+    "prompt": "question",
+    "query": "more",
+    "response": "answer",
+    "history": "history",
+    "messages": "turns",
+    "system": "system",
+    "images": "image",
+}
 SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes."""
 
@@ -34,6 +49,9 @@ class Source:
         image_folder: What paths of pictures are relative to; default the folder of the file.
         ignore: Keys of a row that are left out.
         allow_urls: Whether pictures may be fetched by http(s).
+        columns: Which columns of a row are its question, answer and pictures (:mod:`columns`).
+        annotations: A second file, with the answers to the questions of the first, as VQA v2 has.
+        max_samples: Only so many rows are read, the first ones.
     """
 
     path: str
@@ -45,36 +63,53 @@ class Source:
     image_folder: str | None = None
     ignore: tuple[str, ...] = ()
     allow_urls: bool = False
+    columns: Mapping[str, Any] | None = None
+    annotations: str | None = None
+    max_samples: int | None = None
 
     @property
     def is_local(self) -> bool:
         """Whether it is a file or folder, or can be nothing else."""
         is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.path, re.ASCII)
-        return os.path.lexists(self.path) or not is_id or self.path.endswith(OF_FILES)
+        return os.path.lexists(self.path) or not is_id or suffix_of(self.path) in OF_FILES
+
+
+def suffix_of(path: str | Path) -> str:
+    """What tells the kind of a file, in small letters; of a compressed one the suffix before."""
+    name = str(path).lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return os.path.splitext(name)[1]
 
 
 def fault_of_path(path: str) -> str | None:
     """Why no rows can be read from a path, as far as is seen without reading."""
     if not os.path.lexists(path):
+        if files := _files_of_pattern(path):
+            return next(filter(None, map(fault_of_path, files)), None)
         return "there is no such file" if Source(path).is_local else None
     if os.path.isdir(path):
-        files = [file for file in Path(path).rglob("*") if file.suffix in OF_FILES]
+        files = [str(file) for file in Path(path).rglob("*") if suffix_of(file) in OF_FOLDERS]
         for file in files:
-            if not (file.is_file() or file.is_dir()):
+            if not (os.path.isfile(file) or os.path.isdir(file)):
                 return f"{file} is {_no_file(file)}"
-        if is_saved(path) or any(file.suffix == ".parquet" for file in files):
+        if files:
             return None
         return (
             "a folder without a data set; expected a file, or a folder that datasets has saved "
-            "(save_to_disk) or with *.parquet files below it"
+            "(save_to_disk) or with files of rows or pictures below it"
         )
     if not os.path.isfile(path):
         return _no_file(path)
     if not os.access(path, os.R_OK):
         return "it may not be read"
-    if path.lower().endswith(OF_TEXT):
-        return csv_cure(path)
+    if path.lower().endswith((*(f".tar{suffix}" for suffix in COMPRESSED), ".tgz")):
+        return f"a compressed archive; expected one that is not: tar -xf {path} -C FOLDER"
     return None if os.path.getsize(path) else "it is empty"
+
+
+def _files_of_pattern(path: str) -> list[str]:
+    return sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
 
 
 def _no_file(path: str | Path) -> str:
@@ -95,32 +130,79 @@ def fault_of_set(source: Source) -> str | None:
 
 def fault_of_fields(source: Source) -> str | None:
     """Which field would have no effect on such a set."""
-    if not os.path.lexists(source.path):
-        return None
     has: tuple[str, ...] = ()
-    what = "a file, whose rows are all read"
-    if os.path.isfile(os.path.join(source.path, SAVED[0])):
+    if not os.path.lexists(source.path):
+        has, what = ("split", "subset", "revision"), "a set of the Hub"
+    elif os.path.isfile(os.path.join(source.path, SAVED[0])):
         what = "a single set that datasets has saved"
     elif is_saved(source.path):
         has, what = ("split",), "a folder that datasets has saved"
+    elif is_llama_factory(source.path):
+        has, what = ("subset",), "a folder of LLaMA-Factory's"
     elif os.path.isdir(source.path):
         has, what = ("split", "subset"), "a folder"
-    for name in ("split", "subset", "revision"):
+    else:
+        of_tables = suffix_of(source.path) in (".parquet", ".arrow", ".tar")
+        has, what = () if of_tables else ("annotations",), "a file, whose rows are all read"
+    for name in ("split", "subset", "revision", "annotations"):
         if name not in has and (value := getattr(source, name)) is not None:
             return f"{name} is {value!r}, and has no effect on {what}; expected no {name}"
+    if source.columns and source.format != "auto":
+        return f"has columns, and the format {source.format}, which names them: give one of them"
     return None
 
 
-def csv_cure(path: str) -> str:
-    """Why a file of comma-separated values is not read, and what to do."""
-    of = [json.dumps(path), *['sep="\\t"'] * path.lower().endswith(".tsv")]
-    made = json.dumps(os.path.splitext(path)[0] + ".parquet")
-    code = f"import datasets; datasets.Dataset.from_csv({', '.join(of)}).to_parquet({made})"
-    return (
-        "CSV is not read; give its columns the names of a row's keys, as image, prompt (which "
-        "begins with <image> for the picture) and completion, and make it Parquet: "
-        f"python -c {shlex.quote(code)}"
-    )
+def is_llama_factory(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, LLAMA_FACTORY)) and not is_saved(folder)
+
+
+def of_llama_factory(source: Source) -> Source:
+    """The set that LLaMA-Factory's ``dataset_info.json`` describes: its file, and its columns.
+
+    Raises:
+        ValueError: there is no such set, or it is of a kind that is not read.
+    """
+    path = os.path.join(source.path, LLAMA_FACTORY)
+    try:
+        with open(path, encoding="utf-8") as file:
+            sets = json.load(file)
+        name = source.subset or (next(iter(sets)) if len(sets) == 1 else None)
+        if name not in sets:
+            raise ValueError(f"has the sets {listed([*sets], 20)}: name one of them (subset)")
+        entry = sets[name]
+        if entry.get("ranking"):
+            raise ValueError(f"{name} is of preferences, which TRL trains on")
+        columns = source.columns or _columns_of_llama_factory(entry)
+        most = source.max_samples or entry.get("num_samples")
+        source = replace(source, subset=None, columns=columns, max_samples=most)
+        if "file_name" not in entry:
+            hub = {"split": entry.get("split"), "subset": entry.get("subset")}
+            return replace(source, path=entry["hf_hub_url"], **hub)
+        file_name = os.path.join(source.path, entry["file_name"])
+        return replace(source, path=file_name, image_folder=source.image_folder or source.path)
+    except KeyError as error:
+        raise ValueError(f"{path}: {name} has no {error}, from which its rows are read") from None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _columns_of_llama_factory(entry: dict) -> dict[str, Any] | None:
+    """None, where it names none: the rows are then of a known format."""
+    names = entry.get("columns")
+    if not names:
+        return None
+    if others := [name for name in names if name not in COLUMNS_OF_LLAMA_FACTORY]:
+        raise ValueError(f"the column {listed(others)} is not read")
+    columns = {COLUMNS_OF_LLAMA_FACTORY[name]: column for name, column in names.items()}
+    if entry.get("formatting") == "sharegpt":
+        tags = entry.get("tags", {})
+        keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+        if keys not in (("from", "value"), ("role", "content")):
+            raise ValueError(f"turns with the keys {' and '.join(keys)} are not read")
+        return {"turns": "conversations"} | columns
+    more = columns.pop("more", None)
+    asked = columns.get("question", "instruction")
+    return {"answer": "output"} | columns | {"question": [asked, more] if more else asked}
 
 
 def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:
@@ -136,10 +218,10 @@ def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:
     values = [value] if isinstance(value, str) else value
     if not values:
         raise ValueError("an empty list; expected at least 1 set")
-    sources = []
+    sources: list[Source] = []
     for number, one in enumerate(values, start=1):
         try:
-            sources.append(_make_source(one, defaults))
+            sources += _make_sources(one, defaults)
         except ValueError as error:
             raise ValueError(f"set {number} of {len(values)}: {error}") from None
     return tuple(sources)
@@ -150,10 +232,12 @@ EXPECTED = {
     "format": f"auto, {', '.join(FORMATS)}",
     "ignore": "a list of names",
     "allow_urls": "true or false",
+    "max_samples": "a whole number above 0",
 }
 
 
-def _make_source(given: Any, defaults: Mapping[str, Any]) -> Source:
+def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
+    """A set; of a pattern of files, one for each."""
     given = {"path": given} if isinstance(given, str) else given
     if not isinstance(given, dict):
         raise ValueError(f"is {as_words(given)}; expected a path, or {{path: FILE, weight: 1.0}}")
@@ -166,14 +250,22 @@ def _make_source(given: Any, defaults: Mapping[str, Any]) -> Source:
     if "path" not in given:
         raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")
     for name, value in given.items():
-        if not _fits(name, value):
+        if name == "columns":
+            if fault := fault_of_columns(value):
+                raise ValueError(f"columns {fault}")
+        elif not _fits(name, value):
             expected = EXPECTED.get(name, "text")
             raise ValueError(f"{name} is {as_words(value)}; expected {expected}")
     values = dict(defaults) | given
+    if "format" in given and "columns" not in given:
+        values.pop("columns", None)
     source = Source(**values | {"ignore": tuple(values.get("ignore", ()))})
+    paths = [source.path]
+    if source.is_local and not os.path.lexists(source.path):
+        paths = _files_of_pattern(source.path) or paths
     if source.is_local:
-        values["path"] = os.path.abspath(source.path)
-    return Source(**values | {"ignore": source.ignore})
+        paths = [*map(os.path.abspath, paths)]
+    return [replace(source, path=path) for path in paths]
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -184,6 +276,8 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, (list, tuple)) and all(isinstance(key, str) for key in value)
     if name == "allow_urls":
         return isinstance(value, bool)
+    if name == "max_samples":
+        return type(value) is int and value > 0
     if name == "format":
         return value == "auto" or (isinstance(value, str) and value in FORMATS)
     return isinstance(value, str) and bool(value) and value.isprintable()

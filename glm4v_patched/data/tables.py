@@ -7,15 +7,17 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..terminal_text import pip_install
-from .source import Source, is_saved
+from .source import COMPRESSED, Source, is_saved, suffix_of
 
+METADATA = ("metadata.csv", "metadata.jsonl")
 PLAIN = re.compile(r"[\w./ -]+")
 
 
@@ -26,6 +28,16 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
         ValueError: there is no such table, or it cannot be read.
         RuntimeError: the library is missing.
     """
+    with _library(source) as datasets, _open(datasets, source) as (table, linked):
+        plain = _Plain(datasets, table.features, linked)
+        if plain.features not in (None, table.features):
+            table = table.cast(plain.features)
+        for number, row in enumerate(table, start=1):
+            yield number, plain.row(row)
+
+
+@contextmanager
+def _library(source: Source) -> Iterator[Any]:
     try:
         import datasets
     except ImportError as error:
@@ -34,9 +46,7 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
         ) from error
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what is wrong is raised, too
     try:
-        with _open(datasets, source) as table:
-            for number, row in enumerate(_without_decoding(table, datasets), start=1):
-                yield number, _without_nulls(row)
+        yield datasets
     except Exception as error:  # of pyarrow, fsspec and the Hub's client, each its own
         if str(error).startswith(source.path):
             raise
@@ -49,41 +59,84 @@ def _open(datasets: Any, source: Source) -> Iterator[Any]:
     if not path.exists():
         options = {"revision": source.revision, "streaming": True}
         split = source.split or "train"
-        yield datasets.load_dataset(source.path, source.subset, split=split, **options)
+        yield datasets.load_dataset(source.path, source.subset, split=split, **options), None
     elif is_saved(source.path):
         saved = datasets.load_from_disk(str(path))
-        yield _split(saved, source).to_iterable_dataset()  # else a cast writes a copy beside it
+        if isinstance(saved, dict):
+            saved = saved[_split(source, saved)]
+        # Not the set itself: a cast writes a copy beside it.
+        yield saved.to_iterable_dataset(), None
     elif path.is_dir():
-        with TemporaryDirectory() as folder:
-            if not PLAIN.fullmatch(str(path)):  # datasets takes it for a pattern
-                path = _linked(path, Path(folder, "rows"))
-            yield _split(datasets.load_dataset(str(path), source.subset, streaming=True), source)
+        with _folder(datasets, source) as (builder, linked):
+            split = _split(source, builder.config.data_files)
+            yield builder.as_streaming_dataset(split=split), linked
     else:
-        kind = "arrow" if path.suffix == ".arrow" or _begins(path, b"ARROW1") else "parquet"
+        kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
+        if _begins(path, b"ARROW1"):
+            kind = "arrow"
+        if kind == "webdataset":
+            require_plain_tar(path)
         name = glob.escape(str(path))
-        yield datasets.load_dataset(kind, data_files=[name], split="train", streaming=True)
+        yield datasets.load_dataset(kind, data_files=[name], split="train", streaming=True), None
+
+
+@contextmanager
+def _folder(datasets: Any, source: Source) -> Iterator[Any]:
+    """The builder of a folder, which has found its files and their splits, and the folder of links
+    that it was given in its place, or None."""
+    path, linked = Path(source.path), None
+    with TemporaryDirectory() as folder:
+        if not PLAIN.fullmatch(str(path)):  # datasets takes it for a pattern
+            path = linked = _linked(path, Path(folder, "rows"))
+        yield datasets.load_dataset_builder(str(path), source.subset), linked
+
+
+def text_files_of(source: Source) -> list[str]:
+    """The files of a folder's split that are of text: all of JSON or CSV, or those that say what
+    is in its pictures."""
+    with _library(source) as datasets, _folder(datasets, source) as (builder, linked):
+        splits = builder.config.data_files
+        files = [_target(str(file), linked) for file in splits[_split(source, splits)]]
+        if builder.name == "imagefolder":
+            return [file for file in files if os.path.basename(file) in METADATA]
+        return files if builder.name in ("json", "csv") else []
+
+
+def require_plain_tar(path: Path) -> None:
+    """Raise ``ValueError`` for what would be unpacked to a size that no one has looked at."""
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if member.issparse() or member.name.lower().endswith(COMPRESSED):
+                raise ValueError(
+                    f"{path}: {member.name} is sparse or compressed; expected files that are as "
+                    "large as they say: unpack it, and make the archive again"
+                )
 
 
 def _linked(folder: Path, new: Path) -> Path:
-    """A folder with links to the Parquet files of another one, and to its card."""
-    for file in [*folder.rglob("*.parquet"), folder / "README.md"]:
-        link = new / file.relative_to(folder)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(os.path.abspath(file))
+    """A folder with links to the files of another one."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            link = new / file.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.abspath(file))
     return new
 
 
-def _split(table: Any, source: Source) -> Any:
-    """That of the set's name, of a table that has splits."""
-    if not isinstance(table, dict):
-        return table
-    split = source.split or "train"
-    if split not in table:
+def _target(path: str, linked: Path | None) -> str:
+    return os.readlink(path) if linked and path.startswith(f"{linked}/") else path
+
+
+def _split(source: Source, splits: Iterable[Any]) -> str:
+    """That of the set's name."""
+    names = [*map(str, splits)]
+    split = source.split or ("train" if "train" in names or len(names) > 1 else names[0])
+    if split not in names:
         raise ValueError(
-            f"{source.path} has the splits {', '.join(table)} and not {split}: name one of them "
+            f"{source.path} has the splits {', '.join(names)} and not {split}: name one of them "
             "(split)"
         )
-    return table[split]
+    return split
 
 
 def _begins(path: Path, start: bytes) -> bool:
@@ -91,31 +144,42 @@ def _begins(path: Path, start: bytes) -> bool:
         return file.read(len(start)) == start
 
 
-def _without_decoding(table: Any, datasets: Any) -> Any:
-    """The table with pictures as they stand: their bytes and paths."""
-    features = table.features
-    if features is None:
-        return table
-    plain = datasets.Features({name: _plain(of, datasets) for name, of in features.items()})
-    return table if plain == features else table.cast(plain)
+class _Plain:
+    """Makes plain values of a table's: pictures are their bytes or paths, and classes their names.
 
+    A table has each key in each row, with null where a row has no such key; nulls are left out.
+    """
 
-def _plain(feature: Any, datasets: Any) -> Any:
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
-    if isinstance(feature, dict):
-        return {name: _plain(inner, datasets) for name, inner in feature.items()}
-    if isinstance(feature, list):
-        return [_plain(inner, datasets) for inner in feature]
-    if (inner := getattr(feature, "feature", None)) is not None:  # lists have one
-        return type(feature)(_plain(inner, datasets))
-    return feature
+    def __init__(self, datasets: Any, features: Any, linked: Path | None):
+        self.datasets, self.linked = datasets, linked
+        self.features, self.classes = features, {}
+        if features is not None:
+            self.features = datasets.Features({name: self._of(f) for name, f in features.items()})
+            labels = datasets.ClassLabel
+            self.classes = {name: f for name, f in features.items() if isinstance(f, labels)}
 
+    def _of(self, feature: Any) -> Any:
+        if isinstance(feature, self.datasets.Image):
+            return self.datasets.Image(decode=False)
+        if isinstance(feature, dict):
+            return {name: self._of(inner) for name, inner in feature.items()}
+        if isinstance(feature, list):
+            return [self._of(inner) for inner in feature]
+        if (inner := getattr(feature, "feature", None)) is not None:  # lists have one
+            return type(feature)(self._of(inner))
+        return feature
 
-def _without_nulls(value: Any) -> Any:
-    """A table has each key in each row, with null where a row has no such key."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(of) for name, of in value.items() if of is not None}
-    if isinstance(value, list):
-        return [_without_nulls(of) for of in value]
-    return value
+    def row(self, row: dict) -> dict:
+        for name, of in self.classes.items():
+            if row[name] is not None:
+                row[name] = of.int2str(row[name])
+        return self._without_nulls(row)
+
+    def _without_nulls(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if self.linked and isinstance(value.get("path"), str):
+                value = value | {"path": _target(value["path"], self.linked)}
+            return {name: self._without_nulls(of) for name, of in value.items() if of is not None}
+        if isinstance(value, list):
+            return [self._without_nulls(of) for of in value]
+        return value

@@ -5,10 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..data.columns import fault_of_columns
+from ..data.formats import FORMATS
 from ..data.source import Source, make_sources
 from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
 
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]
 SETS = "a file, a folder, an id of the Hub, a list of sets"
 
 
@@ -16,10 +19,11 @@ class Data(Section):
     """What is learned."""
 
     train: Annotated[Text | list[Any], Expected(SETS), MAY_CHANGE]
-    """Conversations: a file (JSONL, JSON, Parquet, Arrow), a folder or an id of the Hub that the
-    library datasets reads; or a list of these and of {path: FILE, weight: 2.0}, where weight says
-    how often each row comes in an epoch. Of a set may also be given: format, image_folder, ignore,
-    allow_urls, and split, subset and revision of what datasets reads."""
+    """Conversations: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, tar of WebDataset), files by a
+    pattern (rows/*.jsonl), a folder (of these, of pictures, of LLaMA-Factory's) or an id of the
+    Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight says how often each row
+    comes in an epoch. Of a set may also be given: format, columns, image_folder, ignore,
+    allow_urls, max_samples, annotations, and split, subset and revision of what datasets reads."""
     eval: Annotated[
         Text | list[Any] | Share | None,
         Expected(f"{SETS}, a number between 0 and 1 or null"),
@@ -32,10 +36,17 @@ class Data(Section):
     answers is logged, and the pictures with answers are drawn to answers.png in out; 0 for none."""
     eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
     """Tokens of such an answer, at most."""
-    format: Annotated[
-        Literal["auto", "messages", "conversations", "prompt_completion", "alpaca"], MAY_CHANGE
-    ] = "auto"
+    format: Annotated[Format, MAY_CHANGE] = "auto"
     """Of the rows; "auto": by the keys of a file's first row."""
+    columns: Annotated[
+        dict[str, str | list[str]] | None,
+        Expected("{question: COLUMN, answer: COLUMN, image: COLUMN}"),
+        MAY_CHANGE,
+    ] = None
+    """Of rows of no format: which columns are question, answer, image, system, turns (a list) and
+    history, as {question: "Question: {question}", answer: answer, image: image}."""
+    max_samples: Annotated[AtLeastOne | None, MAY_CHANGE] = None
+    """Read so many rows of each set, the first ones; null: all."""
     image_folder: Annotated[Folder | None, MAY_CHANGE] = None
     """What paths of pictures are relative to; null: the folder of their file."""
     ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
@@ -72,8 +83,19 @@ class Data(Section):
         return [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
 
     def _of_every_set(self) -> dict[str, Any]:
-        names = ("format", "image_folder", "ignore", "allow_urls")
+        names = ("format", "image_folder", "ignore", "allow_urls", "columns", "max_samples")
         return {name: getattr(self, name) for name in names}
+
+
+@rule("data.columns", "data.format")
+def _columns(columns, name) -> str | None:
+    if columns is None:
+        return None
+    if fault := fault_of_columns(columns):
+        return f"data.columns {fault}"
+    if name != "auto":
+        return f"data.columns is given, and data.format {name}, which names them: give one of them"
+    return None
 
 
 @rule("data.train")

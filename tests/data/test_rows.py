@@ -46,7 +46,7 @@ def drawn(colour: str = "red") -> bytes:
 @pytest.mark.parametrize("at_once", [1, 7, 2**20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_array_has_the_rows_of_the_lines(tmp_path, monkeypatch, at_once, indent):
-    monkeypatch.setattr("glm4v_patched.data.rows.CHARACTERS_AT_ONCE", at_once)
+    monkeypatch.setattr("glm4v_patched.data.text_rows.CHARACTERS_AT_ONCE", at_once)
     rows = [{"messages": turns(f'q{n} \u2028 ] , \\ " {"x" * n}')} for n in range(30)]
     (tmp_path / "a.json").write_text("\ufeff\n" + json.dumps(rows, indent=indent) + "\n")
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -100,14 +100,14 @@ def test_a_long_number_is_a_fault_of_its_row_wherever_the_text_is_cut(tmp_path, 
     good, long = json.dumps({"messages": turns()}), "9" * 5000
     (tmp_path / "a.json").write_text(f"[{good}, {long}, [{long}.5, {long}], {good}]")
     for at_once in (100, 2**20):
-        monkeypatch.setattr("glm4v_patched.data.rows.CHARACTERS_AT_ONCE", at_once)
+        monkeypatch.setattr("glm4v_patched.data.text_rows.CHARACTERS_AT_ONCE", at_once)
         rows = [*read_rows(tmp_path / "a.json")]
         assert [isinstance(row, Fault) for row in rows] == [False, True, True, False]
         assert {row.text[:34] for row in rows[1:3]} == {"a number has 5,000 characters; exp"}
 
 
 def test_after_a_fault_or_an_endless_row_no_more_of_an_array_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("glm4v_patched.data.rows.MOST_CHARACTERS", 2**20)
+    monkeypatch.setattr("glm4v_patched.data.text_rows.MOST_CHARACTERS", 2**20)
     path = tmp_path / "a.json"
     row = json.dumps({"messages": turns("q" * 1000)})
     for content, message in [

@@ -1,0 +1,264 @@
+"""Which columns of a row are its question, answer and pictures (``data.columns``). Needs no torch.
+
+A value names a column (``answer``; ``json.answer`` and ``captions.0`` are inside of one), or it is
+words with columns among them (``"Question: {question}"``, ``"{image_id:012}.jpg"``). Words without
+a column hold a blank or another character that no plain name has. A list is of several: parts of a
+question, one below the other, of which a row may lack some; or pictures.
+"""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from string import Formatter
+from typing import Any
+
+from ..terminal_text import listed
+from .messages import MOST_KEYS_LISTED, as_words, quoted
+
+NAMES = ("question", "answer", "image", "system", "turns", "history")
+LISTS = ("question", "image")
+NAME = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
+SPEC = re.compile(r"\d{0,3}")  # a width, as 012
+OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
+"""Columns that WebDataset's reader and pandas add."""
+PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+GUESSES = {
+    "image": "image images img picture photo jpg jpeg png webp file_name image_path url",
+    "question": "question query prompt instruction problem question_text input",
+    "answer": "multiple_choice_answer answer answers response output completion solution caption "
+    "captions description text txt label class category cls ground_truth target title",
+    "system": "system system_prompt",
+    "turns": "turns dialog dialogue conversation chat texts qa",
+}
+"""What columns are called, the likeliest first."""
+
+Columns = Mapping[str, Any]
+
+
+def fault_of_columns(columns: Any) -> str | None:
+    """What is wrong with such a value of a recipe."""
+    example = "expected {question: COLUMN, answer: COLUMN, image: COLUMN}"
+    if not isinstance(columns, Mapping) or not columns:
+        return f"is {as_words(columns)}; {example}"
+    for name, value in columns.items():
+        if name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, 1)
+            cure = f"did you mean {near[0]}?" if near else f"expected {', '.join(NAMES)}"
+            return f"has {as_words(name)}; {cure}"
+        values = value if isinstance(value, list) and value and name in LISTS else [value]
+        for one in values:
+            if not isinstance(one, str) or not one.strip():
+                return f"{name} is {as_words(one)}; expected the name of a column, or words"
+            try:
+                _parts(one)
+            except ValueError as error:
+                return f"{name} is {quoted(one)}: {error}; write {{column}}, and {{{{ for a brace"
+    if not {"question", "image", "turns"} & columns.keys():
+        return f"has neither question nor image nor turns; {example}"
+    if "history" in columns and "turns" in columns:
+        return "has history and turns, which say the same: give one of them"
+    return None
+
+
+def named_columns(columns: Columns) -> Iterator[str]:
+    """Each that a row is asked for."""
+    for value in columns.values():
+        for one in value if isinstance(value, list) else [value]:
+            yield from (name for _, name, _ in _parts(one) if name is not None)
+
+
+def value_of(row: Any, name: str) -> Any:
+    """The value of a column, or what lies within it by a path with dots; None if there is none."""
+    if isinstance(row, dict) and name in row:
+        return row[name]
+    first, dot, rest = name.partition(".")
+    if not dot or not rest:
+        return _item(row, name)
+    return value_of(_item(row, first), rest)
+
+
+def _item(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        return value.get(name)
+    if isinstance(value, list) and name.isdecimal() and len(name) < 10:
+        return value[int(name)] if int(name) < len(value) else None
+    return None
+
+
+def text_of_column(row: dict, words: str, part: str) -> str | None:
+    """The text of a column or words; None where the row has no such column.
+
+    Args:
+        part: What it is for, a name of :data:`NAMES`.
+
+    Raises:
+        ValueError: it is no text, or of the words a column is missing.
+    """
+    made = []
+    parts = _parts(words)
+    if len(parts) == 1 and parts[0][1] is not None and not parts[0][2]:
+        value = value_of(row, parts[0][1])
+        return None if value is None else _as_text(value, parts[0][1], part)
+    if words in row:
+        raise ValueError(f"{quoted(words)} is a column: write {quoted(f'{{{words}}}')} for it")
+    for said, name, width in parts:
+        made.append(said)
+        if name is not None:
+            text = _as_text(required(row, name), name, part)
+            zeros = width.startswith("0")
+            made.append(text.rjust(int(width or 0), "0" if zeros else " "))
+    return "".join(made)
+
+
+def required(row: dict, name: str) -> Any:
+    """The value of a column. Raises ``ValueError`` if there is none."""
+    value = value_of(row, name)
+    if value is None:
+        has = listed([*map(quoted, row)], MOST_KEYS_LISTED)
+        cure = "words that are no column end with . or ?"
+        raise ValueError(f"the column {quoted(name)} is missing; the row has {has}; {cure}")
+    return value
+
+
+def _parts(words: str) -> list[tuple[str, str | None, str]]:
+    """Words, the column after them, and how wide it is to be."""
+    if NAME.fullmatch(words):
+        return [("", words, "")]
+    parts = []
+    for said, name, spec, conversion in Formatter().parse(words):
+        if name == "" or conversion or not SPEC.fullmatch(spec or ""):
+            raise ValueError("is no such text")
+        parts.append((said, name, spec or ""))
+    return parts
+
+
+def _as_text(value: Any, name: str, part: str) -> str:
+    if isinstance(value, list) and part == "answer":
+        value = _commonest(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    cure = f"; {name}.0 is its first" if isinstance(value, list) else ""
+    raise ValueError(f"{name} is {as_words(value)}; expected text{cure}")
+
+
+def _commonest(answers: list) -> Any:
+    """That of several answers to one question which most people gave; the first of equals."""
+    texts = [answer.get("answer") if isinstance(answer, dict) else answer for answer in answers]
+    if not texts or not all(isinstance(text, (str, int)) for text in texts):
+        return answers
+    return Counter(map(str, texts)).most_common(1)[0][0]
+
+
+def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
+    """The pictures of a row, in the order of the names; a row may have none."""
+    pictures: list[Any] = []
+    for name in [names] if isinstance(names, str) else names or []:
+        [(_, column, _), *more] = _parts(name)
+        if NAME.fullmatch(name) and column is not None and not more:
+            found = value_of(row, column)
+        else:
+            found = text_of_column(row, name, "image")
+        pictures += found if isinstance(found, list) else [found]
+    return [picture for picture in pictures if picture not in (None, "")]
+
+
+# What is said of a row that no format is known of
+
+
+def describe_unknown(row: dict) -> str:
+    """That a row has keys of no format, and the line that would read it."""
+    keys = [key for key in row if key not in OF_TOOLS]
+    told = f"its keys are {listed([*map(quoted, keys)], MOST_KEYS_LISTED)}"
+    line = ", ".join(f"{name}: {_as_yaml(value)}" for name, value in guess(row).items())
+    return (
+        f"{told}, of no format that is known; say which of them are what, in the recipe or behind "
+        f"its name: 'data.columns={{{line}}}', and see how that is read with "
+        "'glm4v-patched doctor RECIPE --rows 3'"
+    )
+
+
+def _as_yaml(name: str) -> str:
+    return name if NAME.fullmatch(name) else f'"{name}"'
+
+
+def guess(row: dict) -> dict[str, str]:
+    """Columns that may be meant, by their names and what they hold."""
+    flat = dict(_flattened(row))
+    found: dict[str, str] = {}
+    pictures = [name for name, value in flat.items() if _is_picture(value)]
+    if pictures:
+        found["image"] = _called(pictures, "image") or pictures[0]
+    elif "question_id" in flat and isinstance(flat.get("image_id"), int):  # VQA v2's
+        found["image"] = "COCO_train2014_{image_id:012}.jpg"
+    if _is_turns(flat.get("history")):
+        found["history"] = "history"
+    turns = [name for name, of in flat.items() if _is_turns(of) and name not in found]
+    if turns:
+        found["turns"] = _called(turns, "turns") or turns[0]
+        first = flat[found["turns"]][0]
+        if isinstance(first, dict) and not {"role", "from"} & first.keys():
+            inside = guess({key: value for key, value in first.items() if isinstance(value, str)})
+            found |= {part: inside[part] for part in ("question", "answer")}
+        return found
+    texts = [name for name, value in flat.items() if name not in pictures and _is_answer(value)]
+    for part in ("answer", "question", "system"):
+        if (name := _called(texts, part)) is not None:
+            found[part] = name
+            texts.remove(name)
+    texts = [name for name in texts if isinstance(flat[name], str) and not name.endswith("id")]
+    for part, otherwise in (("question", "What is in the picture?"), ("answer", "COLUMN")):
+        if part not in found:
+            alone = part == "question" and ("answer" in found or len(texts) < 2)
+            found[part] = texts.pop(0) if texts and not alone else otherwise
+    order = [name for name in NAMES if name in found]
+    return {name: _plain(found[name]) for name in order}
+
+
+def _plain(name: str) -> str:
+    is_words = NAME.fullmatch(name) or "{" in name or name.endswith("?")
+    return name if is_words else f"{{{name}}}"
+
+
+def _flattened(row: dict, before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, dict) and not before and not _is_picture(value):
+            yield from _flattened(value, f"{key}.")
+        elif key not in OF_TOOLS:
+            yield before + key, value
+
+
+def _called(names: list[str], part: str) -> str | None:
+    """The one that is called as such a part is, the likeliest."""
+    known = GUESSES[part].split()
+    last = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
+    return next((last[each] for each in known if each in last), None)
+
+
+def _is_picture(value: Any) -> bool:
+    value = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, dict):
+        return bool(value) and value.keys() <= {"bytes", "path"}
+    if isinstance(value, str):
+        return value.lower().endswith(PICTURE_FILES) or value.startswith("data:image")
+    return isinstance(value, bytes)
+
+
+def _is_turns(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    if isinstance(first, dict):
+        said = sum(isinstance(of, str) for of in first.values())
+        return said > 1 and not first.keys() <= {"bytes", "path"} and "answer_id" not in first
+    return isinstance(first, list) and len(first) == 2 and isinstance(first[0], str)
+
+
+def _is_answer(value: Any) -> bool:
+    try:
+        _as_text(value, "", "answer")
+    except ValueError:
+        return False
+    return True

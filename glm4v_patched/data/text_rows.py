@@ -1,0 +1,437 @@
+"""Rows of text: JSON lines, a JSON array, lists in a JSON object, and CSV, each a row at a time.
+
+Not by ``datasets``: its reader of JSON names neither line nor key of what is wrong, and keeps the
+last of two equal keys; its reader of CSV makes null of NA and 7 of 007, and holds in memory all
+that stands behind an open quote. Compressed files are read as they are, without an unpacked copy.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from ..terminal_text import listed, pip_install, shorten
+from .columns import named_columns
+from .formats import FORMATS
+from .messages import MOST_KEYS_LISTED, quoted
+from .source import OF_CSV, Source, suffix_of
+
+UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
+# What is no text, and what makes rows of it that are read.
+OTHER_FILES = {
+    b"PK\x03\x04": ("a zip archive", "unzip {0} -d {1}, and name what is in it"),
+    b"\xff\xd8\xff": ("a picture (JPEG)", "name the folder that it is in"),
+    b"\x89PNG": ("a picture (PNG)", "name the folder that it is in"),
+    b"\x80\x04": ("Python's pickle", "make Parquet of it where you made it: pickles can run code"),
+    b"\x89HDF": ("HDF5", "make Parquet of it, by pandas.read_hdf or h5py"),
+    b"\xfd7zXZ": ("compressed by xz", "xz -dk {0}"),
+    b"SQLite": ("an SQLite database", "sqlite3 -json {0} 'select * from TABLE' > {1}.json"),
+}
+UNICODE_CURE = "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8"
+MOST_DIGITS = 300  # Python itself neither reads nor writes more than 4,300
+MOST_CHARACTERS = 2**27
+"""Of a row, which is held in memory several times."""
+TOO_LONG = (
+    f"has {MOST_CHARACTERS:,} characters or more: make files of its pictures, or close its quotes"
+)
+BLANK = re.compile(r"[ \t\r\n]*")
+KEY = re.compile(r'[\s,]*+"((?:[^"\\]|\\.)*+)"\s*+:\s*+')
+LIST_OF_OBJECTS = re.compile(r"\[\s*+\{")
+KEYS_OF_ROWS = {"image", *(key for of in FORMATS.values() for key in of.needs)}
+A_WORD = 16  # of JSON, such as -Infinity, which is one fault where it is cut
+CHARACTERS_AT_ONCE = 2**20
+CHARACTERS_TO_TELL = 2**16  # what a file is
+EXPECTED = 'expected a row a line: {"messages": [...]}'
+BESIDE_ROWS = ("info", "licenses", "categories")
+"""Lists beside the rows, in files as COCO's."""
+JOINED_BY = "question_id"
+
+
+class Fault(NamedTuple):
+    """A line that cannot be used, and why."""
+
+    line: int
+    text: str
+
+
+Numbered = Iterator[tuple[int, Any]]
+"""The line of each row, or its number where a row has no line of its own; and its value, or a
+:class:`Fault`."""
+
+
+def read_text(source: Source, kind: str) -> Numbered:
+    """Rows of a file of such a kind, of :func:`kind_of_file`.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = Path(source.path)
+    readers: dict[str, Callable[[Path], Numbered]] = {
+        "CSV": _csv,
+        "JSON lines": _lines,
+        "JSON array": _array,
+        "JSON object": _rows_of_object,
+    }
+    try:
+        rows = readers[kind](path)
+        yield from rows if source.annotations is None else _annotated(rows, source)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def kind_of_file(path: Path) -> str:
+    """What a file is: "table", "CSV", "JSON lines", "JSON array" or "JSON object" (around rows).
+
+    Raises:
+        ValueError: it cannot be read, or is of no kind that is.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(6)
+        if head.startswith((b"PAR1", b"ARROW1")) or suffix_of(path) in (".arrow", ".tar"):
+            return "table"
+        _require_text(path, head)
+        if suffix_of(path) in OF_CSV:
+            return "CSV"
+        with open_text(path) as lines:
+            # A whole array may stand in one line.
+            begins = iter(partial(lines.read, CHARACTERS_TO_TELL), "")
+            first = next((text for begin in begins if (text := begin.lstrip())), "")
+    except OSError as error:
+        told = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {told}") from error
+    if first.startswith("["):
+        return "JSON array"
+    if _is_around_rows(first):
+        return "JSON object"
+    if first.partition("\n")[0].strip() == "{":
+        raise ValueError(f"{path} is one JSON object over several lines; {EXPECTED}")
+    return "JSON lines"
+
+
+def _require_text(path: Path, head: bytes) -> None:
+    if head.startswith(tuple(COMPRESSIONS)):
+        return
+    wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head
+    other = next((of for magic, of in OTHER_FILES.items() if head.startswith(magic)), None)
+    if other is not None or wide:
+        kind, cure = other or ("UTF-16 or UTF-32", UNICODE_CURE)
+        cure = cure.format(quoted(str(path)), quoted(str(path.with_suffix(""))))
+        raise ValueError(f"{path} is {kind}; expected a row of JSON a line, in UTF-8: {cure}")
+
+
+def open_text(path: Path, newline: str | None = None) -> TextIO:
+    """A file of text, which may be compressed. Bytes that are no UTF-8 become surrogates, which
+    UTF-8 never holds: a fault of their line."""
+    with path.open("rb") as file:
+        head = file.read(6)
+    kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
+    stream: Any = path.open("rb") if kind is None else None
+    if kind is not None:
+        try:
+            import pyarrow  # late, for it is needed here alone
+        except ImportError as error:
+            raise ValueError(f"{path} is read by pyarrow: {pip_install('pyarrow')}") from error
+        stream = pyarrow.input_stream(str(path), compression=kind)
+    return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def _is_around_rows(text: str) -> bool:
+    """Whether a file that begins so is one object, in which a list is of rows: neither a row itself
+    nor the first of several lines."""
+    decoder, at, found = json.JSONDecoder(), 1, False
+    while text.startswith("{") and (key := KEY.match(text, at)):
+        if key[1] in KEYS_OF_ROWS:
+            return False
+        at = key.end()
+        is_list = LIST_OF_OBJECTS.match(text, at) is not None
+        try:
+            at = decoder.raw_decode(text, at)[1]
+        except (ValueError, RecursionError):  # it goes on behind what was read
+            return is_list
+        found |= is_list
+    return found and not text[at:].lstrip().removeprefix("}").strip()
+
+
+class _Json:
+    """Reads values, and notes what JSON leaves open."""
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self.decoder = json.JSONDecoder(
+            object_pairs_hook=self._object, parse_int=self._integer, parse_constant=self._constant
+        )
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            [(twice, times)] = Counter(key for key, _ in pairs).most_common(1)
+            self.fault = f"the key {quoted(twice)} stands {times} times in one object"
+        return values
+
+    def _integer(self, digits: str) -> int:
+        if len(digits) <= MOST_DIGITS:
+            return int(digits)
+        self.fault = (
+            f"a number has {len(digits):,} characters; expected {MOST_DIGITS} at most: write it as "
+            "text"
+        )
+        return 0
+
+    def _constant(self, name: str) -> None:
+        self.fault = f"{name} is no value of JSON"
+
+    def fault_of(self, text: str) -> str | None:
+        """What is wrong with the text that was read last."""
+        fault, self.fault = self.fault, None
+        return fault_of_bytes(text) or fault
+
+
+def fault_of_bytes(text: str) -> str | None:
+    """Of which byte a character could not be made."""
+    undecoded = UNDECODED.search(text)
+    if undecoded is None:
+        return None
+    byte, at = ord(undecoded[0]) - 0xDC00, undecoded.start() + 1
+    return f"character {at} is the byte 0x{byte:02x}, which is no UTF-8"
+
+
+def _lines(path: Path) -> Numbered:
+    read = _Json()
+    # Not splitlines(): JSON strings may hold other line separators.
+    with open_text(path) as lines:
+        read_line = partial(lines.readline, MOST_CHARACTERS)
+        for line, text in enumerate(iter(read_line, ""), start=1):
+            if len(text) == MOST_CHARACTERS and text[-1] != "\n":
+                yield line, Fault(line, TOO_LONG)
+                while text and text[-1] != "\n":
+                    text = read_line()
+            elif text.strip():
+                yield line, _parse(line, text, read)
+
+
+def _parse(line: int, text: str, read: _Json) -> Any:
+    value = None
+    try:
+        value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
+    except json.JSONDecodeError as error:
+        told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
+        return Fault(line, read.fault_of(text) or told + _cure_of_json(error))
+    except RecursionError:
+        return Fault(line, "objects or lists are nested too deeply")
+    fault = read.fault_of(text)
+    return value if fault is None else Fault(line, fault)
+
+
+def _cure_of_json(error: json.JSONDecodeError) -> str:
+    if error.doc.lstrip().startswith("{'"):
+        return "; it is Python's way to write it: write it with json.dumps"
+    if error.doc[error.pos :].strip() == ",":  # behind a whole value
+        return "; leave out the comma: lines are no list"
+    return ""
+
+
+def _array(path: Path) -> Numbered:
+    with open_text(path) as file:
+        text = _JsonText(path, file)
+        yield from text.elements()
+        if text.next_character():
+            raise ValueError(f"{path}:{text.line}: something stands after the end of the array")
+
+
+def _rows_of_object(path: Path) -> Numbered:
+    """The elements of the list that holds the rows; of COCO's two lists, each annotation with what
+    is said of its picture and the name of its category."""
+    lists: dict[str, int] = {}
+    found: dict[str, dict[Any, dict]] = {"images": {}, "categories": {}}
+    for name, _, value in _members(path):
+        lists[name] = lists.get(name, 0) + 1
+        if name in found and isinstance(value, dict):
+            found[name][_plain(value.get("id"))] = value
+    is_coco = lists.keys() >= {"images", "annotations"}
+    names = [*lists.keys() - {*BESIDE_ROWS}]
+    if len(names) != 1 and not is_coco:
+        told = f"the lists {listed(sorted(map(quoted, names)), MOST_KEYS_LISTED)}"
+        raise ValueError(
+            f"{path} is one object with {told if names else 'no rows'}; expected 1 list, of rows: "
+            "write it alone"
+        )
+    for name, number, value in _members(path):
+        if is_coco and name == "annotations" and isinstance(value, dict):
+            image = found["images"].get(_plain(value.get("image_id")))
+            category = found["categories"].get(_plain(value.get("category_id")), {})
+            if image is None:
+                of = json.dumps(value.get("image_id"))
+                value = Fault(number, f"image_id is {of}, and no picture under images has it")
+            else:
+                value = image | value | ({"category": category["name"]} if category else {})
+        if name == ("annotations" if is_coco else names[0]):
+            yield number, value
+
+
+def _members(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Each element of each list of an object, with the list's name and the element's number."""
+    with open_text(path) as file:
+        text = _JsonText(path, file)
+        text.take("{")
+        while text.next_character() == '"':
+            name = text.value(1)
+            text.take(":")
+            if text.next_character() == "[":
+                for number, value in text.elements():
+                    yield str(name), number, value
+            else:
+                text.value(1)
+            if text.take(",}") == "}":
+                break
+
+
+def _plain(value: Any) -> Any:
+    """An id that a mapping can hold."""
+    return value if isinstance(value, (str, int)) else None
+
+
+def _annotated(questions: Numbered, source: Source) -> Numbered:
+    """Questions with what is said of each in a second file, as VQA v2 has them."""
+    assert source.annotations is not None
+    other = replace(source, path=source.annotations, annotations=None)
+    kind = kind_of_file(Path(other.path))
+    said = {}
+    for number, value in read_text(other, kind):
+        if not isinstance(value, dict) or value.get(JOINED_BY) is None:
+            told = value.text if isinstance(value, Fault) else f"has no {JOINED_BY}"
+            raise ValueError(f"{other.path}, row {number}: {told}")
+        wanted = [name.partition(".")[0] for name in named_columns(source.columns or {})]
+        kept = value if source.columns is None else {key: value.get(key) for key in wanted}
+        said[_plain(value[JOINED_BY])] = {k: v for k, v in kept.items() if v is not None}
+    for number, row in questions:
+        if isinstance(row, dict):
+            of = _plain(row.get(JOINED_BY))
+            told = f"{JOINED_BY} is {json.dumps(of)}, and no row of {other.path} has it"
+            row = row | said[of] if of in said else Fault(number, told)
+        yield number, row
+
+
+def _csv(path: Path) -> Numbered:
+    """Rows by the names in the first line, without cells that are empty."""
+    csv.field_size_limit(MOST_CHARACTERS)
+    held = 0
+
+    def bounded(file: TextIO) -> Iterator[str]:
+        nonlocal held
+        for text in iter(partial(file.readline, MOST_CHARACTERS), ""):
+            held += len(text)
+            if held > MOST_CHARACTERS:
+                raise ValueError(f"{path}:{line}: a row {TOO_LONG}")
+            yield text
+
+    with open_text(path, newline="") as file:
+        line = 1
+        lines = bounded(file)
+        first = next(lines, "")
+        between = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
+        rows = csv.reader(chain([first], lines), delimiter=between, strict=True)
+        names = next(rows, [])
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            raise ValueError(f"{path}:1: {listed([*map(quoted, twice)])} names several columns")
+        while True:
+            held, line = 0, rows.line_num + 1
+            try:
+                cells = next(rows, None)
+            except csv.Error as error:
+                yield line, Fault(line, f"no CSV ({error}): a quote within quotes stands twice")
+                continue
+            if cells is None:
+                return
+            if len(cells) not in (0, len(names)):
+                told = f"has {len(cells)} cells, and the first line {len(names)}"
+                yield line, Fault(line, told)
+            elif cells:
+                fault = fault_of_bytes("".join(cells))
+                row = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+                yield line, row if fault is None else Fault(line, fault)
+
+
+class _JsonText:
+    """The text of a JSON file, of which no more is held than a row and what is read at once."""
+
+    def __init__(self, path: Path, file: TextIO):
+        self.path, self.file = path, file
+        self.text, self.at, self.line = "", 0, 1
+        self.read = _Json()
+
+    def elements(self) -> Numbered:
+        """Those of the array that comes next, numbered from 1."""
+        self.take("[")
+        number = 0
+        while self.next_character() != "]" or number:
+            number += 1
+            yield number, self.value(number)
+            if self.take(",]") == "]":
+                return
+        self.take("]")
+
+    def next_character(self) -> str:
+        """The next that is not blank; empty at the end."""
+        while True:
+            blank = BLANK.match(self.text, self.at)
+            assert blank is not None  # it may be empty
+            self._pass_over(len(blank[0]))
+            if self.at < len(self.text) or not self._read_more():
+                return self.text[self.at : self.at + 1]
+
+    def take(self, expected: str) -> str:
+        found = self.next_character()
+        if not found or found not in expected:
+            said = f"has {found!r}" if found else "ends"
+            raise ValueError(
+                f"{self.path}:{self.line}: the JSON array {said} where {' or '.join(expected)} is "
+                "expected"
+            )
+        self._pass_over(1)
+        return found
+
+    def value(self, number: int) -> Any:
+        self.next_character()
+        while True:
+            try:
+                value, end = self.read.decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                # Else all of a large file would be read before its first fault is told.
+                cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - A_WORD
+                if cut and len(self.text) - self.at > MOST_CHARACTERS:
+                    raise ValueError(f"{self.path}:{self.line}: row {number} {TOO_LONG}") from None
+                if cut and self._read_more():
+                    continue
+                line = self.line + self.text.count("\n", self.at, error.pos)
+                raise ValueError(
+                    f"{self.path}:{line}: row {number} is no JSON: {error.msg}"
+                ) from None
+            except RecursionError:
+                raise ValueError(
+                    f"{self.path}:{self.line}: objects or lists are nested too deeply"
+                ) from None
+            if end < len(self.text) or not self._read_more():
+                break
+        fault = self.read.fault_of(self.text[self.at : end])
+        self._pass_over(end - self.at)
+        return value if fault is None else Fault(number, fault)
+
+    def _pass_over(self, characters: int) -> None:
+        self.line += self.text.count("\n", self.at, self.at + characters)
+        self.at += characters
+
+    def _read_more(self) -> bool:
+        self.read.fault = None  # what is there is read again
+        more = self.file.read(max(CHARACTERS_AT_ONCE, len(self.text) - self.at))
+        self.text, self.at = self.text[self.at :] + more, 0
+        return bool(more)
