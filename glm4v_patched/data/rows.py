@@ -250,10 +250,10 @@ def _rows_of_files(sources: Iterable[Source]) -> Numbered:
             number += 1
             if isinstance(row, Fault):
                 row = Fault(number, f"{place(source, line)}: {row.text}")
-            elif isinstance(row, dict) and isinstance(name := row.get("file_name"), str):
-                # An imagefolder's, which datasets calls "image", too.
-                picture = os.path.join(os.path.dirname(source.path), name)
-                row = {"image": picture} | {k: v for k, v in row.items() if k != "file_name"}
+            elif os.path.basename(source.path).startswith("metadata.") and isinstance(row, dict):
+                # An imagefolder's, whose pictures datasets calls "image", too.
+                name = os.path.join(os.path.dirname(source.path), str(row.pop("file_name", "")))
+                row = {"image": name} | row
             yield number, row
 
 

@@ -394,7 +394,7 @@ class _JsonText:
         if not found or found not in expected:
             said = f"has {found!r}" if found else "ends"
             raise ValueError(
-                f"{self.path}:{self.line}: the JSON array {said} where {' or '.join(expected)} is "
+                f"{self.path}:{self.line}: the JSON {said} where {' or '.join(expected)} is "
                 "expected"
             )
         self._pass_over(1)

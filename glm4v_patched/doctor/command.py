@@ -18,17 +18,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
     parser.add_argument("--processes", type=int, metavar="N", help="as for train")
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="as for train")
+    rows = "only show the first N rows of each set, as the model would learn them"
+    parser.add_argument("--rows", type=int, metavar="N", help=rows)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; 1 if something will fail."""
+    if options.rows is not None:
+        return _show_rows(options)
     start = time.perf_counter()
     found = list(examine(options))
     seconds = time.perf_counter() - start
     told = as_json(found, seconds) if options.json else table(found, seconds)
     print(printable(told, kept="\n"))
     return int(any(each.verdict == FAILS for each in found))
+
+
+def _show_rows(options: argparse.Namespace) -> int:
+    if options.recipe is None or options.rows < 1:
+        raise ValueError(f"--rows {options.rows} is for the data of a recipe: name one, and N >= 1")
+    from ..finetune.recipe import Recipe
+    from ..finetune.shipped_recipes import find_recipe
+    from .rows import show_rows
+
+    recipe = Recipe.read(find_recipe(options.recipe), [*options.overrides, *options.rest])
+    unusable = 0
+    for text, is_usable in show_rows(recipe, options.rows):
+        unusable += not is_usable
+        print(printable(text, kept="\n\t"), flush=True)
+    return int(unusable > 0)
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:

@@ -83,7 +83,7 @@ def test_rows_of_an_array_are_named_by_their_number(tmp_path):
         ("[]", "0 conversations"),
         ('[{"messages": [}]', "a.json:1: row 1 is no JSON"),
         ('[\n{"messages": 5},\n\n{]', "a.json:4: row 2 is no JSON"),
-        ('[{"messages": 5}\n', "a.json:2: the JSON array ends where , or ] is expected"),
+        ('[{"messages": 5}\n', "a.json:2: the JSON ends where , or ] is expected"),
         ('[{"messages": 5},]', "row 2 is no JSON"),
         ('[{"messages": 5}] 7', "something stands after the end of the array"),
         ("[" * 100_000, "nested too deeply"),

@@ -50,6 +50,26 @@ def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     assert not Path(json.loads(asked.read_text())["out"]).exists()  # nothing was written
 
 
+def test_the_first_rows_are_shown_as_they_are_learned(asked, capsys):
+    folder = Path(asked).parent
+    shutil.copy(next(Path(Recipe.read(asked).data.train).parent.rglob("*.png")), folder / "a.png")
+    (folder / "rows.csv").write_text("file,what\na.png,red\nb.png,blue\na.png,red\n")
+    columns = 'data.columns={question: "What is it?", answer: what, image: file}'
+    given = [f"data.train={folder / 'rows.csv'}", "data.eval=null", columns]
+    assert main(["doctor", str(asked), *given, "--rows", "2"]) == 1
+    first, second = capsys.readouterr().out.split(f"{folder}/rows.csv:")[1:]
+    assert first.startswith(f"2:\n  picture {folder}/a.png\n")
+    assert "What is it?" in first and "red" in re.findall(r"\[\[(.*?)\]\]", first, re.DOTALL)[0]
+    assert second.startswith("3:") and "b.png" in second and "there is no file" in second
+    assert main(["doctor", str(asked), *given, "--rows", "1"]) == 0
+    capsys.readouterr()
+    # Without columns, the line is printed that reads them.
+    assert main(["doctor", str(asked), *given[:2], "--rows", "1"]) == 1
+    line = 'data.columns={question: "What is in the picture?", answer: what, image: file}'
+    assert line in capsys.readouterr().out
+    assert main(["doctor", "--rows", "1"]) == 1 == main(["doctor", str(asked), "--rows", "0"])
+
+
 def test_all_faults_of_the_fields_are_told_with_their_places(asked):
     found = [
         each.found
