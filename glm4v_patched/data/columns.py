@@ -61,29 +61,25 @@ def fault_of_columns(columns: Any) -> str | None:
     return None
 
 
-def named_columns(columns: Columns) -> Iterator[str]:
-    """Each that a row is asked for."""
-    for value in columns.values():
-        for one in value if isinstance(value, list) else [value]:
-            yield from (name for _, name, _ in _parts(one) if name is not None)
+def named_columns(value: str | list[str]) -> list[str]:
+    """The columns that such words, or a list of them, are made of."""
+    words = value if isinstance(value, list) else [value]
+    return [name for one in words for _, name, _ in _parts(one) if name is not None]
 
 
 def value_of(row: Any, name: str) -> Any:
     """The value of a column, or what lies within it by a path with dots; None if there is none."""
-    if isinstance(row, dict) and name in row:
-        return row[name]
-    first, dot, rest = name.partition(".")
-    if not dot or not rest:
-        return _item(row, name)
-    return value_of(_item(row, first), rest)
-
-
-def _item(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
-        return value.get(name)
-    if isinstance(value, list) and name.isdecimal() and len(name) < 10:
-        return value[int(name)] if int(name) < len(value) else None
-    return None
+    if isinstance(row, list):
+        row = {str(at): value for at, value in enumerate(row)}
+    if not isinstance(row, dict):
+        return None
+    head, rest = name, ""
+    while head not in row:  # the names of columns may have dots, too
+        head, dot, tail = head.rpartition(".")
+        if not dot:
+            return None
+        rest = f"{tail}.{rest}" if rest else tail
+    return value_of(row[head], rest) if rest else row[head]
 
 
 def text_of_column(row: dict, words: str, part: str) -> str | None:
@@ -96,13 +92,12 @@ def text_of_column(row: dict, words: str, part: str) -> str | None:
         ValueError: it is no text, or of the words a column is missing.
     """
     made = []
-    parts = _parts(words)
-    if len(parts) == 1 and parts[0][1] is not None and not parts[0][2]:
-        value = value_of(row, parts[0][1])
-        return None if value is None else _as_text(value, parts[0][1], part)
+    if (column := _column_of(words)) is not None:
+        value = value_of(row, column)
+        return None if value is None else _as_text(value, column, part)
     if words in row:
         raise ValueError(f"{quoted(words)} is a column: write {quoted(f'{{{words}}}')} for it")
-    for said, name, width in parts:
+    for said, name, width in _parts(words):
         made.append(said)
         if name is not None:
             text = _as_text(required(row, name), name, part)
@@ -133,6 +128,12 @@ def _parts(words: str) -> list[tuple[str, str | None, str]]:
     return parts
 
 
+def _column_of(words: str) -> str | None:
+    """The column that the words are and nothing else."""
+    (said, column, width), *more = _parts(words)
+    return None if said or width or more else column
+
+
 def _as_text(value: Any, name: str, part: str) -> str:
     if isinstance(value, list) and part == "answer":
         value = _commonest(value)
@@ -156,11 +157,8 @@ def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
     """The pictures of a row, in the order of the names; a row may have none."""
     pictures: list[Any] = []
     for name in [names] if isinstance(names, str) else names or []:
-        [(_, column, _), *more] = _parts(name)
-        if NAME.fullmatch(name) and column is not None and not more:
-            found = value_of(row, column)
-        else:
-            found = text_of_column(row, name, "image")
+        column = _column_of(name)
+        found = text_of_column(row, name, "image") if column is None else value_of(row, column)
         pictures += found if isinstance(found, list) else [found]
     return [picture for picture in pictures if picture not in (None, "")]
 
@@ -211,8 +209,9 @@ def guess(row: dict) -> dict[str, str]:
     texts = [name for name in texts if isinstance(flat[name], str) and not name.endswith("id")]
     for part, otherwise in (("question", "What is in the picture?"), ("answer", "COLUMN")):
         if part not in found:
-            alone = part == "question" and ("answer" in found or len(texts) < 2)
-            found[part] = texts.pop(0) if texts and not alone else otherwise
+            # One text beside a picture is rather its answer.
+            least = 0 if part == "answer" or "image" not in found else "answer" not in found
+            found[part] = texts.pop(0) if len(texts) > least else otherwise
     order = [name for name in NAMES if name in found]
     return {name: _plain(found[name]) for name in order}
 
@@ -234,7 +233,8 @@ def _called(names: list[str], part: str) -> str | None:
     """The one that is called as such a part is, the likeliest."""
     known = GUESSES[part].split()
     last = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
-    return next((last[each] for each in known if each in last), None)
+    alike = (name for lower, name in last.items() if part in lower)
+    return next((last[each] for each in known if each in last), next(alike, None))
 
 
 def _is_picture(value: Any) -> bool:

@@ -86,19 +86,6 @@ def read_messages(row: dict) -> Any:
     return _read_list(row["messages"], _message, _row_pictures(row))
 
 
-def read_sharegpt(row: dict) -> Any:
-    """``conversations`` of ``from`` and ``value``: ShareGPT's, LLaVA's, LLaMA-Factory's."""
-    if "conversations" not in row:
-        raise ValueError('the key "conversations" is missing; expected {"conversations": [...]}')
-    messages = _read_list(row["conversations"], _turn, _row_pictures(row))
-    system = row.get("system")
-    if system in (None, "") or not isinstance(messages, list):
-        return messages
-    if messages and messages[0].get("role") == "system":
-        raise ValueError('has "system" and a turn of the system, too: write one of them')
-    return [{"role": "system", "content": system}, *messages]
-
-
 def read_prompt_and_completion(row: dict) -> Any:
     """TRL's ``prompt`` and ``completion``, texts or messages; only the completion is learned."""
     parts = []
@@ -126,9 +113,8 @@ def read_columns(row: dict, columns: Columns) -> Any:
     if "turns" in columns:
         messages += _turns_of(required(row, columns["turns"]), columns)
     else:
-        history = value_of(row, columns["history"]) if "history" in columns else None
-        for question, answer in _history(history):
-            messages += _exchange(question, answer)
+        before = value_of(row, columns["history"]) if "history" in columns else None
+        messages += _turns_of([] if before is None else before, {"turns": columns.get("history")})
         messages += _exchange(*_asked(row, columns))
     return _read_list(messages, _message, pictures)
 
@@ -154,47 +140,31 @@ def _exchange(question: Any, answer: Any) -> list[dict]:
 
 def _turns_of(turns: Any, columns: Columns) -> list[dict]:
     """Turns as messages: of ``role`` or ``from``, pairs, or objects with the named keys."""
+    name = columns["turns"]
     if not isinstance(turns, list):
-        raise ValueError(f"{columns['turns']} is {as_words(turns)}; expected a list")
+        raise ValueError(f"{name} is {as_words(turns)}; expected a list")
     messages: list[dict] = []
     for number, turn in enumerate(turns, start=1):
-        place = f"turn {number} of {len(turns)} of {columns['turns']}"
         try:
             if isinstance(turn, dict) and "question" in columns:
                 messages += _exchange(*_asked(turn, columns))
             elif isinstance(turn, dict):
                 messages.append(_turn(turn) if "from" in turn else turn)
+            elif isinstance(turn, list) and len(turn) == 2:
+                messages += _exchange(*turn)
             else:
-                messages += _exchange(*_pair(turn))
+                expected = '{"from": "human", "value": "..."} or [question, answer]'
+                raise ValueError(f"is {as_words(turn)}; expected {expected}")
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"turn {number} of {len(turns)} of {name}: {error}") from None
     return messages
-
-
-def _history(turns: Any) -> list:
-    if turns is None:
-        return []
-    if not isinstance(turns, list):
-        raise ValueError(f"history is {as_words(turns)}; expected a list")
-    for number, turn in enumerate(turns, start=1):
-        try:
-            _pair(turn)
-        except ValueError as error:
-            raise ValueError(f"turn {number} of {len(turns)} of history {error}") from None
-    return turns
-
-
-def _pair(turn: Any) -> list:
-    if not isinstance(turn, list) or len(turn) != 2:
-        raise ValueError(f"is {as_words(turn)}; expected [question, answer]")
-    return turn
 
 
 def _of_columns(**columns: Any) -> ReadRow:
     """Reads rows whose columns have these names; each but the first may be missing."""
     first, *_ = columns.values()
     needed = first if isinstance(first, str) else first[0]
-    of_turns = columns.keys() - {"turns"} if "turns" in columns else ()
+    of_turns = ("question", "answer") if "turns" in columns else ()
 
     def read(row: dict) -> Any:
         if needed not in row:
@@ -224,7 +194,10 @@ class Format(NamedTuple):
 
 FORMATS = {
     "messages": Format(("messages",), (), read_messages),
-    "conversations": Format(("conversations",), ("system", "id"), read_sharegpt),
+    # ShareGPT's, LLaVA's, LLaMA-Factory's
+    "conversations": Format(
+        ("conversations",), ("system", "id"), _of_columns(turns="conversations", system="system")
+    ),
     "prompt_completion": Format(("prompt", "completion"), (), read_prompt_and_completion),
     # Alpaca's, with LLaMA-Factory's "system" and "history" (pairs of a question and its answer)
     "alpaca": Format(
@@ -311,14 +284,11 @@ def _message(message: Any) -> dict:
     return made | ({PICTURES: pictures} if pictures else {})
 
 
-def _turn(turn: Any) -> dict:
-    if not isinstance(turn, dict):
-        raise ValueError(f'is a {kind_of(turn)}; expected {{"from": "human", "value": "..."}}')
+def _turn(turn: dict) -> dict:
     unknown = (key for key in turn if key not in TURN_KEYS)
     refuse_keys(unknown, TURN_CURES, TURN_KEYS[:3], "a turn")
-    for key in ("from", "value"):
-        if key not in turn:
-            raise ValueError(f'the key "{key}" is missing')
+    if "value" not in turn:
+        raise ValueError('the key "value" is missing')
     who = turn["from"]
     if not isinstance(who, str) or who not in ROLES_OF_SHAREGPT:
         raise ValueError(f'"from" is {as_words(who)}; {SHAREGPT_ROLE_CURE}')

@@ -31,7 +31,12 @@ from .text_rows import Fault, Numbered, kind_of_file, read_text
 
 MOST_FAULTS_LISTED = 20
 MOST_RANGES = 8  # of the rows that have one fault
-OF_MESSAGE = re.compile(r"\Amessage \d+ of \d+: ")  # one fault, in whichever message
+# One fault, in whichever message.
+OF_MESSAGE = re.compile(r"\A(?:message|turn) \d+ of \d+[^:]{,40}: ")
+
+
+OPTIONAL = ("image", "system", "history")
+"""Columns that a row may lack."""
 
 
 class Row(NamedTuple):
@@ -64,13 +69,13 @@ def read_conversations(path: str | Path | Source) -> list[list[dict]]:
 def require_first_rows(sources: Sequence[Source]) -> None:
     """See at once what would make all of a file's rows unusable, such as keys of another format.
 
-    Of files of JSON; what is fetched is left for the check, which looks at every row.
+    What is fetched is left for the check, which looks at every row.
 
     Raises:
         ValueError: a file cannot be read, or none of its first rows can be used.
     """
     for source in sources:
-        if source.is_local and not source.allow_urls and _is_text(source):
+        if source.is_local and not source.allow_urls:
             read = islice(read_rows(source), MOST_FAULTS_LISTED + 1)
             rows, faults = _split(map(_with_its_files, read))
             if not rows:
@@ -165,11 +170,11 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
         ValueError: the source cannot be read, or has no row.
     """
     source = as_source(path)
-    if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
-        raise ValueError(f"{source.path}: {fault}")
     is_folder = os.path.isdir(source.path)
+    _require_set(source)
     if is_folder and is_llama_factory(source.path):
         source = of_llama_factory(source)
+        _require_set(source)
     given = islice(_given_rows(source), source.max_samples)
     first = next(given, None)
     if first is None:
@@ -189,7 +194,12 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
             yield Fault(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
             yield Fault(line, "objects or lists are nested too deeply")
-    read_row.require_all_columns()
+    read_row.require_columns()
+
+
+def _require_set(source: Source) -> None:
+    if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
+        raise ValueError(f"{source.path}: {fault}")
 
 
 class _RowReader:
@@ -199,32 +209,39 @@ class _RowReader:
     def __init__(self, source: Source):
         self.source = source
         self.format = None if source.format == "auto" else source.format
-        # A row may lack its picture; a name that none has is a mistake.
         columns = source.columns or {}
-        inside = ("question", "answer") if "turns" in columns else ()  # of turns
-        self.missing = {*named_columns({k: of for k, of in columns.items() if k not in inside})}
+        self.optional = {part: columns[part] for part in OPTIONAL if part in columns}
         self.keys: dict[str, None] = {}
+        self.unknown: tuple[dict, str] = ({}, "")
 
     def __call__(self, row: dict) -> Any:
         row = {key: value for key, value in row.items() if key not in self.source.ignore}
         if self.source.columns:
-            if self.missing:
+            if self.optional:
                 self.keys |= dict.fromkeys(row)
-                self.missing = {name for name in self.missing if value_of(row, name) is None}
+                self.optional = {
+                    part: words
+                    for part, words in self.optional.items()
+                    if all(value_of(row, name) is None for name in named_columns(words))
+                }
             return read_columns(row, self.source.columns)
         self.format = self.format or find_format(row)
         if self.format is None:
-            raise ValueError(describe_unknown(row))
+            if not row.keys() <= self.unknown[0].keys():  # else it lacks some that are null
+                self.unknown = row, describe_unknown(row)
+            raise ValueError(self.unknown[1])
         return read_as(self.format, row)
 
-    def require_all_columns(self) -> None:
-        """Raise ``ValueError`` if no row had a column that is named."""
-        if self.missing:
-            has = listed([*map(quoted, self.keys)], MOST_KEYS_LISTED)
-            raise ValueError(
-                f"{self.source.path}: no row has the column "
-                f"{listed([*map(quoted, sorted(self.missing))])} of columns; they have {has}"
-            )
+    def require_columns(self) -> None:
+        """Raise ``ValueError`` if no row had what each may lack: the name is then a mistake."""
+        for part, words in self.optional.items():
+            if self.keys and (names := named_columns(words)):
+                told, has = (
+                    listed([*map(quoted, of)], MOST_KEYS_LISTED) for of in (names, self.keys)
+                )
+                raise ValueError(
+                    f"{self.source.path}: no row has {told} ({part} of columns); they have {has}"
+                )
 
 
 def _given_rows(source: Source) -> Numbered:
@@ -255,14 +272,6 @@ def _rows_of_files(sources: Iterable[Source]) -> Numbered:
                 name = os.path.join(os.path.dirname(source.path), str(row.pop("file_name", "")))
                 row = {"image": name} | row
             yield number, row
-
-
-def _is_text(source: Source) -> bool:
-    """Whether it is a file that is read without a library."""
-    if fault := fault_of_set(source):
-        raise ValueError(f"{source.path}: {fault}")
-    path = Path(source.path)
-    return path.is_file() and kind_of_file(path) != "table"
 
 
 def write_conversations(

@@ -86,7 +86,8 @@ def fault_of_path(path: str) -> str | None:
     """Why no rows can be read from a path, as far as is seen without reading."""
     if not os.path.lexists(path):
         if files := _files_of_pattern(path):
-            return next(filter(None, map(fault_of_path, files)), None)
+            faults = ((file, fault_of_path(file)) for file in files)
+            return next((f"{file}: {fault}" for file, fault in faults if fault), None)
         return "there is no such file" if Source(path).is_local else None
     if os.path.isdir(path):
         files = [str(file) for file in Path(path).rglob("*") if suffix_of(file) in OF_FOLDERS]
@@ -147,6 +148,8 @@ def fault_of_fields(source: Source) -> str | None:
     for name in ("split", "subset", "revision", "annotations"):
         if name not in has and (value := getattr(source, name)) is not None:
             return f"{name} is {value!r}, and has no effect on {what}; expected no {name}"
+    if source.annotations and (fault := fault_of_path(source.annotations)):
+        return f"annotations is {source.annotations!r}: {fault}"
     if source.columns and source.format != "auto":
         return f"has columns, and the format {source.format}, which names them: give one of them"
     return None
@@ -265,7 +268,8 @@ def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
         paths = _files_of_pattern(source.path) or paths
     if source.is_local:
         paths = [*map(os.path.abspath, paths)]
-    return [replace(source, path=path) for path in paths]
+    annotations = source.annotations and os.path.abspath(source.annotations)
+    return [replace(source, path=path, annotations=annotations) for path in paths]
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -69,6 +69,8 @@ def _open(datasets: Any, source: Source) -> Iterator[Any]:
     elif path.is_dir():
         with _folder(datasets, source) as (builder, linked):
             split = _split(source, builder.config.data_files)
+            for file in builder.config.data_files[split] if builder.name == "webdataset" else ():
+                require_plain_tar(Path(file))
             yield builder.as_streaming_dataset(split=split), linked
     else:
         kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
@@ -130,7 +132,7 @@ def _target(path: str, linked: Path | None) -> str:
 def _split(source: Source, splits: Iterable[Any]) -> str:
     """That of the set's name."""
     names = [*map(str, splits)]
-    split = source.split or ("train" if "train" in names or len(names) > 1 else names[0])
+    split = source.split or "train"
     if split not in names:
         raise ValueError(
             f"{source.path} has the splits {', '.join(names)} and not {split}: name one of them "

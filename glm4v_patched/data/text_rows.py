@@ -111,7 +111,8 @@ def kind_of_file(path: Path) -> str:
         raise ValueError(f"{path} cannot be read: {told}") from error
     if first.startswith("["):
         return "JSON array"
-    if _is_around_rows(first):
+    is_line = suffix_of(path) == ".jsonl" and "\n" not in first.strip()
+    if not is_line and _is_around_rows(first):
         return "JSON object"
     if first.partition("\n")[0].strip() == "{":
         raise ValueError(f"{path} is one JSON object over several lines; {EXPECTED}")
@@ -263,7 +264,7 @@ def _rows_of_object(path: Path) -> Numbered:
         told = f"the lists {listed(sorted(map(quoted, names)), MOST_KEYS_LISTED)}"
         raise ValueError(
             f"{path} is one object with {told if names else 'no rows'}; expected 1 list, of rows: "
-            "write it alone"
+            f"jq .NAME {path} > NAME.json"
         )
     for name, number, value in _members(path):
         if is_coco and name == "annotations" and isinstance(value, dict):
@@ -283,16 +284,22 @@ def _members(path: Path) -> Iterator[tuple[str, int, Any]]:
     with open_text(path) as file:
         text = _JsonText(path, file)
         text.take("{")
+        names: set[str] = set()
         while text.next_character() == '"':
-            name = text.value(1)
+            name = str(text.value(1))
+            if name in names:
+                raise ValueError(f"{path}:{text.line}: the key {quoted(name)} stands twice")
+            names.add(name)
             text.take(":")
             if text.next_character() == "[":
                 for number, value in text.elements():
-                    yield str(name), number, value
+                    yield name, number, value
             else:
                 text.value(1)
             if text.take(",}") == "}":
                 break
+        if text.next_character():
+            raise ValueError(f"{path}:{text.line}: something stands after the end of the object")
 
 
 def _plain(value: Any) -> Any:
@@ -305,14 +312,16 @@ def _annotated(questions: Numbered, source: Source) -> Numbered:
     assert source.annotations is not None
     other = replace(source, path=source.annotations, annotations=None)
     kind = kind_of_file(Path(other.path))
+    # Of the ten answers to each question no more is held than is read.
+    named = [named_columns(of) for of in (source.columns or {}).values()]
+    wanted = {name.partition(".")[0] for of in named for name in of}
     said = {}
     for number, value in read_text(other, kind):
         if not isinstance(value, dict) or value.get(JOINED_BY) is None:
             told = value.text if isinstance(value, Fault) else f"has no {JOINED_BY}"
             raise ValueError(f"{other.path}, row {number}: {told}")
-        wanted = [name.partition(".")[0] for name in named_columns(source.columns or {})]
-        kept = value if source.columns is None else {key: value.get(key) for key in wanted}
-        said[_plain(value[JOINED_BY])] = {k: v for k, v in kept.items() if v is not None}
+        kept = {key: of for key, of in value.items() if key in wanted or not wanted}
+        said[_plain(value[JOINED_BY])] = kept
     for number, row in questions:
         if isinstance(row, dict):
             of = _plain(row.get(JOINED_BY))

@@ -135,11 +135,11 @@ def test_sharegpt_and_llava_are_read(folder):
 
 
 REFUSED_TURNS = {
-    "role": ({"role": "user"}, 'key "role" is not read: write "from"'),
+    "role": ({"from": "user", "role": "user"}, 'key "role" is not read: write "from"'),
     "from": ({"from": "robot", "value": "x"}, '"from" is "robot"; expected system, human, gpt or'),
     "no value": ({"from": "human"}, 'key "value" is missing'),
     "function_call": ({"from": "function_call", "value": "{}"}, '"from" is "function_call"; exp'),
-    "text": ("hello", "is a text; expected"),
+    "text": ("hello", 'is "hello"; expected {"from"'),
 }
 
 
@@ -149,12 +149,15 @@ def test_turns_that_are_not_understood_are_refused(folder, name):
     answered = {"from": "gpt", "value": "b"}
     good = json.dumps({"conversations": [{"from": "human", "value": "a"}, answered]})
     bad = json.dumps({"conversations": [turn, answered]})
-    with pytest.raises(ValueError, match=rf"data\.jsonl:2: message 1 of 2: .*{message}"):
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2: turn 1 of 2 of con.*{message}"):
         read(folder, good, bad)
     twice = json.dumps(
         {"system": "s", "conversations": [{"from": "system", "value": "s"}, answered]}
     )
-    for line, told in [(twice, 'has "system" and a turn of the system'), (GOOD, '"messages" is n')]:
+    for line, told in [
+        (twice, "2 of 3 is of system, after one of system"),
+        (GOOD, '"messages" is n'),
+    ]:
         with pytest.raises(ValueError, match=told):
             read(folder, good, line)
 
@@ -202,7 +205,10 @@ def test_alpacas_rows_are_read_with_their_history_and_pictures(folder):
         ({"output": ["b", {}]}, "output is a list; expected text"),
         ({"output": True}, "output is true; expected text"),
         ({"output": None}, "ends with a message of user; expected one of the assistant"),
-        ({"history": [["a"]]}, r"turn 1 of 1 of history is a list; expected \[question, answer\]"),
+        (
+            {"history": [["a"]]},
+            r"turn 1 of 1 of history: is a list; expected .* or \[question, answer\]",
+        ),
         ({"history": "a"}, 'history is "a"; expected a list'),
         ({"image": "a.png", "images": ["a.png"]}, 'pictures under "images" and "image"'),
         ({"mood": "good"}, 'the key "mood" is not read: a row has instruction, output'),
@@ -530,7 +536,10 @@ def test_a_row_is_refused_with_file_line_and_cure(folder, name):
         (b"PAR1\0\0", "cannot be read by datasets: .*6 bytes"),
         (b"\x1f\x8b\x08\x00", "cannot be read: "),
         (b"\xff\xd8\xff\xe0\x00\x10JFIF", r"is a picture \(JPEG\); expected a row of JSON"),
-        (f'{{"rows": [{GOOD}], "more": [{GOOD}]}}', 'is one object with the lists "more", "rows"'),
+        (
+            f'{{"rows": [\n{GOOD}], "more": [{GOOD}]}}',
+            'is one object with the lists "more", "rows"',
+        ),
         (f'{{"rows": [\n{GOOD}]', r"2: the JSON ends where , or } is expected"),
         ("", "it is empty"),
         ("\n \n", "0 conversations; expected at least 1 line"),

@@ -1,7 +1,15 @@
 """Pictures in the forms that people have them in: each is read as it is, or by the one line that
 its refusal prints, and is the same to the model."""
 
+import base64
+import gzip
+import json
+import os
 import re
+import shutil
+import subprocess
+import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,12 +17,14 @@ import torch
 import yaml
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.rows import Fault, Row, read_rows
-from glm4v_patched.data.source import make_sources
+from glm4v_patched.data.columns import fault_of_columns
+from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.data.rows import Fault, Row, describe_faults, read_rows
+from glm4v_patched.data.source import Source, fault_of_path, make_sources
 from glm4v_patched.demo.tiny_model import build_processor
 
 pytest.importorskip("datasets")
-from tests.helpers.data_forms import FORMS, QUESTION, draw  # noqa: E402
+from tests.helpers.data_forms import FORMS, QUESTION, draw, vqa_v2  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +70,499 @@ def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(examples, tmp_pa
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
+
+
+def read(path: Path, text: str | bytes | None = None, **fields) -> list[Row | Fault]:
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (source,) = make_sources([{"path": str(path), **fields}], {})
+    return [*read_rows(source)]
+
+
+def said(row: Row | Fault) -> list[str] | str:
+    """The words of a row's messages, or its fault."""
+    if isinstance(row, Fault):
+        return row.text
+    return [message["content"] for message in row.messages]
+
+
+# Columns
+
+
+ROW = {"Question Text": "q?", "a": "b", "n": 7, "json": {"q": ["first", "second"]}, "x.y": {"z": 1}}
+WORDS = [
+    ("{Question Text}", "q?"),
+    ("Question: {Question Text}\nNumber {n:03}.", "Question: q?\nNumber 007."),
+    ("Say it.", "Say it."),
+    ("这是什么？", "这是什么？"),
+    ("json.q.1", "second"),
+    ("x.y.z", "1"),
+    ("{{a}} is {a}", "{a} is b"),
+    (["a", "none", "n"], "b\n7"),
+    ("Question Text", '"Question Text" is a column: write "{Question Text}" for it'),
+    ("nothing", 'the column "nothing" is missing; the row has "Question Text", "a", "n", "json", '),
+    ("{none}.", 'the column "none" is missing'),
+    ("json.q", "json.q is a list; expected text; json.q.0 is its first"),
+    ("描述图片", 'the column "描述图片" is missing; .*; words that are no column end with . or ?'),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), WORDS, ids=range(len(WORDS)))
+def test_a_question_is_a_column_or_words_with_columns_among_them(tmp_path, words, expected):
+    columns = {"question": words, "answer": "a"}
+    (row,) = read(tmp_path / "a.jsonl", json.dumps(ROW), columns=columns)
+    if isinstance(row, Row):
+        assert said(row) == [expected, "b"]
+    else:
+        assert re.search(re.escape(expected).replace(r"\.\*", ".*"), row.text)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["cat", "dog", "dog"], "dog"),
+        (["cat", "dog"], "cat"),
+        ([{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], "yes"),
+        (3, "3"),
+        (0.5, "0.5"),
+        (True, "the answer is true; expected text"),
+        ([], "is an empty list; expected text"),
+        ([["a"]], "is a list; expected text"),
+        (None, 'the column "answer" is missing'),
+    ],
+    ids=range(9),
+)
+def test_of_several_answers_the_commonest_is_learned(tmp_path, answers, expected):
+    columns = {"question": "Who?", "answer": "answer"}
+    (row,) = read(tmp_path / "a.jsonl", json.dumps({"answer": answers}), columns=columns)
+    if isinstance(row, Row):
+        assert said(row) == ["Who?", expected]
+    else:
+        assert expected.removeprefix("the ").replace("answer is", "answer is") in row.text
+
+
+def test_turns_and_history_and_system_are_columns(tmp_path):
+    pairs = [["q", "a"], ["r", "b"]]
+    named = [{"ask": "q", "reply": "a"}, {"ask": "r", "reply": "b", "by": "me"}]
+    roles = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    path = tmp_path / "a.jsonl"
+    whole = ["s", "q", "a", "r", "b"]
+    for turns, more, expected in [
+        (pairs, {}, whole),
+        (named, {"question": "ask", "answer": "reply"}, whole),
+        (roles, {}, whole[:3]),
+        (sharegpt, {}, whole[:3]),
+    ]:
+        columns = {"turns": "talk", "system": "rules", **more}
+        (row,) = read(path, json.dumps({"talk": turns, "rules": "s"}), columns=columns)
+        assert said(row) == expected
+    columns = {"history": "before", "question": "now", "answer": "then", "system": "Be brief."}
+    text = json.dumps({"before": pairs[:1], "now": "r", "then": "b", "other": 1})
+    assert [said(row) for row in read(path, text, columns=columns)] == [["Be brief.", *whole[1:]]]
+    (row,) = read(path, json.dumps({"talk": [["q"]]}), columns={"turns": "talk"})
+    assert said(row).startswith("turn 1 of 1 of talk: is a list; expected ")
+
+
+def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
+    names = [f"pictures/{example.picture}" for example in examples[:3]]
+    row = {"system": "s", "before": [["q", "a"]], "question": "r", "answer": "b"}
+    columns = {name: name for name in ("system", "question", "answer")} | {"history": "before"}
+    path = tmp_path / "a.jsonl"
+    absolute = [str(tmp_path / name) for name in names]
+    for given, image in [
+        ({"image": names[:2], "other": names[2]}, ["image", "other"]),
+        ({"a": names[0], "b": None, "c": names[1], "d": names[2]}, ["a", "b", "c", "d"]),
+        ({"name": [Path(name).name for name in names]}, "name"),
+        ({"n": [Path(name).stem for name in names]}, [f"pictures/{{n.{n}}}.png" for n in range(3)]),
+    ]:  # fmt: skip
+        folder = {"image_folder": "pictures"} if image == "name" else {}
+        text = json.dumps(row | given)
+        (found,) = read(path, text, columns=columns | {"image": image}, **folder)
+        assert found.pictures == pictures_of(found.messages[1:2]) == absolute
+    # With places they stand there.
+    marked = row | {"question": "<image>r", "image": names[0]}
+    (found,) = read(path, json.dumps(marked), columns=columns | {"image": "image"})
+    assert found.messages[3]["image"] == absolute[0] and "image" not in found.messages[1]
+    # Also in rows of a known format.
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (found,) = read(path, json.dumps({"messages": turns, "images": names[:1]}))
+    assert found.messages == [turns[0] | {"image": absolute[0]}, turns[1]]
+
+
+def test_a_picture_in_a_cell_is_a_data_url_by_its_words(tmp_path, examples):
+    content = base64.b64encode((tmp_path / "pictures" / examples[0].picture).read_bytes()).decode()
+    text = f"index\timage\tquestion\tanswer\n0\t{content}\tq\ta\n"
+    columns = {"image": "data:image/png;base64,{image}", "question": "question", "answer": "answer"}
+    (row,) = read(tmp_path / "a.tsv", text, columns=columns)
+    assert Path(row.pictures[0]).read_bytes() == base64.b64decode(content)
+
+
+def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(tmp_path, examples):
+    picture = f"pictures/{examples[0].picture}"
+    text = '{"q": "x", "a": "y"}\n' + json.dumps({"q": "x", "a": "y", "img": picture})
+    columns = {"question": "q", "answer": "a", "image": "img"}
+    with_none, with_one = read(tmp_path / "a.jsonl", text, columns=columns)
+    assert (with_none.pictures, with_one.pictures) == ([], [str(tmp_path / picture)])
+    with pytest.raises(
+        ValueError, match=r'no row has "imag" .image of columns.; they have "q", "a", "img"'
+    ):
+        read(tmp_path / "a.jsonl", text, columns=columns | {"image": "imag"})
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"img": "a.png", "caption": "c"}, '{image: img, question: "?", answer: caption}'),
+        ({"image": "a.png", "prompt": "q", "solution": "s"}, "question: prompt, answer: solution"),
+        ({"text_a": "q", "text_b": "s"}, "{question: text_a, answer: text_b}"),
+        ({"Question Text": "q", "Answer": "s"}, '{question: "{Question Text}", answer: Answer}'),
+        ({"image": "a.png", "qa": [{"question": "q", "answer": "a"}]}, "turns: qa"),
+        ({"dialog": [["q", "a"]]}, "{turns: dialog}"),
+        ({"photo": "data:image/png;base64,AA", "label": 3}, "answer: label, image: photo"),
+        ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question"),
+        ({"query": "q", "answers": [{"answer": "a", "answer_id": 1}]}, "answer: answers"),
+        ({"image": "a.png"}, "answer: COLUMN"),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path, row, line):
+    (fault,) = read(tmp_path / "a.jsonl", json.dumps(row))
+    (found,) = re.findall(r"'data\.columns=(.*?)'", fault.text)
+    expected = {"answer": "caption", "image": "img", "question": QUESTION}
+    if line.startswith("{image"):
+        assert yaml.safe_load(found) == expected
+    else:
+        assert line.strip("{}") in found
+    assert fault_of_columns(yaml.safe_load(found)) is None
+    assert "glm4v-patched doctor RECIPE --rows 3" in fault.text
+
+
+def test_rows_that_lack_a_key_have_the_fault_of_the_others(tmp_path):
+    text = '{"q": "x", "a": "y"}\n{"q": "x"}\n{"q": "x", "other": 1}'
+    first, second, third = (row.text for row in read(tmp_path / "a.jsonl", text))
+    assert first == second and '"other"' in third
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"qestion": "a"}, 'has "qestion"; did you mean question'),
+        ({"answer": "a"}, "has neither question nor image nor turns"),
+        ({"question": 5}, "question is 5; expected the name of a column, or words"),
+        ({"question": "{a"}, "expected '}'"),
+        ({"question": "{a!r}"}, "is no such text"),
+        ({"question": "{a:>9999999999}"}, "is no such text"),
+        ({"question": "{}"}, "is no such text"),
+        ({"question": "a", "answer": ["b"]}, "answer is a list"),
+        ({"turns": "a", "history": "b"}, "history and turns"),
+        ([], "is an empty list; expected {question"),
+    ],
+    ids=range(10),
+)
+def test_columns_that_cannot_be_are_refused(columns, message):
+    assert message in fault_of_columns(columns)
+    with pytest.raises(ValueError, match=f"set 1 of 1: columns .*{re.escape(message)}"):
+        make_sources([{"path": "a.jsonl", "columns": columns}], {})
+
+
+# CSV
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("q,a\n007,NA\n", [(2, ["007", "NA"])]),
+        ('\ufeffq;a\r\n"x;\r\ny";1e5\r\n\r\nz;b\r\n', [(2, ["x;\r\ny", "1e5"]), (5, ["z", "b"])]),
+        ('q,a\n"say ""hi""",b\n', [(2, ['say "hi"', "b"])]),
+        ("q,a\nx,b,c\ny,d\n", [(2, "has 3 cells, and the first line 2"), (3, ["y", "d"])]),
+        (
+            'q,a\n"x" y,b\nz,c\n',
+            [(2, "no CSV (',' expected after '\"'): a quote"), (3, ["z", "c"])],
+        ),
+        ('q,a\nx,b\n"y,c\nz,d', [(2, ["x", "b"]), (3, "no CSV (unexpected end of data)")]),
+        ("q,a\nx,\n", [(2, 'the column "a" is missing; the row has "q"')]),
+        (b"q,a\n\xc4\xe3,b\n", [(2, "character 1 is the byte 0xc4, which is no UTF-8")]),
+        (",q,a\n0,x,b\n", [(2, ["x", "b"])]),
+    ],
+    ids=range(9),
+)
+def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
+    rows = read(tmp_path / "a.csv", text, columns={"question": "q", "answer": "a"})
+    assert [row.line for row in rows] == [line for line, _ in expected]
+    for row, (_, words) in zip(rows, expected, strict=True):
+        assert said(row) == words if isinstance(words, list) else said(row).startswith(words)
+
+
+def test_csv_of_a_known_format_is_read_and_told_by_lines(tmp_path):
+    text = "prompt,completion\nq,a\nr,\n"
+    (good, bad) = read(tmp_path / "a.csv", text)
+    assert said(good) == ["q", "a"]
+    source = Source(str(tmp_path / "a.csv"))
+    assert f"{source.path}:3: " in describe_faults(source, [bad], 2)
+    with pytest.raises(ValueError, match='a.csv:1: "q" names several columns'):
+        read(tmp_path / "a.csv", "q,q\nx,y\n")
+    with pytest.raises(ValueError, match="0 conversations"):
+        read(tmp_path / "a.csv", "q,a\n")
+
+
+# What would fill the memory, or never end
+
+
+LIMIT = 2**20
+TOO_LONG = "134,217,728 characters or more"
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "filler", "expected"),
+    [
+        ("a.jsonl", '{"messages": "', "x", TOO_LONG),
+        ("a.json", '[{"messages": "', "x", TOO_LONG),
+        ("a.json", '{"data": [{"q": "', "x", TOO_LONG),
+        ("a.csv", 'q,a\n"', "x", TOO_LONG),
+        ("a.csv", "q,a\n", "x,", "cells, and the first line 2"),
+        ("a.csv", 'q,a\n"', '","\n', TOO_LONG),
+        ("a.csv", "", "x,", "names several columns"),
+        ("a.jsonl", "", " ", TOO_LONG),
+    ],
+    ids=range(8),
+)
+def test_a_row_that_unpacks_without_end_is_refused(
+    tmp_path, monkeypatch, name, start, filler, expected
+):
+    pyarrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr("glm4v_patched.data.text_rows.MOST_CHARACTERS", LIMIT)
+    path = tmp_path / f"{name}.zst"
+    with pyarrow.output_stream(str(path), compression="zstd") as file:
+        file.write(start.encode())
+        for _ in range(40):
+            file.write(filler.encode() * (LIMIT // len(filler)))
+    assert path.stat().st_size < LIMIT
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=expected):
+            raise ValueError([row.text for row in read(path)])
+        assert tracemalloc.get_traced_memory()[1] < 24 * LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bz2", "zstd"])
+def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.jsonl"  # told by its bytes, whatever it is called
+    lines = [json.dumps({"prompt": f"{at}?", "completion": "a"}) + "\n" for at in range(2000)]
+    parts = []
+    for half in (lines[:1000], lines[1000:]):
+        with pyarrow.output_stream(str(path), compression=kind) as file:
+            file.write("".join(half).encode())
+        parts.append(path.read_bytes())
+    assert len(read(path, b"".join(parts))) == 2000
+    for cut in (10, len(parts[1]) // 2):
+        with pytest.raises(ValueError, match=r"a\.jsonl cannot be read: "):
+            read(path, b"".join(parts)[:-cut])
+
+
+@pytest.mark.parametrize("how", ["sparse", "packed", "cut", "compressed"])
+def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path, examples, how):
+    path = tmp_path / ("rows.tar" if how != "compressed" else "rows.tar.gz")
+    with tarfile.open(path, "w:gz" if how == "compressed" else "w") as archive:
+        archive.add(tmp_path / "pictures" / examples[0].picture, "1.png")
+        (tmp_path / "1.txt.gz").write_bytes(gzip.compress(bytes(1000)))
+        archive.add(tmp_path / "1.txt.gz", "1.txt.gz" if how == "packed" else "1.txt")
+    if how == "sparse":
+        (tmp_path / "1.txt").write_bytes(b"")
+        os.truncate(tmp_path / "1.txt", 2**30)
+        subprocess.run(["tar", "-Scf", path, "1.txt"], cwd=tmp_path, check=True, timeout=60)
+        assert path.stat().st_size < 2**20
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:700])
+    told = {"sparse": "1.txt is sparse", "packed": "1.txt.gz is sparse or compressed"}
+    told |= {"cut": "cannot be read by datasets", "compressed": "expected one that is not: tar -xf"}
+    with pytest.raises(ValueError, match=told[how]):
+        read(path)
+    if how in ("sparse", "packed"):
+        (tmp_path / "shards").mkdir()
+        path.rename(tmp_path / "shards" / "train-0.tar")
+        with pytest.raises(ValueError, match=told[how]):
+            read(tmp_path / "shards")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"data": [{"a": 1}], "data": []}', 'a.json:1: the key "data" stands twice'),
+        ('{"data": [{"a": 1}]} x', "something stands after|no JSON"),
+        ('{"data": [' + '{"a": 1}, ' * 9000 + '{"a": 1}]} x', "something stands after the end of"),
+        ('{"data": [' + '{"a": 1}, ' * 9000 + "[[", "row 9001 is no JSON"),
+        ('{"train": [{"a": 1}], "test": [{"a": 1}]}', 'the lists "test", "train"; .*jq .NAME'),
+        (
+            '{"images": [{"id": 1}], "annotations": [{"image_id": 7, "caption": "c"}]}',
+            "image_id is 7, and no",
+        ),
+        ('{"x": ' + "[" * 100_000, "nested too deeply|no JSON"),
+        (b"\x80\x04\x95pickle", "is Python's pickle; .*pickles can run code"),
+        (b"PK\x03\x04\0\0", "is a zip archive; .*unzip "),
+        (b"\x89HDF\r\n", "is HDF5; "),
+        (b"SQLite format 3", "an SQLite database; .*sqlite3 -json"),
+        (b"\xfd7zXZ\0", "is compressed by xz; .*xz -dk"),
+        (b"\xff\xfea\0b\0", "iconv -f UTF-16 -t UTF-8"),
+    ],
+    ids=range(13),
+)
+def test_what_is_no_object_around_rows_is_refused(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        raise ValueError([row.text for row in read(tmp_path / "a.json", content)][0])
+
+
+def test_one_row_is_no_object_around_rows(tmp_path):
+    row = {"id": 1, "objects": [{"box": 1}], "messages": [{"role": "user", "content": "q"}]}
+    row["messages"].append({"role": "assistant", "content": "a"})
+    path = tmp_path / "a.json"
+    assert [said(of) for of in read(path, json.dumps(row), ignore=["id", "objects"])] == [
+        ["q", "a"]
+    ]
+    row["objects"] *= 9000  # more than what is looked at to tell
+    row["messages"] = row.pop("messages")
+    text = json.dumps({"messages": row["messages"], "id": 1, "objects": row["objects"]})
+    assert [said(of) for of in read(path, text, ignore=["id", "objects"])] == [["q", "a"]]
+    two = '{"q": "x", "objects": [{"a": 1}]}\n' * 2
+    assert len(read(path, two)) == 2
+
+
+# Sets
+
+
+def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ba":
+        (tmp_path / f"rows-{name}.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    sources = make_sources([{"path": "rows-*.jsonl", "weight": 2.0}], {"max_samples": 5})
+    assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
+    assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
+    assert fault_of_path("rows-*.jsonl") is None
+    (tmp_path / "rows-c.jsonl").touch()
+    assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
+    assert fault_of_path("no-*.jsonl") == "there is no such file"
+    (tmp_path / "x[1].jsonl").write_text("a file of that name is no pattern")
+    assert [source.path for source in make_sources("x[1].jsonl", {})] == [
+        str(tmp_path / "x[1].jsonl")
+    ]
+
+
+def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
+    lines = [json.dumps({"prompt": f"{at}?", "completion": "a"}) for at in range(5)]
+    text = "\n".join([lines[0], "5", *lines[1:]])
+    rows = read(tmp_path / "a.jsonl", text, max_samples=3)
+    assert [row.line for row in rows] == [1, 2, 3] and isinstance(rows[1], Fault)
+    assert len(read(tmp_path / "a.json", f"[{', '.join(lines)}, broken", max_samples=5)) == 5
+    for wrong in (0, -1, True, 1.5, "3"):
+        with pytest.raises(ValueError, match="max_samples is .*; expected a whole number above 0"):
+            make_sources([{"path": "a.jsonl", "max_samples": wrong}], {})
+
+
+@pytest.mark.parametrize("called", ["rows", "a[1]*{b,c}", "ü ß"])
+@pytest.mark.parametrize(
+    "name", ["a folder a class", "imagefolder, metadata.csv", "imagefolder, metadata.parquet",
+             "hf download, JSON", "LLaMA-Factory"],
+)  # fmt: skip
+def test_a_folder_may_have_any_name(examples, tmp_path, called, name):
+    make, fields = FORMS[name]
+    path = make(tmp_path, examples).rename(tmp_path / called)
+    rows, _ = read_by_the_printed_line(path, fields)
+    assert {len(row.pictures) for row in rows} == {1} and len(rows) == len(examples)
+    for row in rows:
+        assert row.pictures[0].startswith(f"{path}/") and Path(row.pictures[0]).is_file()
+
+
+def test_splits_of_pictures_are_those_of_their_folders(examples, tmp_path):
+    splits = {"train": examples[:2], "test": examples[2:4]}
+    for split, of_split in splits.items():
+        for example in of_split:
+            folder = tmp_path / "photos" / split / example.answer
+            folder.mkdir(parents=True)
+            shutil.copy(tmp_path / "pictures" / example.picture, folder)
+    columns = {"question": QUESTION, "answer": "label", "image": "image"}
+    for split, of_split in splits.items():
+        rows = read(tmp_path / "photos", split=split, columns=columns)
+        expected = {(example.picture, example.answer) for example in of_split}
+        assert {(Path(row.pictures[0]).name, said(row)[1]) for row in rows} == expected
+    with pytest.raises(ValueError, match="has the splits train, test and not nonsense"):
+        read(tmp_path / "photos", split="nonsense")
+
+
+def test_faults_in_a_folder_of_texts_name_their_file(tmp_path):
+    (tmp_path / "rows" / "data").mkdir(parents=True)
+    (tmp_path / "rows" / "data" / "train-0.jsonl").write_text('{"prompt": "q", "completion": "a"}')
+    (tmp_path / "rows" / "data" / "train-1.jsonl").write_text('\n{"prompt": 1, "prompt": 2}')
+    good, bad = read(tmp_path / "rows")
+    assert isinstance(good, Row) and (bad.line, good.line) == (2, 1)
+    assert (
+        bad.text
+        == f'{tmp_path}/rows/data/train-1.jsonl:2: the key "prompt" stands 2 times in one object'
+    )  # noqa: E501
+
+
+@pytest.mark.parametrize("name", ["a.png", "metadata.csv", "dataset_info.json", "train-0.tar"])
+def test_a_pipe_in_a_folder_is_not_waited_for(examples, tmp_path, name):
+    os.mkfifo(tmp_path / "pictures" / name)
+    with pytest.raises(ValueError, match=f"{name} is no file, but a pipe"):
+        read(tmp_path / "pictures")
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1}')
+    with pytest.raises(ValueError, match=f"annotations is .*{name}': no file, but a pipe"):
+        read(tmp_path / "q.jsonl", annotations=str(tmp_path / "pictures" / name))
+
+
+def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
+    path = vqa_v2(tmp_path, examples)
+    whole = json.loads((tmp_path / "annotations.json").read_text())
+    whole["annotations"] = whole["annotations"][:2]
+    (tmp_path / "annotations.json").write_text(json.dumps(whole))
+    columns = {"question": "question", "answer": "answers"}
+    rows = read(path, columns=columns, annotations=str(tmp_path / "annotations.json"))
+    assert [said(row) for row in rows[:2]] == [[QUESTION, of.answer] for of in examples[:2]]
+    assert "question_id is 1002, and no row of" in rows[2].text
+    (tmp_path / "b.json").write_text('[{"a": 1}]')
+    with pytest.raises(ValueError, match="b.json, row 1: has no question_id"):
+        read(path, columns=columns, annotations=str(tmp_path / "b.json"))
+
+
+REFUSED_SETS = [
+    ({"a": {}, "b": {}}, None, r"has the sets a, b: name one of them \(subset\)"),
+    ({"a": {}}, "b", r"has the sets a: name one"),
+    ({"a": {"ranking": True}}, None, "of preferences, which TRL trains on"),
+    ({"a": {"script_url": "x"}}, None, "a has no 'hf_hub_url'"),
+    ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, None, "column videos is not read"),
+    ({"a": {"file_name": "x.json", "formatting": "sharegpt", "columns": {"messages": "m"},
+            "tags": {"role_tag": "who"}}}, None, "keys who and value are not read"),
+    ({"a": {"file_name": "x.json"}}, None, "x.json: there is no such file"),
+    ([], None, "dataset_info.json: "),
+    ({"a": 5}, None, "dataset_info.json: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("info", "subset", "message"), REFUSED_SETS, ids=range(len(REFUSED_SETS)))
+def test_sets_of_llama_factory_that_are_not_read_are_refused(tmp_path, info, subset, message):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=message):
+        [*read_rows(Source(str(tmp_path), subset=subset))]
+
+
+@pytest.mark.parametrize(
+    "columns", [None, {"prompt": "q", "query": "more", "response": "a", "system": "s"}]
+)  # noqa: E501
+def test_llama_factorys_alpaca_is_read(tmp_path, columns):
+    names = columns or {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "system": "system",
+    }  # noqa: E501
+    values = {"prompt": "q", "query": "r", "response": "a", "system": "s"}
+    rows = [{names[key]: value for key, value in values.items()}]
+    rows.append(rows[0] | {names["query"]: ""})
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    entry = {"file_name": "x.json", "num_samples": 2} | ({"columns": columns} if columns else {})
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"only": entry}))
+    found = [said(row) for row in read_rows(Source(str(tmp_path)))]
+    assert found == [["s", "q\nr", "a"], ["s", "q", "a"]]
