@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +25,8 @@ from .messages import (
     replace_pictures,
 )
 from .pictures import PictureFiles
-from .source import Source, fault_of_set, is_llama_factory, is_saved, of_llama_factory
-from .text_rows import Fault, Numbered, kind_of_file, read_text
+from .source import Source, fault_of_set, is_llama_factory, of_llama_factory
+from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
 
 MOST_FAULTS_LISTED = 20
 MOST_RANGES = 8  # of the rows that have one fault
@@ -153,7 +152,7 @@ def place(source: Source, number: int) -> str:
 
 def _has_lines(source: Source) -> bool:
     path = Path(source.path)
-    return path.is_file() and kind_of_file(path) in ("JSON lines", "CSV")
+    return path.is_file() and kind_of_file(path) in OF_LINES
 
 
 def as_source(path: str | Path | Source) -> Source:
@@ -251,27 +250,9 @@ def _given_rows(source: Source) -> Numbered:
         kind = kind_of_file(path)
         if kind != "table":
             return read_text(source, kind)
-    # The library is imported only where it is needed.
-    from .tables import read_table, text_files_of
+    from .tables import read_table  # the library is imported only where it is needed
 
-    if path.is_dir() and not is_saved(source.path) and (files := text_files_of(source)):
-        return _rows_of_files(replace(source, path=file) for file in files)
     return read_table(source)
-
-
-def _rows_of_files(sources: Iterable[Source]) -> Numbered:
-    """Rows of all files of a folder, numbered together; faults of their text name their file."""
-    number = 0
-    for source in sources:
-        for line, row in read_text(source, kind_of_file(Path(source.path))):
-            number += 1
-            if isinstance(row, Fault):
-                row = Fault(number, f"{place(source, line)}: {row.text}")
-            elif os.path.basename(source.path).startswith("metadata.") and isinstance(row, dict):
-                # An imagefolder's, whose pictures datasets calls "image", too.
-                name = os.path.join(os.path.dirname(source.path), str(row.pop("file_name", "")))
-                row = {"image": name} | row
-            yield number, row
 
 
 def write_conversations(

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..terminal_text import pip_install
 from .source import COMPRESSED, Source, is_saved, suffix_of
+from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 PLAIN = re.compile(r"[\w./ -]+")
@@ -29,6 +30,9 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
         RuntimeError: the library is missing.
     """
     with _library(source) as datasets, _open(datasets, source) as (table, linked):
+        if isinstance(table, list):
+            yield from _rows_of_text(table)
+            return
         plain = _Plain(datasets, table.features, linked)
         if plain.features not in (None, table.features):
             table = table.cast(plain.features)
@@ -54,7 +58,8 @@ def _library(source: Source) -> Iterator[Any]:
 
 
 @contextmanager
-def _open(datasets: Any, source: Source) -> Iterator[Any]:
+def _open(datasets: Any, source: Source) -> Iterator[tuple[Any, Path | None]]:
+    """A table, or the files of text that are read instead; and the folder of :func:`_folder`."""
     path = Path(source.path)
     if not path.exists():
         options = {"revision": source.revision, "streaming": True}
@@ -68,10 +73,13 @@ def _open(datasets: Any, source: Source) -> Iterator[Any]:
         yield saved.to_iterable_dataset(), None
     elif path.is_dir():
         with _folder(datasets, source) as (builder, linked):
-            split = _split(source, builder.config.data_files)
-            for file in builder.config.data_files[split] if builder.name == "webdataset" else ():
+            splits = builder.config.data_files
+            split = _split(source, splits)
+            files = [_target(str(file), linked) for file in splits[split]]
+            for file in files if builder.name == "webdataset" else ():
                 require_plain_tar(Path(file))
-            yield builder.as_streaming_dataset(split=split), linked
+            texts = _text_files(builder, files)
+            yield texts or builder.as_streaming_dataset(split=split), linked
     else:
         kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
         if _begins(path, b"ARROW1"):
@@ -93,15 +101,30 @@ def _folder(datasets: Any, source: Source) -> Iterator[Any]:
         yield datasets.load_dataset_builder(str(path), source.subset), linked
 
 
-def text_files_of(source: Source) -> list[str]:
-    """The files of a folder's split that are of text: all of JSON or CSV, or those that say what
-    is in its pictures."""
-    with _library(source) as datasets, _folder(datasets, source) as (builder, linked):
-        splits = builder.config.data_files
-        files = [_target(str(file), linked) for file in splits[_split(source, splits)]]
-        if builder.name == "imagefolder":
-            return [file for file in files if os.path.basename(file) in METADATA]
-        return files if builder.name in ("json", "csv") else []
+def _text_files(builder: Any, files: list[str]) -> list[str]:
+    """Those that are not read by the builder: all of JSON or CSV, or those that say what is in a
+    folder's pictures."""
+    if builder.name == "imagefolder":
+        return [file for file in files if os.path.basename(file) in METADATA]
+    return files if builder.name in ("json", "csv") else []
+
+
+def _rows_of_text(files: list[str]) -> Numbered:
+    """Rows of several files, numbered together; faults of their text name their file."""
+    number = 0
+    for file in files:
+        kind = kind_of_file(Path(file))
+        for line, row in read_text(Source(file), kind):
+            number += 1
+            if isinstance(row, Fault):
+                row = Fault(
+                    number, f"{file}{':' if kind in OF_LINES else ', row '}{line}: {row.text}"
+                )
+            elif os.path.basename(file) in METADATA and isinstance(row, dict):
+                # Of a picture, which datasets calls "image", too.
+                name = os.path.join(os.path.dirname(file), str(row.pop("file_name", "")))
+                row = {"image": name} | row
+            yield number, row
 
 
 def require_plain_tar(path: Path) -> None:

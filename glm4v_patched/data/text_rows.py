@@ -53,6 +53,8 @@ CHARACTERS_TO_TELL = 2**16  # what a file is
 EXPECTED = 'expected a row a line: {"messages": [...]}'
 BESIDE_ROWS = ("info", "licenses", "categories")
 """Lists beside the rows, in files as COCO's."""
+OF_LINES = ("JSON lines", "CSV")
+"""Kinds of which a row has a line of its own."""
 JOINED_BY = "question_id"
 
 

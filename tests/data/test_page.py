@@ -30,7 +30,7 @@ def conversation(picture: str) -> list[dict]:
 
 @pytest.mark.parametrize("rows", ROWS, ids=range(len(ROWS)))
 def test_each_format_says_the_same(folder, rows):
-    assert len(ROWS) == 6
+    assert len(ROWS) == 8
     (folder / "rows").write_text(rows)
     assert read_conversations(folder / "rows") == [conversation(str(folder / "cat.png"))]
 
