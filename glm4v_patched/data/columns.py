@@ -173,8 +173,8 @@ def describe_unknown(row: dict) -> str:
     line = ", ".join(f"{name}: {_as_yaml(value)}" for name, value in guess(row).items())
     return (
         f"{told}, of no format that is known; say which of them are what, in the recipe or behind "
-        f"its name: 'data.columns={{{line}}}', and see how that is read with "
-        "'glm4v-patched doctor RECIPE --rows 3'"
+        f"its name: 'data.columns={{{line}}}' (answer, evaluate: --columns), and see how that is "
+        "read with 'glm4v-patched doctor RECIPE --rows 3'"
     )
 
 

@@ -119,6 +119,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="FILE", help=what)
     fields = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
     fields("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
+    told = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
+    fields("--columns", metavar="YAML", help=told)
     fields("--image-folder", metavar="FOLDER", help="what paths of pictures are relative to")
     fields("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
     fields("--split", metavar="NAME", help="of a set that has them (default: train)")
@@ -197,6 +199,7 @@ def _source(options: argparse.Namespace):
     folder = options.image_folder
     if folder is not None and not Path(folder).is_dir():
         raise ValueError(f"--image-folder {folder}: there is no such folder")
+    columns = _columns(options.columns) if options.columns else None
     return Source(
         options.data,
         options.format,
@@ -204,7 +207,22 @@ def _source(options: argparse.Namespace):
         image_folder=folder,
         ignore=tuple(options.ignore),
         allow_urls=options.allow_urls,
+        columns=columns,
     )
+
+
+def _columns(text: str) -> dict:
+    import yaml
+
+    from ..data.columns import fault_of_columns
+
+    try:
+        columns = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--columns {text}: no YAML: {error}") from None
+    if fault := fault_of_columns(columns):
+        raise ValueError(f"--columns {fault}")
+    return columns
 
 
 def _answer(options: argparse.Namespace) -> None:
