@@ -184,12 +184,12 @@ def _read(sources: Sources, collator: ConversationCollator, memory: Path | None)
     """Read and measure the rows of sets."""
     files = []
     for source in sources:
-        if os.path.isfile(source.path):
-            found = stamp_of(source.path) or (-1, -1)
-            files.append(FileStamp(source.path, *found, digest_file(source.path)))
+        for path in source.files:
+            files.append(FileStamp(path, *(stamp_of(path) or (-1, -1)), digest_file(path)))
     folder = None if memory is None else memory.parent / "rows"
     key = None
-    if len(files) == len(sources):  # of folders and the Hub it is not seen whether they changed
+    # Of folders and the Hub it is not seen whether they changed.
+    if all(source.files for source in sources):
         sets = [asdict(source) | {"weight": 1} for source in sources]
         key = [sets, [stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
     rows, workplace = store_rows(lambda: _rows_of(sources, collator), key, folder)

@@ -68,6 +68,13 @@ class Source:
     max_samples: int | None = None
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """All that its rows are read from; none, where these are in a folder or on the Hub."""
+        if not os.path.isfile(self.path):
+            return ()
+        return (self.path,) if self.annotations is None else (self.path, self.annotations)
+
+    @property
     def is_local(self) -> bool:
         """Whether it is a file or folder, or can be nothing else."""
         is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.path, re.ASCII)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import fault_of_columns
 from glm4v_patched.data.messages import pictures_of
@@ -566,3 +567,17 @@ def test_llama_factorys_alpaca_is_read(tmp_path, columns):
     (tmp_path / "dataset_info.json").write_text(json.dumps({"only": entry}))
     found = [said(row) for row in read_rows(Source(str(tmp_path)))]
     assert found == [["s", "q\nr", "a"], ["s", "q", "a"]]
+
+
+def test_annotations_that_change_are_read_again(tmp_path, collator):
+    (tmp_path / "q.json").write_text('[{"question_id": 1, "question": "red"}]')
+    columns = {"question": "question", "answer": "answer"}
+    annotations = str(tmp_path / "a.json")
+    source = Source(str(tmp_path / "q.json"), columns=columns, annotations=annotations)
+    for answer in ("red", "blue"):
+        (tmp_path / "a.json").write_text(json.dumps([{"question_id": 1, "answer": answer}]))
+        checked = check_sets([source], collator.processor, 64, memory=tmp_path / "m" / "m.sqlite")
+        assert checked.conversations()[0][1]["content"] == answer
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(ValueError, match="a.json has changed since it was checked"):
+        checked.conversations()
