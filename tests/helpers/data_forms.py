@@ -192,7 +192,8 @@ def metadata(kind: str) -> Make:
         elif kind == "jsonl":
             table.to_json(made / "metadata.jsonl", orient="records", lines=True)
         else:
-            table.to_parquet(made / "metadata.parquet")
+            # As object, for datasets before 4.1 takes no large_string, which pandas 3 writes.
+            table.astype(object).to_parquet(made / "metadata.parquet")
         return made
 
     return make
