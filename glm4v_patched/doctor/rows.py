@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ..data.rows import Fault, place, read_rows
-from ..finetune.origin import base_of
 from ..finetune.recipe import Recipe
+from ..finetune.recipe_model import base_of
 from ..finetune.summary import show_sample
 from ..models.base import pin
 from ..models.loading import load_processor
