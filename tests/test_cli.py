@@ -189,7 +189,7 @@ def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):
     code += "runpy.run_module('glm4v_patched', run_name='__main__')"
     command = [sys.executable, "-c", code, "train", str(recipe), "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert '"caption" is not read: write {"messages": ' in done.stderr, done.stderr
+    assert "answer: caption, image: image}" in done.stderr, done.stderr  # the line that reads them
     assert done.returncode == 1 and not (tmp_path / "out").exists()
 
 

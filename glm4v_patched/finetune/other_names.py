@@ -33,7 +33,6 @@ MEANT = {
     "split_dataset_ratio": "data.eval: 0.05, a share of the rows",
     "media_dir": "data.image_folder",
     "image_dir": "data.image_folder",
-    "max_samples": "data.train: [{path: FILE, weight: 0.1}], where a tenth of the rows is taken",
     "packing": "data.pack_to: 8192, the positions of a packed row",
     "pack": "data.pack_to: 8192, the positions of a packed row",
     "finetuning_type": _TRAINED,
