@@ -27,7 +27,7 @@ from glm4v_patched.finetune.recipe import Recipe
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
-from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, serving
+from tests.helpers.processes import cpu_environment, heed_signals, run_with_limit, serving
 from tests.helpers.publishable import as_files, write_original
 from tests.helpers.recipes import launching_warm, measuring_warm
 from tests.helpers.tiny import tiny_model
@@ -249,7 +249,7 @@ def trained(reader) -> Path:
             env=reader.environment | STARTED_FRESH,
             stdout=output,
             stderr=output,
-            preexec_fn=heed_ctrl_c,
+            preexec_fn=heed_signals,
         )
     out = reader.folder / "trained"
     end = time.monotonic() + 300

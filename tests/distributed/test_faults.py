@@ -28,7 +28,7 @@ from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import (
     WORKERS,
     cpu_environment,
-    heed_ctrl_c,
+    heed_signals,
     run_warm,
 )
 from tests.helpers.recipes import drawn_recipe, planned
@@ -113,7 +113,7 @@ class CommandLine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=heed_ctrl_c,
+                preexec_fn=heed_signals,
             )
 
     @property

@@ -62,10 +62,11 @@ def in_plain_shell(command: str, path: str = os.defpath) -> subprocess.Completed
     )
 
 
-def heed_ctrl_c() -> None:
-    """As ``preexec_fn`` of a process that will be sent SIGINT: a test that runs in a script's
-    background has inherited that it is ignored, and hands that on."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def heed_signals() -> None:
+    """As ``preexec_fn`` of a process that will be sent SIGINT or SIGHUP: a test that runs in a
+    script's background, or under nohup, has inherited that they are ignored, and hands that on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def serving(
             env=cpu_environment() if environment is None else environment,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=heed_ctrl_c,
+            preexec_fn=heed_signals,
         )
     try:
         end = time.monotonic() + SECONDS_TO_SERVE

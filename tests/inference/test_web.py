@@ -24,7 +24,7 @@ from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
-from tests.helpers.processes import ROOT, cpu_environment, serving
+from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
 
 NEW = 6
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -150,7 +150,7 @@ def test_uploads_are_gone_at_every_ending(tmp_path):
     def start(*given: str) -> tuple[subprocess.Popen, Path]:
         command = [sys.executable, "-c", HOLD, *given]
         options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, **options)
+        process = subprocess.Popen(command, preexec_fn=heed_signals, **options)
         folder, number = process.stdout.readline().split()
         assert number == "1" and Path(folder).parent == tmp_path
         return process, Path(folder)

@@ -20,7 +20,7 @@ import glm4v_patched
 from glm4v_patched.patch.run import find_script
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.processes import cpu_environment, heed_ctrl_c, run_with_limit, two_processes
+from tests.helpers.processes import cpu_environment, heed_signals, run_with_limit, two_processes
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 RUN = [sys.executable, "-m", "glm4v_patched.run"]
@@ -166,7 +166,7 @@ def test_an_interrupt_reaches_the_script(quick):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=heed_signals,
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)

@@ -210,12 +210,16 @@ def test_what_was_cropped_away_is_not_taken_for_what_came_after(model):
         model(torch.tensor([[7]]), past_key_values=cache)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}],
+    ids=str,
+)
 @torch.no_grad()
 def test_pictures_are_counted_of_a_cache_that_ends_with_one(model, options):
     first = torch.tensor([[*text(3, seed=1), *grown_image()]])
     whole = torch.cat((first, torch.tensor([[*grown_image(), *text(3, seed=2)]])), dim=1)
-    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 1, "pad_token_id": 500} | options
+    options = {"max_new_tokens": 3, "pad_token_id": 500} | options
     want = model.generate(whole, pixel_values=pictures(2), **options)
     cache = model(first, pixel_values=pictures(2)[:1], use_cache=True).past_key_values
     cache.batch_repeat_interleave(2)
