@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ except ImportError as error:
     ) from error
 
 ROWS_AT_ONCE = 1000
+CHECKING = "glm4v-checking-"
 SECONDS_KEPT = 30 * 24 * 3600
 """Of what no check has asked for since."""
 FEATURES = datasets.Features(
@@ -71,18 +71,22 @@ def store_rows(
     Args:
         rows: Makes them, with the keys of ``FEATURES``.
         key: JSON values on which all of the rows depend; None, if that is not known.
-        folder: Of the files. Without one that can be written they are in a temporary folder.
+        folder: Of the files. Those without a key are in a temporary folder there; without a folder
+            that can be written, in one of the system's.
 
     Returns:
         The rows, and the temporary folder that holds them, if one does.
     """
-    text = uuid.uuid4().hex if key is None else json.dumps(key, sort_keys=True)
-    generator = _Generator(hashlib.sha256(text.encode()).hexdigest(), rows)
     workplace = None
-    if folder is None or not _can_be_written(folder):
-        workplace = TemporaryDirectory(prefix="glm4v-checking-")
+    if folder is not None and _can_be_written(folder):
+        _remove_old(folder)
+    else:
+        folder = None
+    if key is None or folder is None:
+        workplace = TemporaryDirectory(prefix=CHECKING, dir=folder)  # not /tmp, if it can be helped
         folder = Path(workplace.name)
-    _remove_old(folder)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    generator = _Generator(digest, rows)
     stored = _from_generator(generator, folder)
     if len(stored) != stored.info.splits["train"].num_examples:  # it was damaged
         forget_rows(stored)
@@ -105,7 +109,8 @@ def forget_rows(rows: Dataset) -> None:
 
 
 def _folder_of(rows: Dataset) -> Path:
-    return Path(rows.cache_files[0]["filename"]).parent
+    """That of its key: ``generator/KEY/VERSION/FILE`` is where ``datasets`` writes."""
+    return Path(rows.cache_files[0]["filename"]).parents[1]
 
 
 def _can_be_written(folder: Path) -> bool:
@@ -117,10 +122,13 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def _remove_old(folder: Path) -> None:
-    # Beside those of finished checks also what killed ones left.
-    for kept in folder.glob("generator/*/*/*"):
-        if kept.lstat().st_mtime < time.time() - SECONDS_KEPT:
-            shutil.rmtree(kept, ignore_errors=True)
+    """What no check has asked for lately, and what killed ones left."""
+    for kept in (*folder.glob("generator/*"), *folder.glob(f"{CHECKING}*"), *folder.glob("*.lock")):
+        try:
+            if kept.lstat().st_mtime < time.time() - SECONDS_KEPT:
+                kept.unlink() if kept.suffix == ".lock" else shutil.rmtree(kept)
+        except OSError:  # another check removes it, too
+            pass
 
 
 @contextmanager

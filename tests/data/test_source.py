@@ -1,7 +1,10 @@
 """Several sets of rows: weights, and rows that are held out for evaluation."""
 
+import gc
 import hashlib
 import json
+import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -158,3 +161,29 @@ def test_rows_that_are_cut_short_are_refused(tmp_path, check):
         with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
             CheckedData.read(tmp_path / "out.json")
     assert checked.conversations()[0] == row(0, "a")  # the file that is open stays
+
+
+def test_rows_are_kept_for_a_month_after_they_were_last_asked_for_and_those_of_folders_not(
+    tmp_path, check, monkeypatch
+):
+    kept = tmp_path / "rows"
+    a, b = write(tmp_path, "a", range(3)), write(tmp_path, "b", range(3))
+    check(a)
+    check(b)
+    [mine] = [Path(check(a).rows.cache_files[0]["filename"]).parents[1]]
+    assert len([*kept.glob("generator/*")]) == 2
+    long_ago = time.time() - 31 * 24 * 3600
+    left = kept / "glm4v-checking-killed"
+    left.mkdir()
+    for path in (*kept.glob("generator/*"), *kept.glob("*.lock"), left):
+        os.utime(path, (long_ago, long_ago))
+    os.utime(mine)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    Path(a.path).rename(folder / "a.jsonl")
+    checked = check(Source(str(folder)))
+    assert [*kept.glob("generator/*")] == [mine] and not left.exists()
+    assert len(checked.rows) == 3 and len([*kept.glob("glm4v-checking-*")]) == 1
+    del checked
+    gc.collect()
+    assert not [*kept.glob("glm4v-checking-*")]
