@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reading_lines import Share
 
-from tests.helpers.processes import gpu_environment, heed_ctrl_c
+from tests.helpers.processes import gpu_environment, heed_signals
 
 PYTHON = sys.executable
 REPORT = "reading_task.json"
@@ -159,7 +159,7 @@ class Task:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=heed_ctrl_c,
+                preexec_fn=heed_signals,
             )
         self.running.append(process)
         return process
