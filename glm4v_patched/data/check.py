@@ -35,7 +35,7 @@ from .messages import pictures_of, replace_pictures
 from .pictures import Picture
 from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .source import Source
-from .stored_rows import ROWS_AT_ONCE, column, forget_rows, parts, store_rows
+from .stored_rows import ROWS_AT_ONCE, column, forget_rows, keep_rows, parts, store_rows
 
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
@@ -190,9 +190,12 @@ def _read(sources: Sources, collator: ConversationCollator, memory: Path | None)
     key = None
     # Of folders and the Hub it is not seen whether they changed.
     if all(source.files for source in sources):
-        sets = [asdict(source) | {"weight": 1} for source in sources]
+        sets = [_with_absolute_paths(source) | {"weight": 1} for source in sources]
         key = [sets, [stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
     rows, workplace = store_rows(lambda: _rows_of(sources, collator), key, folder)
+    if workplace is None and folder is not None and _lacks_pictures(rows):
+        forget_rows(key, folder)
+        rows, workplace = store_rows(lambda: _rows_of(sources, collator), key, folder)
     faults: list[list[Fault]] = [[] for _ in sources]
     dropped = set()
     for start, part in parts(rows, "source", "line", "fault"):
@@ -200,9 +203,26 @@ def _read(sources: Sources, collator: ConversationCollator, memory: Path | None)
             if fault is not None:
                 faults[source].append(Fault(line, fault))
                 dropped.add(row)
-    if dropped:
-        forget_rows(rows)  # what cannot be fetched now may be there next time
+    for stamp in files if workplace is not None else ():
+        if stamp_of(stamp.path) != stamp[1:3] and digest_file(stamp.path) != stamp.sha256:
+            raise ValueError(f"{stamp.path} has changed while it was read: start again")
+    if workplace is not None and folder is not None and key is not None and not dropped:
+        keep_rows(rows, key, folder)  # what cannot be fetched now may be there next time
     return _Read(sources, files, rows, workplace, faults, dropped)
+
+
+def _with_absolute_paths(source: Source) -> dict[str, Any]:
+    """The fields of a set; rows are stored with the absolute paths of their pictures."""
+    paths = {"path": source.path, "image_folder": source.image_folder}
+    absolute = {name: path and os.path.abspath(path) for name, path in paths.items()}
+    return asdict(source) | absolute
+
+
+def _lacks_pictures(rows: Dataset) -> bool:
+    """Whether a picture that was written to the cache as rows were read is there no longer."""
+    cache = default_path()
+    made = str(cache and cache.parent / "pictures")
+    return any(path.startswith(made) and not os.path.isfile(path) for path in _pictures_of(rows))
 
 
 def _rows_of(sources: Sources, collator: ConversationCollator) -> Iterator[dict[str, Any]]:
@@ -226,6 +246,8 @@ def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
     messages = [] if isinstance(row, Fault) else row.messages
     text = ENCODER.encode(messages)
     fault = row.text if isinstance(row, Fault) else None
+    if fault is not None:  # Arrow takes no half of a surrogate pair
+        fault = fault.encode("utf-8", "backslashreplace").decode()
     if len(text) > MOST_CHARACTERS:
         fault = f"has {len(text):,} characters; expected {MOST_CHARACTERS:,} at most: shorten the "
         fault, text = fault + "conversation", ""

@@ -107,12 +107,13 @@ class CheckedData:
         if all(weight == 1 for weight in weights):
             return np.arange(len(self.rows))
         of_set = column(self.rows, "source")
-        first_halves = column(self.rows, "digest")[:, :8].copy().view(">u8")[:, 0]
+        pictures = {picture.path: picture.sha256 for picture in self.pictures}
+        digests = np.array([digest[:16] for digest in row_digests(self.rows, pictures)])
         chosen_rows = []
         for number, weight in enumerate(weights):
             rows = np.flatnonzero(of_set == number)
             more = round((weight - int(weight)) * len(rows))
-            chosen = rows[np.argsort(first_halves[rows], kind="stable")[:more]]
+            chosen = rows[np.argsort(digests[rows], kind="stable")[:more]]
             chosen_rows += [rows] * int(weight) + [np.sort(chosen)]
         return np.concatenate(chosen_rows)
 

@@ -127,7 +127,7 @@ class ConversationCollator:
         turns = iter(learned)
         labels = [IGNORE_INDEX] * len(ids)
         roles = [at for at, token in enumerate(ids) if token in self.role_ids]
-        for at, ends_at in zip(roles, [*roles[1:], len(ids) - 1], strict=True):
+        for at, ends_at in zip(roles, [*roles[1:], len(ids) - 1], strict=False):
             if ids[at] == self.assistant_id and next(turns):
                 labels[at + 1 : ends_at + 1] = ids[at + 1 : ends_at + 1]
         return labels

@@ -275,8 +275,11 @@ def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
         paths = _files_of_pattern(source.path) or paths
     if source.is_local:
         paths = [*map(os.path.abspath, paths)]
-    annotations = source.annotations and os.path.abspath(source.annotations)
-    return [replace(source, path=path, annotations=annotations) for path in paths]
+    others = {"annotations": source.annotations, "image_folder": source.image_folder}
+    absolute: dict[str, Any] = {
+        name: path and os.path.abspath(path) for name, path in others.items()
+    }
+    return [replace(source, path=path, **absolute) for path in paths]
 
 
 def _fits(name: str, value: Any) -> bool:

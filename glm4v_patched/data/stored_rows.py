@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,67 +50,80 @@ FEATURES = datasets.Features(
 
 
 class _Generator:
-    """What ``datasets`` calls for the rows. It names its cache by what this pickles to: the key."""
+    """What ``datasets`` calls for the rows. It would pickle all that belongs to a function."""
 
-    def __init__(self, key: str, rows: Callable[[], Iterator[dict[str, Any]]] | None):
-        self.key, self.rows = key, rows
+    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]] | None = None):
+        self.rows = rows
 
     def __call__(self) -> Iterator[dict[str, Any]]:
         assert self.rows is not None
         return self.rows()
 
     def __reduce__(self) -> tuple:
-        return _Generator, (self.key, None)
+        return _Generator, ()
 
 
 def store_rows(
     rows: Callable[[], Iterator[dict[str, Any]]], key: Any, folder: Path | None
 ) -> tuple[Dataset, TemporaryDirectory | None]:
-    """Write rows to a file, or take the file that an earlier call wrote for an equal key.
+    """Write rows to a file of a temporary folder, or take the one that :func:`keep_rows` kept.
 
     Args:
         rows: Makes them, with the keys of ``FEATURES``.
         key: JSON values on which all of the rows depend; None, if that is not known.
-        folder: Of the files. Those without a key are in a temporary folder there; without a folder
-            that can be written, in one of the system's.
+        folder: Of files that are kept. Where it cannot be written, the system's takes the rows.
 
     Returns:
-        The rows, and the temporary folder that holds them, if one does.
+        The rows, and the temporary folder that holds them; None for rows that were kept.
     """
-    workplace = None
     if folder is not None and _can_be_written(folder):
         _remove_old(folder)
+        for path in _kept(key, folder):
+            if path.stem.endswith(_digest(path)):
+                with suppress(OSError):
+                    os.utime(path)
+                    return Dataset.from_file(str(path)), None
+            path.unlink(missing_ok=True)  # it was damaged
     else:
         folder = None
-    if key is None or folder is None:
-        workplace = TemporaryDirectory(prefix=CHECKING, dir=folder)  # not /tmp, if it can be helped
-        folder = Path(workplace.name)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    generator = _Generator(digest, rows)
-    stored = _from_generator(generator, folder)
-    if len(stored) != stored.info.splits["train"].num_examples:  # it was damaged
-        forget_rows(stored)
-        stored = _from_generator(generator, folder)
-    os.utime(_folder_of(stored))
+    try:
+        workplace = TemporaryDirectory(prefix=CHECKING, dir=folder)  # /tmp may be memory
+    except OSError:
+        workplace = TemporaryDirectory(prefix=CHECKING)
+    with _without_bars():
+        try:
+            stored = Dataset.from_generator(_Generator(rows), FEATURES, cache_dir=workplace.name)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None
     return stored, workplace
 
 
-def _from_generator(generator: _Generator, folder: Path) -> Dataset:
-    with _without_bars():
-        try:
-            return Dataset.from_generator(generator, FEATURES, cache_dir=str(folder))
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise error.__cause__ or error from None
+def keep_rows(rows: Dataset, key: Any, folder: Path) -> None:
+    """Keep the file of rows for who has an equal key, whole or not at all; nothing may be wrong
+    with them, and nothing have changed on which they depend. Where links cannot be made, nothing is
+    kept."""
+    path = Path(rows.cache_files[0]["filename"])
+    with suppress(OSError):
+        os.link(path, folder / f"{_name_of(key)}-{_digest(path)}.arrow")
 
 
-def forget_rows(rows: Dataset) -> None:
+def forget_rows(key: Any, folder: Path) -> None:
     """Have rows read anew next time; those that are open stay readable."""
-    shutil.rmtree(_folder_of(rows), ignore_errors=True)
+    for path in _kept(key, folder):
+        path.unlink(missing_ok=True)
 
 
-def _folder_of(rows: Dataset) -> Path:
-    """That of its key: ``generator/KEY/VERSION/FILE`` is where ``datasets`` writes."""
-    return Path(rows.cache_files[0]["filename"]).parents[1]
+def _kept(key: Any, folder: Path) -> list[Path]:
+    return [] if key is None else [*folder.glob(f"{_name_of(key)}-*.arrow")]
+
+
+def _name_of(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _can_be_written(folder: Path) -> bool:
@@ -123,12 +136,10 @@ def _can_be_written(folder: Path) -> bool:
 
 def _remove_old(folder: Path) -> None:
     """What no check has asked for lately, and what killed ones left."""
-    for kept in (*folder.glob("generator/*"), *folder.glob(f"{CHECKING}*"), *folder.glob("*.lock")):
-        try:
-            if kept.lstat().st_mtime < time.time() - SECONDS_KEPT:
-                kept.unlink() if kept.suffix == ".lock" else shutil.rmtree(kept)
-        except OSError:  # another check removes it, too
-            pass
+    for path in (*folder.glob("*.arrow"), *folder.glob(f"{CHECKING}*")):
+        with suppress(OSError):  # another check removes it, too
+            if path.lstat().st_mtime < time.time() - SECONDS_KEPT:
+                path.unlink() if path.suffix == ".arrow" else shutil.rmtree(path)
 
 
 @contextmanager
@@ -172,13 +183,9 @@ def write_stored(rows: Dataset, path: Path) -> Dataset:
 
 
 def column(rows: Dataset, name: str) -> np.ndarray:
-    """The values of all rows; of "digest", ``(rows, 32)`` bytes."""
+    """The values of all rows, of a column of numbers."""
     table = rows.select_columns([name]).with_format("arrow")[:]
-    values = table.column(name)
-    if name == "digest":
-        joined = b"".join(values.to_pylist())
-        return np.frombuffer(joined, np.uint8).reshape(-1, 32)
-    return values.to_numpy()
+    return table.column(name).to_numpy()
 
 
 def parts(rows: Dataset, *names: str) -> Iterator[tuple[int, dict[str, list]]]:

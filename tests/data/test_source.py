@@ -1,16 +1,22 @@
 """Several sets of rows: weights, and rows that are held out for evaluation."""
 
+import base64
 import gc
 import hashlib
+import io
 import json
 import os
+import shutil
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from glm4v_patched.data import check as checking
 from glm4v_patched.data import stored_rows
 from glm4v_patched.data.check import _is_held_out, check_sets
 from glm4v_patched.data.checked_data import CheckedData
@@ -164,26 +170,90 @@ def test_rows_that_are_cut_short_are_refused(tmp_path, check):
 
 
 def test_rows_are_kept_for_a_month_after_they_were_last_asked_for_and_those_of_folders_not(
-    tmp_path, check, monkeypatch
+    tmp_path, check
 ):
     kept = tmp_path / "rows"
     a, b = write(tmp_path, "a", range(3)), write(tmp_path, "b", range(3))
     check(a)
+    [mine] = kept.glob("*.arrow")
     check(b)
-    [mine] = [Path(check(a).rows.cache_files[0]["filename"]).parents[1]]
-    assert len([*kept.glob("generator/*")]) == 2
-    long_ago = time.time() - 31 * 24 * 3600
+    assert len([*kept.glob("*.arrow")]) == 2
     left = kept / "glm4v-checking-killed"
     left.mkdir()
-    for path in (*kept.glob("generator/*"), *kept.glob("*.lock"), left):
+    long_ago = time.time() - 31 * 24 * 3600
+    for path in (*kept.glob("*.arrow"), left):
         os.utime(path, (long_ago, long_ago))
     os.utime(mine)
     folder = tmp_path / "folder"
     folder.mkdir()
     Path(a.path).rename(folder / "a.jsonl")
     checked = check(Source(str(folder)))
-    assert [*kept.glob("generator/*")] == [mine] and not left.exists()
+    assert [*kept.glob("*.arrow")] == [mine] and not left.exists()
     assert len(checked.rows) == 3 and len([*kept.glob("glm4v-checking-*")]) == 1
     del checked
     gc.collect()
     assert not [*kept.glob("glm4v-checking-*")]
+
+
+def test_half_a_set_is_of_all_pictures_where_many_rows_have_the_same_words(tmp_path, check):
+    messages = []
+    for number in range(40):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        asked = {"role": "user", "image": f"{number}.png", "content": "What is it?"}
+        messages.append([asked, {"role": "assistant", "content": "red" if number % 2 else "0"}])
+    path = tmp_path / "classes"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
+    answers = Counter(
+        each[1]["content"] for each in check(Source(str(path), weight=0.5)).conversations()
+    )
+    assert answers.total() == 20 and min(answers["red"], answers["0"]) > 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused_and_nothing_is_kept(
+    tmp_path, check, monkeypatch
+):
+    a = write(tmp_path, "a", range(3))
+    before = Path(a.path).read_text()
+    read = checking.read_rows
+
+    def replaced(source):
+        Path(a.path).write_text(before.replace("What is 1a", "What is 9a"))
+        yield from read(source)
+
+    monkeypatch.setattr(checking, "read_rows", replaced)
+    with pytest.raises(ValueError, match="a has changed while it was read"):
+        check(a)
+    monkeypatch.setattr(checking, "read_rows", read)
+    Path(a.path).write_text(before)
+    assert check(a).conversations()[1] == row(1, "a")
+
+
+def test_pictures_that_rows_hold_are_written_again_where_the_cache_lacks_them(
+    tmp_path, check, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    path = tmp_path / "held"
+    asked = {"role": "user", "image": url, "content": "What is it?"}
+    path.write_text(json.dumps({"messages": [asked, {"role": "assistant", "content": "red"}]}))
+    first = check(Source(str(path)))
+    shutil.rmtree(tmp_path / "cache" / "glm4v-patched" / "pictures")
+    assert check(Source(str(path))) == first
+
+
+def test_two_checks_of_a_set_with_a_fault_are_not_in_each_others_way(tmp_path, check):
+    a = write(tmp_path, "a", range(200))
+    with Path(a.path).open("a") as file:
+        file.write("{}\n")
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(len(check(a, on_bad="skip").rows)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [200, 200, 200]
