@@ -194,7 +194,7 @@ COMMANDS = {
     "answer": ["answer", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
     "evaluate": ["evaluate", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
     "chat": ["chat", "{model}", "--device", "cpu"],
-    "serve": ["serve", "{model}", "--device", "cpu"],
+    "serve": ["serve", "{model}", "--device", "cpu", "--port", "0"],
     "compare": ["compare", "{model}"],
 }
 
