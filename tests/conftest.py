@@ -121,6 +121,15 @@ def warned(caplog):
     logger.propagate = propagate
 
 
+@pytest.fixture
+def words(snapshot, tmp_path):
+    """The room's file of messages: ``with words.refused(ValueError, "rows.jsonl:3"): ...``, or
+    ``words(printed)``."""
+    from tests.messages import Words  # syrupy is needed where words are compared
+
+    return Words(snapshot, tmp_path)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_are_no_garbage():
     """A collection looks at the objects of these tests, not at the million that torch, transformers

@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VENV = ROOT / ".venv"  # README's
 DAY = int(time.time()) // 86400
-TO_TEST = ["pytest", "pytest-xdist", "psutil"]
+TO_TEST = ["pytest", "pytest-xdist", "psutil", "syrupy"]
 HERE = ROOT / "tests" / "frameworks"
 RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
 

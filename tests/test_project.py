@@ -86,3 +86,11 @@ def test_a_release_has_one_version_and_its_workflows_pin_what_they_run():
     workflows = [*(ROOT / ".github" / "workflows").glob("*.yml")]
     used = re.findall(r"uses: (.*)", "\n".join(path.read_text() for path in workflows))
     assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action) for action in used)
+
+
+def test_every_message_has_a_test():
+    for file in (ROOT / "tests").glob("*/__snapshots__/messages.ambr"):
+        entries = re.findall(r"^# name: (\w+).* in (\w+\.py)$", file.read_text(), re.M)
+        assert entries, file
+        for test, name in entries:
+            assert f"def {test}(" in (file.parents[1] / name).read_text(), (test, name)
