@@ -61,6 +61,7 @@ SMOKES = [
     Smoke("time_data_check", "3 64 48", prints=r"next: [\d.]+ s of CPU"),
     Smoke("memory_for_cards", "--cards 1 2 --gigabytes 24", prints=r"2 x 24 GB \| - \| - \| \d+"),
     Smoke("time_many_rows", "20", prints=r"a training process: [\d.]+ s"),
+    Smoke("time_stream", "30 --steps 2", prints=r"30 rows: first step after [\d.]+ s"),
     Smoke("attention_speed", "--out rows.json", ("rows.json",), "'backend': 'cudnn'", "gpu"),
     Smoke(
         "bench_cure",

@@ -83,6 +83,7 @@ def check_sets(
     pack_to: int | None = None,
     on_bad: Literal["fail", "skip"] = "fail",
     memory: Path | None = None,
+    first: int | None = None,
 ) -> CheckedData:
     """Read, render and count every row of some sets, and decode every picture once.
 
@@ -98,6 +99,8 @@ def check_sets(
         on_bad: Raise for rows that cannot be used, or leave them out.
         memory: Where what was found of pictures is kept, and rows in a folder beside it; default
             :func:`check_cache.default_path`.
+        first: Of each set to train on, only so many rows are looked at; all others are read as they
+            are learned (:mod:`stream`).
 
     Raises:
         ValueError: a set cannot be read, or rows of it cannot be used: lists up to 20. Or no row is
@@ -107,7 +110,11 @@ def check_sets(
     others = () if evaluate is None or isinstance(evaluate, float) else evaluate
     collator = ConversationCollator(processor)
     memory = memory or default_path()
-    given = [_read(of, collator, memory) for of in (sources, others) if of]
+    if first is not None:  # weights are of draws then, and each row is looked at once
+        sources = [replace(source, weight=1.0) for source in sources]
+    given = [_read(sources, collator, memory, first)]
+    if others:
+        given.append(_read(others, collator, memory))
     _require_some_of_each(sources, given[0].rows)
     with closing(Memory(memory)) as remembered:
         shown = [path for read in given for path in _pictures_of(read.rows)]
@@ -180,22 +187,27 @@ def _is_held_out(digest: str, share: float) -> bool:
 # Sets
 
 
-def _read(sources: Sources, collator: ConversationCollator, memory: Path | None) -> _Read:
-    """Read and measure the rows of sets."""
+def _read(
+    sources: Sources,
+    collator: ConversationCollator,
+    memory: Path | None,
+    first: int | None = None,
+) -> _Read:
+    """Read and measure the rows of sets, or the first ones."""
     files = []
-    for source in sources:
+    for source in sources if first is None else ():
         for path in source.files:
             files.append(FileStamp(path, *(stamp_of(path) or (-1, -1)), digest_file(path)))
     folder = None if memory is None else memory.parent / "rows"
     key = None
     # Of folders and the Hub it is not seen whether they changed.
-    if all(source.files for source in sources):
+    if first is None and all(source.files for source in sources):
         sets = [_with_absolute_paths(source) | {"weight": 1} for source in sources]
         key = [sets, [stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
-    rows, workplace = store_rows(lambda: _rows_of(sources, collator), key, folder)
+    rows, workplace = store_rows(lambda: _rows_of(sources, collator, first), key, folder)
     if workplace is None and folder is not None and _lacks_pictures(rows):
         forget_rows(key, folder)
-        rows, workplace = store_rows(lambda: _rows_of(sources, collator), key, folder)
+        rows, workplace = store_rows(lambda: _rows_of(sources, collator, first), key, folder)
     faults: list[list[Fault]] = [[] for _ in sources]
     dropped = set()
     for start, part in parts(rows, "source", "line", "fault"):
@@ -225,10 +237,13 @@ def _lacks_pictures(rows: Dataset) -> bool:
     return any(path.startswith(made) and not os.path.isfile(path) for path in _pictures_of(rows))
 
 
-def _rows_of(sources: Sources, collator: ConversationCollator) -> Iterator[dict[str, Any]]:
+def _rows_of(
+    sources: Sources, collator: ConversationCollator, first: int | None
+) -> Iterator[dict[str, Any]]:
     """The rows of sets as they are stored, measured some at a time."""
     for number, source in enumerate(sources):
-        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
+        rows = islice(read_rows(source), first)
+        read = iter(tqdm(rows, desc="reading rows", disable=None, delay=5))
         while some := [*islice(read, ROWS_AT_ONCE)]:
             stored = [_as_stored(row, number) for row in some]
             good = [
@@ -236,7 +251,7 @@ def _rows_of(sources: Sources, collator: ConversationCollator) -> Iterator[dict[
                 for row, values in zip(some, stored, strict=True)
                 if isinstance(row, Row) and values["fault"] is None
             ]
-            sizes = _measure([messages for messages, _ in good], collator)
+            sizes = measure([messages for messages, _ in good], collator)
             for (_, values), size in zip(good, sizes, strict=True):
                 values |= {"fault": size} if isinstance(size, str) else size._asdict()
             yield from stored
@@ -248,9 +263,8 @@ def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
     fault = row.text if isinstance(row, Fault) else None
     if fault is not None:  # Arrow takes no half of a surrogate pair
         fault = fault.encode("utf-8", "backslashreplace").decode()
-    if len(text) > MOST_CHARACTERS:
-        fault = f"has {len(text):,} characters; expected {MOST_CHARACTERS:,} at most: shorten the "
-        fault, text = fault + "conversation", ""
+    if too_long := fault_of_text(text):
+        fault, text = too_long, ""
     return {
         "messages": text,
         "pictures": pictures_of(messages),
@@ -262,7 +276,15 @@ def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
     }
 
 
-def _measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[Size | str]:
+def fault_of_text(text: str) -> str | None:
+    """What is wrong with the length of a row, as JSON."""
+    if len(text) <= MOST_CHARACTERS:
+        return None
+    told = f"has {len(text):,} characters; expected {MOST_CHARACTERS:,} at most"
+    return f"{told}: shorten the conversation"
+
+
+def measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[Size | str]:
     """The size of each conversation, or why it cannot be rendered."""
     if not conversations:
         return []
@@ -271,7 +293,7 @@ def _measure(conversations: list[list[dict]], collator: ConversationCollator) ->
     except Exception as error:  # a template and its filters raise what they like
         if len(conversations) == 1:
             return [f"cannot be rendered by the model's chat template: {error}"]
-        return [_measure([conversation], collator)[0] for conversation in conversations]
+        return [measure([conversation], collator)[0] for conversation in conversations]
 
 
 def _pictures_of(rows: Dataset) -> Iterator[str]:
@@ -303,7 +325,7 @@ def _find_faults(
                 continue
             fault = _fault_of_pictures(pictures, facts)
             if fault is None:
-                fault = _fault_of_size(len(pictures), Size(*size), max_positions, pack_to)
+                fault = fault_of_size(len(pictures), Size(*size), max_positions, pack_to)
             if fault is not None:
                 read.faults[source].append(Fault(line, fault))
                 read.dropped.add(row)
@@ -422,10 +444,13 @@ def _processes(number: int, size: int) -> int:
 
 
 def _fault_of_pictures(shown: list[str], pictures: dict[str, Facts]) -> str | None:
-    for path in shown:
-        if pictures[path].fault is not None:
-            return f"the image {shorten(path)} {pictures[path].fault}"
-    return None
+    return next(
+        (fault for path in shown if (fault := fault_of_picture(path, pictures[path]))), None
+    )
+
+
+def fault_of_picture(path: str, facts: Facts) -> str | None:
+    return None if facts.fault is None else f"the image {shorten(path)} {facts.fault}"
 
 
 def _digest_renderer(processor) -> str:
@@ -439,9 +464,8 @@ def _digest_renderer(processor) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _fault_of_size(
-    pictures: int, size: Size, max_positions: int, pack_to: int | None
-) -> str | None:
+def fault_of_size(pictures: int, size: Size, max_positions: int, pack_to: int | None) -> str | None:
+    """What is wrong with what a conversation takes, with so many pictures."""
     if size.images != pictures:
         return (
             f"has {pictures} pictures, and the model's chat template makes places for "

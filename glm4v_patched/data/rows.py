@@ -159,11 +159,14 @@ def as_source(path: str | Path | Source) -> Source:
     return path if isinstance(path, Source) else Source(str(path))
 
 
-def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row | Fault]:
+def read_rows(
+    path: str | Path | Source, to_learn: bool = True, share: tuple[int, int] = (0, 1)
+) -> Iterator[Row | Fault]:
     """Each row, in order; lines that are blank are none.
 
     Args:
         to_learn: As :func:`check_messages` takes it.
+        share: ``(k, n)``: of n processes that share the rows, those of process k.
 
     Raises:
         ValueError: the source cannot be read, or has no row.
@@ -181,19 +184,27 @@ def read_rows(path: str | Path | Source, to_learn: bool = True) -> Iterator[Row 
     folder = source.image_folder or (source.path if is_folder else os.path.dirname(source.path))
     pictures = PictureFiles(folder, source.allow_urls)
     read_row = _RowReader(source)
-    for line, row in chain([first], given):
+
+    def read(line: int, row: Any) -> Row | Fault:
         try:
             if isinstance(row, Fault):
-                yield row
-                continue
+                return row
             if not isinstance(row, dict):
                 raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
-            yield Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
+            return Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
         except ValueError as error:
-            yield Fault(line, sys.intern(str(error)))  # of many rows, often the same
+            return Fault(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
-            yield Fault(line, "objects or lists are nested too deeply")
-    read_row.require_columns()
+            return Fault(line, "objects or lists are nested too deeply")
+
+    for number, (line, row) in enumerate(chain([first], given)):
+        is_own = number % share[1] == share[0]
+        if is_own or not read_row.is_known:
+            found = read(line, row)
+            if is_own:
+                yield found
+    if share == (0, 1):
+        read_row.require_columns()
 
 
 def _require_set(source: Source) -> None:
@@ -212,6 +223,11 @@ class _RowReader:
         self.optional = {part: columns[part] for part in OPTIONAL if part in columns}
         self.keys: dict[str, None] = {}
         self.unknown: tuple[dict, str] = ({}, "")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all rows to come are read in one way, whoever reads which."""
+        return bool(self.source.columns or self.format)
 
     def __call__(self, row: dict) -> Any:
         row = {key: value for key, value in row.items() if key not in self.source.ignore}

@@ -36,8 +36,10 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
         plain = _Plain(datasets, table.features, linked)
         if plain.features not in (None, table.features):
             table = table.cast(plain.features)
-        for number, row in enumerate(table, start=1):
-            yield number, plain.row(row)
+        # By batches: of single rows datasets gives each process that reads for a training a share,
+        # and whole files at that.
+        for number, batch in enumerate(table.iter(batch_size=1), start=1):
+            yield number, plain.row({name: values[0] for name, values in batch.items()})
 
 
 @contextmanager

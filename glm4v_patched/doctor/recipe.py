@@ -136,7 +136,9 @@ def _check_inside(recipe: Recipe, base: Base, placement: Placement | None) -> It
     except (ValueError, OSError) as error:
         yield finding("data", FAILS, str(error))
         return
-    yield Finding("data", WARNING if checked.skipped else OK, describe_data(checked))
+    yield Finding(
+        "data", WARNING if checked.skipped else OK, describe_data(checked, recipe.data.is_streamed)
+    )
     if placement is not None:
         yield from _check_memory(make_plan(recipe, placement, checked, base), config)
 

@@ -35,6 +35,8 @@ def needed_space(recipe: Recipe, config: ChatGLMConfig, steps: int | None = None
     """
     model, checkpoint = saved_bytes(config, recipe.engine_options())
     number = checkpoints_at_once(recipe.trainer, steps)
+    if recipe.data.is_streamed and recipe.data.on_bad == "fail":
+        number = max(number, 1)  # the one with which it ends
     there = len([*Path(recipe.out).glob("checkpoint-*")])  # of a run to be continued
     total = model + max(number - there, 0) * checkpoint
     return Space(model, checkpoint, number, total, shutil.disk_usage(nearest(recipe.out)).free)

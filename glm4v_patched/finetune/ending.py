@@ -17,7 +17,7 @@ def describe_end(recipe: Recipe, on_cpu: bool) -> str:
     the report in ``recipe.out``."""
     report = read_report(Path(recipe.out))
     told = {
-        "ended": _describe_reason(recipe, report["steps"]),
+        "ended": _describe_reason(recipe, report["steps"]) + _describe_left_out(report),
         "saved": _describe_saved(recipe, report),
         "measured": describe_measured(report["measured"]),
         "files": ", ".join(_files(recipe)),
@@ -49,6 +49,11 @@ def _describe_reason(recipe: Recipe, steps: Mapping[str, int]) -> str:
         f"early, after step {steps['done']:,} of {steps['asked']:,}: {patience} evaluations "
         f"without a better {recipe.trainer.metric_for_best_model}"
     )
+
+
+def _describe_left_out(report: Mapping[str, Any]) -> str:
+    number = report.get("left_out", 0)
+    return f"; {number:,} rows that the first process met could not be used" if number else ""
 
 
 def _describe_saved(recipe: Recipe, report: Mapping[str, Any]) -> str:

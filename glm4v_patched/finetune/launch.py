@@ -190,7 +190,8 @@ def _train(plan: "Plan") -> None:
         told = f"training was stopped by {number.name}{_how_to_resume(plan)}"
         raise TrainingStopped(told, number) from None
     if ended and (error := read_report(settings.parent).get("error")):
-        raise RuntimeError(f"{error} (settings: {settings})")
+        told = _how_to_resume(plan) if plan.recipe.data.is_streamed else ""
+        raise RuntimeError(f"{error} (settings: {settings}){told}")
     if ended:
         raise RuntimeError(
             f"training on {processes} processes failed: {ended} (settings: {settings})"
@@ -199,9 +200,9 @@ def _train(plan: "Plan") -> None:
 
 
 def _how_to_resume(plan: "Plan") -> str:
-    if save_strategy(plan.recipe.trainer) == "no":
-        return "\nno weights are kept: trainer.save_steps asks for checkpoints"
     checkpoint = last_complete_checkpoint(plan.path.parent)
+    if checkpoint is None and save_strategy(plan.recipe.trainer) == "no":
+        return "\nno weights are kept: trainer.save_steps asks for checkpoints"
     place = "from the beginning, for no checkpoint is complete"
     if checkpoint is not None:
         place = f"from {checkpoint}"

@@ -45,6 +45,8 @@ from .recipe_model import base_of
 from .recipe_trainer import is_longer, length_of, total_steps
 from .run_folder import CHECKED_DATA, PLAN
 
+# How much longer a row of a stream may be than the longest that was looked at before.
+LONGER = 1.25
 # What was fixed before there was a field for it, where its default is another.
 BEFORE = {"lora.alpha": 8}
 
@@ -61,7 +63,8 @@ class Plan:
         placement: On what the processes run.
         options: Of the engine, decided.
         batch: The largest of one process.
-        rows: That are learned in an epoch; packed ones, if they are packed.
+        rows: That are learned in an epoch; packed ones, if they are packed; of a stream those that
+            were looked at.
         steps: All that are trained, those before the checkpoint among them.
         free: Bytes free on each GPU when this was decided, the least of them; 0 on a CPU.
         needed: Bytes of each GPU that a step takes at most, as estimated.
@@ -242,6 +245,8 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
         del decisive["trainer.num_train_epochs"]  # which it overrides
     if is_lora(recipe.trained) and recipe.lora.alpha is None:
         decisive["lora.alpha"] = 2 * recipe.lora.rank
+    if recipe.data.is_streamed:  # else those of the rows that are compared
+        decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
     return decisive | {"processes": processes}
 
 
@@ -261,14 +266,16 @@ def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
         evaluate=recipe.data.evaluated(),
         pack_to=recipe.data.pack_to,
         on_bad=recipe.data.on_bad,
+        first=recipe.data.first,
     )
 
 
 def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
     """The largest batch of one of so many processes."""
+    longest = int(rows.lengths.max())
     return Batch(
         rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(rows.lengths.max()),
+        row_length=int(longest * LONGER) if recipe.data.is_streamed else longest,
         images_per_row=int(rows.images.max()),
         processes=processes,
     )

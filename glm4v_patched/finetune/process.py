@@ -26,15 +26,16 @@ def main() -> NoReturn:
 
 
 def run(plan: Path) -> int:
-    """Train what was planned; the exit status. Of a training that diverged, whoever has planned it
-    tells what is in the report."""
+    """Train what was planned; the exit status. Of a training that diverged, or ended at a bad row,
+    whoever has planned it tells what is in the report."""
     with doing("loading torch and transformers", tells=is_first()):
         from .divergence import Diverged
         from .plan import Plan
+        from .row_faults import BadRow
         from .worker import train
     try:
         train(Plan.read(plan))
-    except Diverged:
+    except (Diverged, BadRow):
         return 1
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or "killed" not in str(error):

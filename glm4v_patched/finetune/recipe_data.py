@@ -1,9 +1,10 @@
 """``data:`` of a recipe: the sets of rows, and what becomes of them."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ..data.columns import fault_of_columns
 from ..data.formats import FORMATS
@@ -13,6 +14,18 @@ from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder,
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]
 SETS = "a file, a folder, an id of the Hub, a list of sets"
+# How many rows are looked at before a training whose rows are read as it goes: where it is not
+# said, and where none are to be checked, which still tell how long rows are.
+FIRST, FEWEST = 1000, 20
+
+
+def _check_extent(value: str) -> str:
+    if not re.fullmatch(r"all|none|first [1-9][0-9]{0,8}", value):
+        raise ValueError("not how many rows are checked")
+    return value
+
+
+Extent = Annotated[str, AfterValidator(_check_extent), Expected("all, none or first N, N > 0")]
 
 
 class Data(Section):
@@ -56,12 +69,35 @@ class Data(Section):
     pack_to: AtLeastOne | None = None
     """Pack conversations into rows of at most so many positions, none longer; the batch size then
     counts such rows."""
+    check: Extent | None = None
+    """Which rows of each set are read and decoded before the first step: all, none or first N; the
+    rest is then checked as it is learned. null: all, or "first 1000" of a stream."""
+    stream: bool | None = None
+    """Read the rows while they are learned, in place of all of them before: the first step comes at
+    once, however many there are. The run's length is then trainer.max_steps, and a set's weight is
+    how often it is drawn from, beside the others. null: if not all rows are checked."""
+    shuffle_buffer: AtLeastOne = 1000
+    """Of a stream: the next row is drawn from so many that each process has read ahead."""
     on_bad: Annotated[Literal["fail", "skip"], MAY_CHANGE] = "fail"
-    """What to do about rows that cannot be used: end with their list, or leave them out."""
+    """What to do about rows that cannot be used: end with their list, or leave them out. Of a
+    stream: end with a checkpoint and the row's place, or leave it out."""
     reuse_features: Annotated[bool | Folder, MAY_CHANGE] = False
     """A picture goes through the vision tower, which must be frozen, only the first time. What came
     out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
     is of use to a single process: others draw other pictures in each epoch."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read while they are learned."""
+        return bool(self.stream) or self.check not in (None, "all")
+
+    @property
+    def first(self) -> int | None:
+        """How many rows of each set to train on are checked before; None for all."""
+        if not self.is_streamed:
+            return None
+        word = self.check or f"first {FIRST}"
+        return FEWEST if word == "none" else int(word.split()[1])
 
     def sources(self) -> tuple[Source, ...]:
         """The sets of ``train``."""
@@ -114,6 +150,43 @@ def _sets_to_evaluate_on(sets) -> str | None:
                 "evaluated once; expected none"
             )
     return _fault_of_sets("data.eval", sets)
+
+
+@rule("data.stream", "data.check")
+def _stream_and_check(stream, check) -> str | None:
+    if stream is False and check not in (None, "all"):
+        return (
+            f"data.stream is false, and of data.check {check!r} the rest is streamed; leave it out"
+        )
+    if stream and check == "all":
+        return (
+            "data.stream is true, and rows that are all checked (data.check: all) lie on the disk, "
+            "in any order; leave out one of them"
+        )
+    return None
+
+
+@rule(
+    *("data.stream", "data.check", "trainer.max_steps", "data.pack_to", "data.eval"),
+    *("trainer.eval_strategy", "trainer.eval_steps", "trainer.save_strategy"),
+)
+def _what_a_stream_lacks(stream, check, steps, pack_to, evaluated, evaluation, often, saving):
+    if not (stream or check not in (None, "all")):
+        return None
+    told = "of a stream (data.stream, data.check) "
+    if steps is None:
+        return f"{told}it is not known how many rows it has; expected trainer.max_steps"
+    if pack_to is not None:
+        return (
+            f"{told}it is not known how long its rows are, to pack them; expected no data.pack_to"
+        )
+    if isinstance(evaluated, float):
+        return f"{told}no share is held out; expected a file as data.eval"
+    if saving == "epoch" or evaluation == "epoch":
+        return f"{told}no epoch ends; expected save_steps and eval_steps"
+    if evaluated is not None and often is None and evaluation != "no":
+        return f"{told}no epoch ends, after which data.eval is evaluated; expected eval_steps"
+    return None
 
 
 def _fault_of_sets(name: str, value: Any) -> str | None:

@@ -36,7 +36,7 @@ def describe(plan: Plan, checked: CheckedData) -> str:
     config = config_of(base)
     told = {
         "changed": _describe_changes(plan),
-        "data": describe_data(checked),
+        "data": describe_data(checked, recipe.data.is_streamed),
         "evaluation": _describe_evaluation(recipe, checked),
         "steps": _describe_steps(plan),
         "trained": _describe_trained(plan, config),
@@ -110,9 +110,10 @@ def _describe_changes(plan: Plan) -> str:
     return "\n  ".join([told, *(f"- {change}" for change in plan.changes)]) + f"\n  {order}"
 
 
-def describe_data(checked: CheckedData) -> str:
+def describe_data(checked: CheckedData, is_streamed: bool) -> str:
     counts = checked.counts
-    told = f"{counts.rows:,} rows, {counts.pictures:,} pictures; {counts.positions:,} positions, "
+    told = "a stream, of which were looked at " if is_streamed else ""
+    told += f"{counts.rows:,} rows, {counts.pictures:,} pictures; {counts.positions:,} positions, "
     told += f"of which {counts.learned:,} are learned"
     return told + (f"; {checked.skipped:,} rows left out" if checked.skipped else "")
 
@@ -130,9 +131,11 @@ def _describe_steps(plan: Plan) -> str:
     asked, processes = plan.recipe.trainer, plan.placement.processes
     per_epoch = steps_in_epoch(asked, plan.rows, processes)
     each, times = asked.per_device_train_batch_size, asked.gradient_accumulation_steps
+    told = f"{plan.steps:,}"
+    if not plan.recipe.data.is_streamed:
+        told += f", {per_epoch:,} an epoch: {plan.steps / per_epoch:.2f} epochs"
     return (
-        f"{plan.steps:,}, {per_epoch:,} an epoch: {plan.steps / per_epoch:.2f} epochs; effective "
-        f"batch {each * times * processes} (per_device_train_batch_size {each} x "
+        f"{told}; effective batch {each * times * processes} (per_device_train_batch_size {each} x "
         f"gradient_accumulation_steps {times} x {processes} processes)"
     )
 
@@ -209,6 +212,8 @@ def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterat
             f"ends at {steps / warm:.0%} of trainer.learning_rate"
         )
     each = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * processes
+    if recipe.data.is_streamed:
+        rows = max(rows, each * steps)  # it is not known how often each comes
     if each > rows:
         yield (
             f"the effective batch, {each:,}, is larger than the number of rows, {rows:,}: an epoch "

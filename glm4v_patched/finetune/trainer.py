@@ -10,18 +10,21 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..atomic import give_usual_modes
 from ..data.feature_cache import TowerFeatures
+from ..data.stream import FAULTS, Stream
 from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .checkpoints import Origin, delete_all_but_newest, write_manifest
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
 from .evaluation import Sample, mean_loss
+from .row_faults import RowFaults
 
 # Private names of the Trainer.
 OVERRIDDEN = ("_determine_best_metric", "_load_best_model")
@@ -41,6 +44,7 @@ class RecipeTrainer(Trainer):
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
         sample: Rows that are answered at each evaluation.
         worker_start: How processes that read pictures start (:func:`data.loading.worker_start`).
+        ends_at_faults: Of a :class:`Stream`, whether a row that cannot be used ends the run.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class RecipeTrainer(Trainer):
         eval_collator: Callable | None = None,
         sample: Sample | None = None,
         worker_start: str | None = None,
+        ends_at_faults: bool = True,
         **options,
     ):
         for name in OVERRIDDEN:
@@ -62,6 +67,7 @@ class RecipeTrainer(Trainer):
         self.rates, self.sample, self.worker_start = rates, sample, worker_start
         self.eval_collator = eval_collator or options["data_collator"]
         self.watch = DivergenceWatch(max_nonfinite_steps)
+        self.faults = RowFaults(ends_at_faults)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -77,6 +83,7 @@ class RecipeTrainer(Trainer):
         self._last_step: tuple[nn.Module, dict] | None = None
         super().__init__(model=model, **options)
         self.add_callback(self.watch)
+        self.add_callback(self.faults)
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
@@ -94,6 +101,19 @@ class RecipeTrainer(Trainer):
         return optimizer
 
     def get_train_dataloader(self):
+        if isinstance(self.train_dataset, Stream):
+            # accelerate would share its rows out a second time, or send all from one process.
+            args, workers = self.args, self.args.dataloader_num_workers
+            return DataLoader(
+                self.train_dataset,
+                batch_size=self.train_dataset.batch_size,
+                collate_fn=self.data_collator,
+                num_workers=workers,
+                prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+                multiprocessing_context=self.worker_start if workers else None,
+                pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+                generator=torch.Generator(),  # else it draws a seed from everybody's
+            )
         loader: Any = super().get_train_dataloader()
         if self.worker_start and loader.num_workers:
             # accelerate's loader hands on what its inner one reads.
@@ -109,6 +129,7 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
+        self.faults.see(inputs.pop(FAULTS, []))
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # Until all batches of a step are there, DeepSpeed has the norm of the step before.

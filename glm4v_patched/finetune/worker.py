@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
 from ..data.loading import loader_options, worker_start
 from ..data.packing import PackedRows, PackingCollator
+from ..data.stream import Stream, StreamCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB
@@ -36,7 +37,7 @@ from ..models.loading import config_of, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import doing
-from .checkpoints import last_complete_checkpoint
+from .checkpoints import last_complete_checkpoint, step_of
 from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .plan import Plan
@@ -51,6 +52,7 @@ from .recipe_trainer import (
     steps_in_epoch,
     warmup,
 )
+from .row_faults import BadRow
 from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
 from .trainer import CompletionMarker, RecipeTrainer, Schedule
@@ -109,6 +111,7 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
         "logging_steps": logging_steps(recipe, plan.steps, steps_an_epoch),
+        "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         "logging_nan_inf_filter": False,
     }
@@ -127,12 +130,14 @@ def train(plan: Plan) -> None:
         ValueError, RuntimeError: what was planned with is not true here
             (:meth:`Plan.require_true`), or the data has changed since.
         Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
-            ``out``. On all processes.
+            ``out``. On all processes, as is the next.
+        BadRow: a row of a stream cannot be used; a checkpoint is in ``out``.
         SystemExit: the GPU of this process cannot be used, where others would take the CPU.
     """
     if not plan.placement.on_cpu and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     recipe, error = plan.recipe, None
+    kind: type[RuntimeError] = Diverged
     trainer, progress = _trainer_of(plan)
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
@@ -140,9 +145,12 @@ def train(plan: Plan) -> None:
             trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
+        trainer.faults.require_none(trainer.state.global_step)
         if recipe.engine.zero_stage == 0:
             _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()
+    except BadRow as bad:
+        error, kind = str(bad), BadRow
     except Diverged as diverged:
         error = f"training diverged: {diverged}{_how_to_go_on(recipe)}"
     if trainer.is_world_process_zero():
@@ -153,11 +161,12 @@ def train(plan: Plan) -> None:
             measured["predicted_gib"] = plan.needed / GIB
         known = {"measured": measured, "policies": plan.options.policies}
         known |= {"base": identify(replace(plan.base, adapters=None))}
+        known |= {"left_out": trainer.faults.number} if recipe.data.is_streamed else {}
         _write_report(trainer, error, recipe, known)
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         trainer.args.distributed_state.wait_for_everyone()
-        raise Diverged(error)
+        raise kind(error)
 
 
 def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
@@ -168,7 +177,8 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     rows: Any = checked.conversations()
     evaluated = None if checked.eval is None else checked.eval.conversations()
     stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
-    collator = eval_collator = ConversationCollator(processor, stamps)
+    eval_collator = ConversationCollator(processor, stamps)
+    collator: Callable = eval_collator
     rows_of_batches = checked.batch_rows()
     if rows_of_batches.shares is not None:
         rows = PackedRows(rows, rows_of_batches.shares)
@@ -196,8 +206,18 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         quiet_transformers()
     with doing("loading the model", tells=arguments.process_index == 0):
         model = build_model(options, base)
-    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
-    batch *= arguments.world_size * rows_of_batches.samples_per_row
+    of_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    if recipe.data.is_streamed:
+        rows = Stream(
+            recipe.data.sources(),
+            arguments.train_batch_size,
+            (arguments.process_index, arguments.world_size),
+            arguments.seed if arguments.data_seed is None else arguments.data_seed,
+            recipe.data.shuffle_buffer,
+            of_process * (0 if plan.checkpoint is None else step_of(plan.checkpoint)),
+        )
+        collator = StreamCollator(eval_collator, plan.batch.row_length, config.seq_length)
+    batch = of_process * arguments.world_size * rows_of_batches.samples_per_row
     progress = Progress(batch, options.compile is True, not arguments.disable_tqdm)
     marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)
     callbacks = [Schedule(), marker, LossPlot()]
@@ -211,6 +231,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         eval_collator=eval_collator,
         sample=sample,
         worker_start=worker_start(options.offload, asked.handed_on()),
+        ends_at_faults=recipe.data.on_bad == "fail",
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluated,

@@ -1,0 +1,170 @@
+"""Rows that are read while they are learned: sets of any size, with nothing held but a buffer.
+
+The order of rows is a matter of the seed, the buffer and the number of training processes alone, so
+that a run which continues finds its place by counting; how many processes read pictures changes
+nothing. Not by the ``IterableDataset`` of ``datasets``: that shares out files among the processes
+which read pictures, so that those of one file are all decoded by one, and forgets its buffer when
+it continues.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from typing import NamedTuple
+
+import fsspec.asyn
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..remote.loss import IGNORE_INDEX
+from .check import ENCODER, fault_of_picture, fault_of_size, fault_of_text, measure
+from .collate import ConversationCollator
+from .decoding import read_facts
+from .messages import pictures_of
+from .rows import Row, place, read_rows
+from .source import Source
+
+FAULTS = "faults"
+"""In a batch: what is wrong with rows that are not in it, a line each with the place."""
+NOTHING_LEARNED = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+
+
+class Streamed(NamedTuple):
+    """A row on its way into a batch."""
+
+    messages: list[dict]
+    place: str
+    passed: tuple[str, ...]
+    """What was wrong with the rows between this one and the one before."""
+
+
+class Stream(IterableDataset):
+    """The rows of one training process, without an end; each pass through a set in another order.
+
+    Args:
+        sources: The sets. Where there are several, the next row is of one that is drawn by weight.
+        batch_size: Rows of a batch; each process that reads pictures reads whole batches.
+        share: ``(k, n)``: this is training process k of n, whose rows differ.
+        buffer: The next row is drawn from so many.
+        start: Rows of this process that a run which is continued has learned.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        batch_size: int,
+        share: tuple[int, int] = (0, 1),
+        seed: int = 0,
+        buffer: int = 1000,
+        start: int = 0,
+    ):
+        self.sources, self.batch_size, self.share = sources, batch_size, share
+        self.seed, self.buffer, self.start = seed, buffer, start
+
+    def __iter__(self) -> Iterator[Streamed]:
+        reader = get_worker_info()
+        if reader is not None:
+            fsspec.asyn.reset_lock()  # which a fork may have copied as it was held
+        number, readers = (reader.id, reader.num_workers) if reader else (0, 1)
+        for place_in_order, row in enumerate(islice(self._mixed(), self.start, None)):
+            if place_in_order // self.batch_size % readers == number:
+                yield row
+
+    def _mixed(self) -> Iterator[Streamed]:
+        sets = [self._passes(number) for number in range(len(self.sources))]
+        weights = np.array([source.weight for source in self.sources])
+        drawn = np.random.default_rng([self.seed, self.share[0]])
+        while True:
+            number = drawn.choice(len(sets), p=weights / weights.sum()) if len(sets) > 1 else 0
+            yield next(sets[number])
+
+    def _passes(self, number: int) -> Iterator[Streamed]:
+        source = self.sources[number]
+        passed: list[str] = []
+        for of_pass in count():
+            draws = np.random.default_rng([self.seed, self.share[0], number, of_pass])
+            held: list[Streamed] = []
+            is_empty = True
+            for found in read_rows(source, share=self.share):
+                where = place(source, found.line)
+                if not isinstance(found, Row):
+                    passed.append(f"{where}: {found.text}")
+                    continue
+                row = Streamed(found.messages, where, tuple(passed))
+                passed, is_empty = [], False
+                if len(held) < self.buffer:
+                    held.append(row)
+                    continue
+                at = int(draws.integers(self.buffer))
+                yield held[at]
+                held[at] = row
+            if is_empty:
+                raise ValueError(
+                    f"{source.path}: none of the rows of training process {self.share[0] + 1} of "
+                    f"{self.share[1]} can be used; expected more rows, or fewer processes"
+                )
+            yield from (held[at] for at in draws.permutation(len(held)))
+
+
+class StreamCollator:
+    """Makes batches of rows that nobody has looked at.
+
+    A row that cannot be learned from is not in its batch, and the batch says so under
+    :data:`FAULTS`. Without any other row it has one of which nothing is learned, for all processes
+    have to take the step.
+
+    Args:
+        longest: Positions of a row for which the run's memory was planned.
+        max_positions: Of the model's position table.
+    """
+
+    def __init__(self, collator: ConversationCollator, longest: int, max_positions: int):
+        self.collator, self.longest, self.max_positions = collator, longest, max_positions
+
+    def __call__(self, rows: list[Streamed]) -> dict:
+        faults = [fault for row in rows for fault in row.passed]
+        kept = []
+        for row in rows:
+            if (fault := self._fault_of_words(row.messages)) is None:
+                kept.append(row)
+            else:
+                faults.append(f"{row.place}: {fault}")
+        try:
+            batch = self._batch([row.messages for row in kept])
+        except Exception:  # of a picture; Pillow raises what it likes
+            found = [(row, self._fault_of_pictures(row.messages)) for row in kept]
+            faults += [f"{row.place}: {fault}" for row, fault in found if fault is not None]
+            batch = self._batch([row.messages for row, fault in found if fault is None])
+        return {**batch, FAULTS: faults}
+
+    def _batch(self, conversations: list[list[dict]]) -> dict[str, torch.Tensor]:
+        batch = self.collator(conversations or [NOTHING_LEARNED])
+        if not conversations:
+            batch["labels"].fill_(IGNORE_INDEX)
+        return batch
+
+    def _fault_of_words(self, messages: list[dict]) -> str | None:
+        if fault := fault_of_text(ENCODER.encode(messages)):
+            return fault
+        [size] = measure([messages], self.collator)
+        if isinstance(size, str):
+            return size
+        if fault := fault_of_size(len(pictures_of(messages)), size, self.max_positions, None):
+            return fault
+        if size.positions > self.longest:
+            return (
+                f"takes {size.positions:,} positions, and memory was planned for {self.longest:,}, "
+                "which the rows that were checked suggest: check more of them (data.check), or "
+                "shorten the conversation"
+            )
+        return None
+
+    def _fault_of_pictures(self, messages: list[dict]) -> str | None:
+        for path in pictures_of(messages):
+            if fault := fault_of_picture(path, read_facts(path)):
+                return fault
+        try:
+            self.collator([messages])
+        except Exception as error:  # as above
+            return f"cannot be made into a batch: {error}"
+        return None

@@ -1,0 +1,151 @@
+"""Trainings whose rows are read while they are learned."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.plan import check_data, make_plan, starting_point
+from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_file import RecipeError
+from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.row_faults import BadRow
+from glm4v_patched.models.base import pin
+from glm4v_patched.models.placement import Placement
+from tests.helpers.recipes import drawn_recipe, recipe, train_here
+
+STREAM = {
+    "data.check": "first 4",
+    "data.shuffle_buffer": 6,
+    "trainer.max_steps": 6,
+    "trainer.save_steps": 2,
+    "trainer.gradient_accumulation_steps": 2,
+    "trainer.dataloader_num_workers": 0,
+    "trainer.learning_rate": 1e-2,
+    "trained": "lora_lm",
+    "lora.rank": 4,
+    "lora.dropout": 0.1,
+    "engine.zero_stage": 0,
+}
+
+
+@pytest.fixture
+def asked(tmp_path) -> Recipe:
+    return drawn_recipe(tmp_path, STREAM)
+
+
+def cut(asked: Recipe, row: int) -> str:
+    """Cut the picture of a row; its place."""
+    lines = Path(asked.data.train).read_text().splitlines()
+    [name] = [
+        message["image"] for message in json.loads(lines[row - 1])["messages"] if "image" in message
+    ]
+    os.truncate(Path(asked.data.train).parent / name, 100)
+    return f"{asked.data.train}:{row}: "
+
+
+def test_a_continued_stream_ends_in_the_same_bits_with_any_number_of_readers(asked, tmp_path):
+    whole = train_here(asked)["history"]
+    weights = load_file(Path(asked.out, "adapter_model.safetensors"))
+    stopped = asked.override(
+        {"out": str(tmp_path / "stopped"), "trainer.dataloader_num_workers": 2}
+    )
+    shutil.copytree(Path(asked.out, "checkpoint-4"), Path(stopped.out, "checkpoint-4"))
+    checkpoint = starting_point(stopped, 1, True, base_of(stopped))
+    assert train_here(stopped, checkpoint)["history"] == whole
+    for name, weight in load_file(Path(stopped.out, "adapter_model.safetensors")).items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_with_a_checkpoint_to_continue(asked):
+    place = cut(asked, 13)
+    asked = asked.override({"trainer.save_steps": None})
+    with pytest.raises(BadRow) as stopped:
+        train_here(asked)
+    assert place in str(stopped.value)
+    report = json.loads(Path(asked.out, "training.json").read_text())
+    assert not report["finished"] and place in report["error"]
+    skips = asked.override({"data.on_bad": "skip"})
+    checkpoint = starting_point(skips, 1, True, base_of(skips))
+    assert f"{checkpoint.name} has what was learned" in report["error"]
+    assert train_here(skips, checkpoint)["steps"]["done"] == 6
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_told(asked, capfd):
+    place = cut(asked, 13)
+    report = train_here(asked.override({"data.on_bad": "skip", "data.shuffle_buffer": 1}))
+    assert report["finished"] and report["left_out"] == 1
+    assert f"left out: {place}" in "".join(capfd.readouterr())
+
+
+def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked):
+    with Path(asked.data.train).open("a") as file:
+        file.write("no row\n")
+    checked = check_data(asked)
+    assert checked.counts.rows == 4 and checked.skipped == 0 and checked.files == ()
+    plan = make_plan(asked, Placement(1, on_cpu=True), checked, pin(base_of(asked)))
+    assert plan.steps == 6 and plan.batch.row_length == max(checked.column("positions")) * 5 // 4
+
+
+def test_what_is_printed_before_says_that_it_is_a_stream(asked, capsys):
+    launch(asked, Placement(1, on_cpu=True), dry_run=True)
+    told = capsys.readouterr().out
+    assert "a stream, of which were looked at 4 rows" in told
+    assert "epoch" not in told
+
+
+def test_sets_drawn_by_other_weights_are_no_continuation(asked):
+    train_here(asked.override({"trainer.max_steps": 3}))
+    other = asked.override({"data.train": [{"path": asked.data.train, "weight": 2.0}]})
+    with pytest.raises(ValueError, match="data.train"):
+        starting_point(other, 1, True, base_of(other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data.check": "first 0"}, "data.check"),
+        ({"data.check": "some"}, "data.check"),
+        ({"data.check": "first 5", "data.stream": False}, "data.stream"),
+        ({"data.check": "all", "data.stream": True}, "data.stream"),
+        ({"data.stream": True, "trainer.max_steps": None}, "trainer.max_steps"),
+        ({"data.check": "none", "data.pack_to": 100}, "data.pack_to"),
+        ({"data.check": "none", "data.eval": 0.5}, "data.eval"),
+        ({"data.stream": True, "data.eval": "e"}, "eval_steps"),
+        ({"data.stream": True, "trainer.save_strategy": "epoch"}, "save_steps"),
+        ({"data.shuffle_buffer": 0}, "data.shuffle_buffer"),
+    ],
+)
+def test_what_a_stream_cannot_be_asked_for_is_refused(changes, named):
+    with pytest.raises(RecipeError, match=named):
+        recipe(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, None),
+        ({"data.check": "all"}, None),
+        ({"data.stream": True}, 1000),
+        ({"data.check": "first 7"}, 7),
+        ({"data.check": "none"}, 20),
+    ],
+)
+def test_how_many_rows_are_looked_at_before(changes, first):
+    assert recipe(changes).data.first == first
+
+
+@pytest.mark.slow
+def test_a_bad_row_of_one_process_ends_both(asked):
+    place = cut(asked, 14)
+    two = asked.override({"engine.zero_stage": 3, "trainer.max_steps": 12})
+    with pytest.raises(RuntimeError) as stopped:
+        launch(two, Placement(2, on_cpu=True))
+    assert place in str(stopped.value) and "--resume" in str(stopped.value)
+    launch(two.override({"data.on_bad": "skip"}), Placement(2, on_cpu=True), resume=True)
+    assert json.loads(Path(two.out, "training.json").read_text())["finished"]
