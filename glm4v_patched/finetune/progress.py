@@ -46,13 +46,20 @@ class Progress(TrainerCallback):
         batch: Samples of an update of the weights, of all processes; the mean, if they are packed.
         compiles: Whether the first step compiles the layers, which may take a minute.
         shows_bar: Whether there is to be a bar.
+        has_epochs: Whether the rows come to an end.
     """
 
     # In the first steps layers are compiled, workers start and kernels are chosen.
     WARM_UP = 3
 
-    def __init__(self, batch: float, compiles: bool = False, shows_bar: bool = True):
-        self.batch, self.shows_bar = batch, shows_bar
+    def __init__(
+        self,
+        batch: float,
+        compiles: bool = False,
+        shows_bar: bool = True,
+        has_epochs: bool = True,
+    ):
+        self.batch, self.shows_bar, self.has_epochs = batch, shows_bar, has_epochs
         self.first_step = "the first step" + ", which compiles the layers" * compiles
         self._words = ExitStack()
         self._bar: tqdm | None = None
@@ -89,7 +96,9 @@ class Progress(TrainerCallback):
     def on_log(self, args, state, control, logs: Any = None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
-        place = f"step {state.global_step}/{state.max_steps} epoch {state.epoch or 0:.2f}"
+        place = f"step {state.global_step}/{state.max_steps}"
+        if self.has_epochs:
+            place += f" epoch {state.epoch or 0:.2f}"
         if "eval_loss" in logs:
             names = ("eval_loss", "eval_exact_match")
             told = [f"{name} {logs[name]:.4g}" for name in names if name in logs]

@@ -218,7 +218,8 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         )
         collator = StreamCollator(eval_collator, plan.batch.row_length, config.seq_length)
     batch = of_process * arguments.world_size * rows_of_batches.samples_per_row
-    progress = Progress(batch, options.compile is True, not arguments.disable_tqdm)
+    told = not arguments.disable_tqdm, not recipe.data.is_streamed
+    progress = Progress(batch, options.compile is True, *told)
     marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)
     callbacks = [Schedule(), marker, LossPlot()]
     if (patience := asked.early_stopping_patience) is not None:

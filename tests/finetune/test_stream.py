@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -49,8 +50,11 @@ def cut(asked: Recipe, row: int) -> str:
     return f"{asked.data.train}:{row}: "
 
 
-def test_a_continued_stream_ends_in_the_same_bits_with_any_number_of_readers(asked, tmp_path):
+def test_a_continued_stream_ends_in_the_same_bits_with_any_number_of_readers(
+    asked, tmp_path, capfd
+):
     whole = train_here(asked)["history"]
+    assert re.search(r"^step 1/6 loss", capfd.readouterr().out, re.M), "without an epoch"
     weights = load_file(Path(asked.out, "adapter_model.safetensors"))
     stopped = asked.override(
         {"out": str(tmp_path / "stopped"), "trainer.dataloader_num_workers": 2}
