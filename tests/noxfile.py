@@ -17,7 +17,8 @@ follows ``--`` chooses among their jobs, as pytest's ``-k`` does: ``-- "SFT and 
 release of transformers that is supported, with and without torchvision (some hours on two cores),
 and fills docs/benchmarks/transformers.json and the table of docs/numerics.md; what follows ``--``
 are releases. ``suites`` runs transformers' own shared suites on our classes and writes
-docs/suites.md; what follows ``--`` goes to tests/suites/run.py.
+docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``clients`` asks our server with
+LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval.
 """
 
 import re
@@ -401,6 +402,19 @@ def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:
     # 1: a job failed, as its row says.
     session.run("pytest", "-q", "-n", "0", *paths, *options, success_codes=[0, 1])
     session.run("python", "-m", "tests.frameworks.results_table", "--page")
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    own = ("langchain-openai==1.7.4", "litellm==1.110.2", "evalscope==1.14.1")
+    install_on_top(session, *own, "llama-index-llms-openai-like==0.8.1")
+    # lmms-eval requires a torchvision beside which README's torch does not work.
+    imported = ["evaluate", "loguru", "pytablewriter", "python-dotenv", "sacrebleu", "tenacity"]
+    session.install(*imported)
+    session.install("--no-deps", "lmms-eval==0.7.3")
+    session.env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices on the web
+    with session.chdir(ROOT):
+        session.run("python", "-m", "pytest", "-q", "-n", "0", "tests/inference/test_clients.py")
 
 
 @nox.session
