@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 READY = "ready"
 QUESTIONS_AT_ONCE = 4096
@@ -30,15 +30,11 @@ def ask_all(
     command: Sequence[str],
     questions: Iterable[Any],
     processes: int,
-    environments: Sequence[Mapping[str, str]] = (),
-    at_once: int = QUESTIONS_AT_ONCE,
 ) -> Generator[Any, None, None]:
     """The answer to each question, in order; an :class:`Ended` process is replaced.
 
     Args:
         command: Of a process that calls :func:`answer_until_input_ends`.
-        environments: Of each process; by default, this one's with a single thread.
-        at_once: How many questions are held in memory.
 
     Raises:
         RuntimeError: the process does not start.
@@ -55,12 +51,11 @@ def ask_all(
             free.put(worker)
 
     try:
-        for number in range(processes):
-            environment = environments[number] if environments else None
-            workers.append(_Worker(command, environment))
+        for _ in range(processes):
+            workers.append(_Worker(command))
             free.put(workers[-1])
         questions = iter(questions)
-        while some := list(islice(questions, at_once)):
+        while some := list(islice(questions, QUESTIONS_AT_ONCE)):
             yield from pool.map(ask, some)
     finally:
         for worker in workers:
@@ -68,19 +63,17 @@ def ask_all(
         pool.shutdown(cancel_futures=True)
 
 
-def answer_until_input_ends(answer: Callable[[Any], Any], output: TextIO | None = None) -> None:
-    """Answer each question; ``output`` is where answers go instead of to standard output."""
-    output = output or sys.stdout
-    print(READY, file=output, flush=True)
+def answer_until_input_ends(answer: Callable[[Any], Any]) -> None:
+    """Answer each question."""
+    print(READY, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=output, flush=True)
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 class _Worker:
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+    def __init__(self, command: Sequence[str]):
         # As many processes as cores; threads of each would be in each other's way.
-        single = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.environment = os.environ | single if environment is None else environment
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.command = command
         self.has_ended = False
         self._start()

@@ -6,6 +6,7 @@ One for the recipe, the bench and the loss curves. Needs no torch.
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -53,6 +54,22 @@ def run_within(
         except TimeoutExpired:
             process.terminate()  # torch's launcher ends its processes first
             return None
+
+
+def end_with_stdin() -> None:
+    """End this process when its standard input ends: when whoever holds the other end is gone.
+
+    The kernel closes that end however the holder dies, which no handler and, outside Linux, no
+    death signal can promise; and each process has a session of its own, so that no signal to a
+    group reaches it.
+    """
+
+    def wait_for_end() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def _is_at_root() -> bool:

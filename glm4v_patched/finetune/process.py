@@ -8,10 +8,10 @@ started it.
 import argparse
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import NoReturn
 
+from ..engine.environment import end_with_stdin
 from ..terminal_text import doing, error_text
 
 
@@ -48,22 +48,6 @@ def run(plan: Path) -> int:
 
 def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def end_with_stdin() -> None:
-    """End this process when its standard input ends: when whoever holds the other end is gone.
-
-    The kernel closes that end however the holder dies, which no handler and, outside Linux, no
-    death signal can promise; and each process has a session of its own, so that no signal to a
-    group reaches it.
-    """
-
-    def wait_for_end() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def leave(status: int = 0) -> NoReturn:

@@ -1,15 +1,17 @@
 """Answers the rows of a data file: on one process or several, each on a GPU of its own."""
 
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
 from ..data.rows import Source
-from ..data.workers import Ended, ask_all
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify
 from ..models.find import find_source
@@ -25,7 +27,7 @@ from .questions import (
 )
 
 if TYPE_CHECKING:
-    from .answer_worker import Answer
+    from .answer_worker import Answer, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,41 +153,55 @@ def answers(
     """
     if not questions:
         return
-    from .answer_worker import Answer, Answerer, Job, batches  # imports torch
+    from .answer_worker import Answer, Job, Part, answer_parts, batches  # imports torch
     from .decoding.static_cache import chosen
 
     device = "cpu" if placement.on_cpu else "cuda"
     number = min(placement.processes, -(-len(questions) // request.batch_size))
-    parts = list(batches(questions, request.batch_size))
-    steps = -(-len(parts) // number) * request.generation.max_new_tokens
+    some = list(batches(questions, request.batch_size))
+    steps = -(-len(some) // number) * request.generation.max_new_tokens
     cache = chosen(request.cache, device, steps, request.weights)
-    if number == 1:
-        from ..models.loading import load
-
-        loaded = load(base, device, request.weights)
-        answerer = Answerer(loaded, request.generation, cache)
-        for part in parts:
-            replies = answerer.answer([q.prompt for q in part], part[0].row)
-            yield from zip(part, replies, strict=True)
-        return
     job = Job(base, device, request.weights, request.generation, cache)
-    command = python_module("glm4v_patched.inference.answer_worker", job.to_json())
-    asked = [
-        {"prompts": [q.prompt for q in part], "number": part[0].row, "rows": [q.row for q in part]}
-        for part in parts
-    ]
-    every = environments(number, placement.on_cpu)
-    with closing(ask_all(command, asked, number, every)) as told:
-        for part, reply in zip(parts, told, strict=True):
-            if isinstance(reply, Ended):
-                rows = [question.row for question in part]
+    parts = [Part([q.row for q in part], [q.prompt for q in part]) for part in some]
+    if number == 1:
+        told: Generator[list[Answer], None, None] = answer_parts(job, parts)
+    else:
+        command = python_module("glm4v_patched.inference.answer_worker", job.to_json())
+        told = _answers_of_processes(command, parts, environments(number, placement.on_cpu))
+    with closing(told):
+        for part, replies in zip(some, told, strict=True):
+            yield from zip(part, (Answer(*answer) for answer in replies), strict=True)
+
+
+def _answers_of_processes(
+    command: list[str], parts: "list[Part]", every: list[dict[str, str]]
+) -> Generator[list, None, None]:
+    """Answers to batches that processes take in turn, in order."""
+    # In a session of its own: Ctrl-C is ours to answer.
+    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "encoding": "utf-8"}
+    processes = [Popen(command, env=each, start_new_session=True, **pipes) for each in every]
+    try:
+        for first, process in enumerate(processes):
+            assert process.stdin is not None  # a pipe, which stays open until all is answered
+            with suppress(OSError):  # it has ended
+                print(json.dumps(parts[first :: len(every)]), file=process.stdin, flush=True)
+        for part, process in zip(parts, cycle(processes), strict=False):
+            assert process.stdout is not None
+            if not (line := process.stdout.readline()):
                 raise RuntimeError(
-                    f"the process that answered the rows {rows} ended with status {reply.status}: "
-                    "was it killed for its memory? Lower --batch-size or --processes"
+                    f"the process that answered the rows {part.rows} ended with status "
+                    f"{process.wait()}: was it killed for its memory? Lower --batch-size or "
+                    "--processes"
                 )
-            if "error" in reply:
-                raise RuntimeError(reply["error"])
-            yield from zip(part, (Answer(*answer) for answer in reply["answers"]), strict=True)
+            reply = json.loads(line)
+            if isinstance(reply, str):
+                raise RuntimeError(reply)
+            yield reply
+    finally:
+        for process in processes:
+            process.kill()
+            with suppress(OSError):  # what was not written yet has nobody to read it
+                process.communicate()
 
 
 def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:

@@ -1,27 +1,36 @@
 """Answers batches of questions with a loaded model.
 
-``python -m glm4v_patched.inference.answer_worker JOB`` is a process of :mod:`data.workers` that
-does so, on the GPU that it sees. ``JOB`` is JSON of :class:`Job`.
+``python -m glm4v_patched.inference.answer_worker JOB`` does so in a process of its own, on the GPU
+that it sees: ``JOB`` is JSON of :class:`Job`, its standard input a line with all of the batches,
+and its standard output a line of JSON for each. It ends when its input does.
 """
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ..data.workers import answer_until_input_ends
+from ..engine.environment import end_with_stdin
+from ..models import loading
 from ..models.base import Base
-from ..models.loading import Loaded, load
+from ..models.loading import Loaded, load_processor
 from .decoding.static_cache import StaticCaches
 from .questions import Generation, Question
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
+MOST_READERS = 4
+"""Threads that read pictures: Pillow and torch let others run meanwhile."""
 
 
 class Answer(NamedTuple):
@@ -101,7 +110,13 @@ class Answerer:
         Raises:
             RuntimeError: the GPU's memory does not suffice.
         """
-        new = self.generate(self.encode(prompts), self.generation, number, streamer)
+        return self.answer_encoded(self.encode(prompts), number, streamer)
+
+    def answer_encoded(
+        self, batch, number: int = 0, streamer: "Words | None" = None
+    ) -> list[Answer]:
+        """:meth:`answer` of a batch of :meth:`encode`."""
+        new = self.generate(batch, self.generation, number, streamer)
         texts = self.processor.batch_decode(new, skip_special_tokens=True)
         return [
             Answer(text.strip(), "stop" if end else "length")
@@ -165,16 +180,71 @@ class Answerer:
 
     def encode(self, prompts: Sequence[list[dict]]):
         """Model inputs, padded on the left, on the model's device."""
-        encoded: Any = self.processor.apply_chat_template(
-            list(prompts),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
+        return encode(self.processor, prompts).to(self.model.device)
+
+
+def encode(processor, prompts: Sequence[list[dict]]) -> Any:
+    """Model inputs, padded on the left, on the CPU."""
+    return processor.apply_chat_template(
+        list(prompts),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+    )
+
+
+class Part(NamedTuple):
+    """A batch of questions.
+
+    Args:
+        rows: Their lines in the file.
+        prompts: Of messages.
+    """
+
+    rows: list[int]
+    prompts: list[list[dict]]
+
+
+def answer_parts(
+    job: Job, parts: Iterable[Part], tells: bool = True
+) -> Generator[list[Answer], None, None]:
+    """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
+    threads, and those of the first ones while the model is loaded.
+
+    Args:
+        tells: Say that the model is being loaded.
+
+    Raises:
+        RuntimeError: a batch cannot be answered; names its rows.
+    """
+    processor, left = load_processor(job.base), iter(parts)
+    number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))
+    waiting: deque = deque()
+    readers = ThreadPoolExecutor(number)
+
+    def read(some: Iterable[Part]) -> None:
+        for part in some:
+            waiting.append((part, readers.submit(encode, processor, part.prompts)))
+
+    try:
+        read(islice(left, number + 1))
+        answerer = Answerer(
+            loading.load(job.base, job.device, job.weights, tells), job.generation, job.cache
         )
-        return encoded.to(self.model.device)
+        while waiting:
+            part, batch = waiting.popleft()
+            read(islice(left, 1))
+            try:
+                encoded = batch.result().to(answerer.model.device)
+                answers = answerer.answer_encoded(encoded, part.rows[0])
+            except (ValueError, RuntimeError, OSError) as error:
+                raise RuntimeError(f"rows {part.rows}: {error}") from error
+            yield answers
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
 def require_room(loaded_processor, limit: int, questions: Sequence[Question], new: int) -> None:
@@ -215,21 +285,17 @@ def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Quest
 
 
 def serve(text: str) -> None:
-    """Be a process of :func:`workers.ask_all`: a question is a batch of rows and prompts."""
-    job = Job.from_json(text)
+    """Answer what comes on standard input, and print each batch's answers as they come."""
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout, sys.stderr
-    answerer = Answerer(
-        load(job.base, job.device, job.weights, tells=False), job.generation, job.cache
-    )
-
-    def answer(question: dict) -> dict:
-        try:
-            return {"answers": answerer.answer(question["prompts"], question["number"])}
-        except (ValueError, RuntimeError, OSError) as error:
-            return {"error": f"rows {question['rows']}: {error}"}
-
-    answer_until_input_ends(answer, replies)
+    parts = [Part(*part) for part in json.loads(sys.stdin.readline())]
+    end_with_stdin()
+    try:
+        with closing(answer_parts(Job.from_json(text), parts, tells=False)) as answers:
+            for answer in answers:
+                print(json.dumps(answer), file=replies, flush=True)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(json.dumps(str(error)), file=replies, flush=True)
 
 
 if __name__ == "__main__":
