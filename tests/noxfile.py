@@ -1,9 +1,10 @@
 """What CI runs, and the tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
 
 Of CI, by .ci/run: ``lint``; ``first_command`` and ``test_command``, which are README's; ``types``;
-``slow``, of which ``-s "slow(pages)"`` runs a part. On top of README's environment, in which only
-what differs is installed: ``oldest``, ``middle`` (a release of transformers between the two ends)
-and ``framework`` (one job), each of these two another one every day.
+``slow``, of which ``-s "slow(pages)"`` runs a part; ``container``. On top of README's environment,
+in which only what differs is installed: ``notebook``, ``oldest``, ``middle`` (a release of
+transformers between the two ends) and ``framework`` (one job), each of these two another one every
+day.
 
 ``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
 docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
@@ -225,6 +226,23 @@ def framework(session: nox.Session) -> None:
     with session.chdir(ROOT):
         session.run("python", "-m", "pytest", "-q", "-n", "0", *tests, "-k", job)
     session.log(record.read_text())
+
+
+@nox.session
+def notebook(session: nox.Session) -> None:
+    """docs/quickstart.ipynb, from its first cell to the last, in a folder of its own."""
+    install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0")
+    out = session.create_tmp()
+    with session.chdir(out):
+        source = str(ROOT / "docs" / "quickstart.ipynb")
+        told = ("--to", "notebook", "--output-dir", ".", "--ExecutePreprocessor.timeout=600")
+        session.run("python", "-m", "nbconvert", "--execute", *told, source)
+
+
+@nox.session
+def container(session: nox.Session) -> None:
+    """The steps of the Dockerfile, without a GPU."""
+    session.run(str(ROOT / "docs" / "docker" / "install.sh"), str(ROOT), external=True)
 
 
 # What the workflows of .github run, too.

@@ -53,7 +53,8 @@ def test_ci_runs_its_sessions():
     named = [*re.findall(r"^session (\w+)$", script, re.M), *listed]
     slow = [f"slow({part})" for part in noxfile.SLOW]
     on_top = ["oldest", "middle", "framework"]
-    others = ["lint", "first_command", "test_command", "types", "workflows", "docs", "package"]
+    others = ["lint", "first_command", "test_command", "types", "notebook", "container"]
+    others += ["workflows", "docs", "package"]
     assert sorted(named) == sorted([*others, *slow, *on_top])
 
 

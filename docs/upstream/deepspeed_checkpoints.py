@@ -1,0 +1,92 @@
+"""Frozen weights under ZeRO-3 and activation checkpointing: how many elements stay gathered in
+backward, and how often weights are gathered.
+
+Run with one process on a CPU: ``python deepspeed_checkpoints.py``.
+"""
+
+import os
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+LAYERS, WIDTH = 8, 64
+
+
+class Block(nn.Module):
+    """A frozen layer with a small trained one beside it, as LoRA has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.frozen.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.frozen(x)) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, use_reentrant: bool | None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+def measure(use_reentrant: bool | None) -> str:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+    }
+    model = Model(use_reentrant)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(trained), config=config
+    )
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    peak = 0
+
+    def look(*_):
+        nonlocal peak
+        there = [p.ds_numel for p in frozen if p.ds_status == ZeroParamStatus.AVAILABLE]
+        peak = max(peak, sum(there))
+
+    for block in model.blocks:
+        block.up.register_full_backward_hook(look)
+    for _ in range(3):  # the trace of parameters is complete after the first step
+        peak = 0
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        try:
+            engine.backward(engine(x))
+        except torch.utils.checkpoint.CheckpointError as error:
+            return str(error).splitlines()[0]
+        engine.step()
+    total = sum(p.ds_numel for p in frozen)
+    return f"at most {peak:,} of {total:,} frozen elements gathered in backward"
+
+
+if __name__ == "__main__":
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= place | {"MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
+    deepspeed.init_distributed("gloo", verbose=False)
+    print("DeepSpeed", deepspeed.__version__, "torch", torch.__version__)
+    for name, how in {"none": None, "non-reentrant": False, "reentrant": True}.items():
+        print(f"checkpoints {name}: {measure(how)}")
