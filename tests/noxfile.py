@@ -158,7 +158,6 @@ def install_on_top(session: nox.Session, *packages: str) -> None:
     (own / "zz_newest.pth").write_text(f"import site; site.addsitedir('{found[0]}')")
     session.install(*packages)
     session.env["PYTHONPATH"] = str(ROOT)
-    session.env["WARM_PROCESSES"] = None  # are README's environment's
 
 
 # Tests of the folders of glm4v_patched that import a package which is older there, as

@@ -1,9 +1,8 @@
-"""The command line says what is wrong before it starts."""
+"""The command line says what is wrong before it starts, and how to go on."""
 
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,6 +26,31 @@ from glm4v_patched.terminal_text import printable
 from tests.helpers.processes import in_plain_shell
 from tests.helpers.recipes import drawn_recipe
 
+WITHOUT_TORCH = (
+    "import runpy, sys; sys.modules['torch'] = None; "
+    "runpy.run_module('glm4v_patched', run_name='__main__')"
+)
+
+
+@pytest.fixture
+def fails(capsys, words):
+    """The command ends with a status, and says on standard error what is in the file of words; of
+    argparse, below the usage."""
+
+    def run(*arguments: str, status: int = 1, names: str = "", **changing: object) -> None:
+        try:
+            assert main([*arguments]) == status
+        except SystemExit as end:
+            assert end.code == status == 2
+        told = capsys.readouterr().err
+        if status == 2:
+            assert told.startswith("usage: glm4v-patched")
+            told = told.partition("error: ")[2]
+        assert names in told
+        words(told, **changing)
+
+    return run
+
 
 def test_a_missing_deepspeed_is_told_with_its_cure(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -34,70 +58,36 @@ def test_a_missing_deepspeed_is_told_with_its_cure(monkeypatch):
         require_deepspeed()
 
 
-@pytest.mark.parametrize("option", ["--steps", "--processes"])
-def test_less_than_one_is_refused(option, capsys):
-    with pytest.raises(SystemExit):
-        main(["demo", option, "0"])
-    assert "0 is less than 1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "named"),
     [
-        ("train recipe.yaml --dryrun", "unrecognized arguments: --dryrun; did you mean --dry-run?"),
-        (
-            "train r.yaml out=a --lr 1e-5",
-            "arguments: --lr 1e-5; fields of a recipe have no dashes, as trainer.lear",
-        ),
-        ("answer m --data a --out b --max-tokens 5", "did you mean --max-new-tokens?"),
-        ("serve model --prot=80", "unrecognized arguments: --prot=80; did you mean --port?"),
-        ("merge adapters more --out b", "unrecognized arguments: more; --help lists"),
-        ("train", "the following arguments are required: RECIPE\n"),
+        ("demo --steps 0", "0 is less than 1"),
+        ("train recipe.yaml --dryrun", "--dry-run"),
+        ("train r.yaml out=a --lr 1e-5", "trainer.learning_rate"),
+        ("answer m --data a --out b --max-tokens 5", "--max-new-tokens"),
+        ("answer m out=a --data a --out b", "out=a"),
+        ("serve model --prot=80", "--port"),
+        ("merge adapters more --out b", "more"),
+        ("train", "RECIPE"),
+        ("tarin recipe.yaml", "train"),
+        ("Serve model", "serve"),
+        ("help", "--help"),
     ],
 )
-def test_unknown_options_are_answered_with_the_nearest_one(typed, told, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(typed.split())
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and told in error
-    assert error.startswith(f"usage: glm4v-patched {typed.split()[0]}")
+def test_what_is_not_known_is_answered_with_the_nearest_that_is(typed, named, fails):
+    fails(*typed.split(), status=2, names=named)
 
 
-@pytest.mark.parametrize(
-    ("typed", "told"),
-    [
-        ("tarin recipe.yaml", "there is no command 'tarin'; did you mean train?\n"),
-        ("Serve model", "there is no command 'Serve'; did you mean serve?\n"),
-        ("help", "there is no command 'help'; --help lists what there is\n"),
-    ],
-)
-def test_unknown_commands_are_answered_with_the_nearest_one(typed, told, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(typed.split())
-    assert end.value.code == 2 and told in capsys.readouterr().err
-
-
-def test_versions_are_told_without_loading_torch():
-    code = "import runpy, sys; sys.modules['torch'] = None; "
-    code += "runpy.run_module('glm4v_patched', run_name='__main__')"
-    command = [sys.executable, "-c", code, "--version"]
+def test_versions_are_told_without_loading_torch(monkeypatch, capsys):
+    command = [sys.executable, "-c", WITHOUT_TORCH, "--version"]
     lines = subprocess.check_output(command, text=True).splitlines()
     assert lines[0] == f"glm4v-patched {glm4v_patched.__version__}"
     for name in ("torch", "transformers", "deepspeed"):
         assert f"{name} {version(name)}" in lines
-
-
-def test_what_is_not_installed_has_no_version(monkeypatch, capsys):
     monkeypatch.setattr(cli, "NAMED_WITH_VERSION", ("torch", "not-there-at-all"))
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert end.value.code == 0
     assert "not-there-at-all is not installed" in capsys.readouterr().out
-
-
-def test_a_data_file_that_is_not_there_ends_with_its_name(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path), "--data", str(tmp_path / "none.jsonl")]) == 1
-    assert "none.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "doctor", "answer", "merge", "compare", "serve"])
@@ -114,18 +104,14 @@ def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, tmp_path, c
     assert told and printable(told, kept="\n") == told
 
 
-def test_one_conversation_cannot_be_split(tmp_path, capsys):
-    data = tmp_path / "one.jsonl"
-    data.write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    )
-    assert main(["demo", "--out", str(tmp_path), "--data", str(data)]) == 1
-    assert "1 conversations; at least 2 are needed" in capsys.readouterr().err
-
-
-def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
+def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, fails, capsys):
+    demo = "demo", "--device", "cpu", "--out", str(tmp_path / "new")
+    fails(*demo, "--data", str(tmp_path / "none.jsonl"), names="none.jsonl")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": turns}))
+    fails(*demo, "--data", str(tmp_path / "one.jsonl"), names="1 conversations; at least 2")
     monkeypatch.setattr(config, "version", lambda package: "0.1.0")
-    assert main(["demo", "--out", str(tmp_path / "new"), "--device", "cpu"]) == 1
+    assert main([*demo]) == 1
     assert "a tested DeepSpeed, 0.1.0 is not: " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -138,16 +124,12 @@ def drawn(tmp_path_factory) -> Recipe:
 @pytest.fixture
 def recipe(tmp_path, monkeypatch, drawn) -> dict:
     """A recipe in ``recipe.json``, and no processes that it could be run on."""
+    steps = {"max_steps": 10, "save_steps": 2}
     values = {
         "model": drawn.model,
         "out": str(tmp_path / "out"),
         "data": {"train": drawn.data.train},
-        "trainer": {
-            "max_steps": 10,
-            "per_device_train_batch_size": 1,
-            "learning_rate": 1e-3,
-            "save_steps": 2,
-        },
+        "trainer": {"per_device_train_batch_size": 1, "learning_rate": 1e-3, **steps},
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
     monkeypatch.setattr(preflight, "require_deepspeed", lambda: None)
@@ -155,75 +137,10 @@ def recipe(tmp_path, monkeypatch, drawn) -> dict:
     return values
 
 
-def add_checkpoint(tmp_path, step: int, processes: int = 2) -> None:
-    folder = tmp_path / "out" / f"checkpoint-{step}"
-    folder.mkdir(parents=True)
-    (folder / "latest").write_text("x")
-    mine = Recipe.read(tmp_path / "recipe.json")
-    checked = check_data(mine)
-    rows = Rows(checked.row_digests, checked.row_lines)
-    base = identify(base_of(mine))
-    write_manifest(folder, Origin(settings_of(mine, processes), base, rows))
-
-
-def run_train(tmp_path, *options: str) -> int:
-    return main(
-        ["train", str(tmp_path / "recipe.json"), "--processes", "2", "--device", "cpu", *options]
-    )
-
-
-@pytest.mark.parametrize("field", ["out", "model", "data.train", "data.eval"])
-def test_a_name_in_a_recipe_that_is_too_long_ends_with_one_line(field, recipe, tmp_path, capsys):
-    assert run_train(tmp_path, "--dry-run", f"{field}={'x' * 5_000}") == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and len(told) < 1_000
-
-
-def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):
-    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "caption": "a cat"}\n')
-    asked = drawn.model_dump() | {"data": {"train": str(tmp_path / "rows.jsonl")}}
-    asked["out"] = str(tmp_path / "out")
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps(asked))
-    code = "import runpy, sys; sys.modules['torch'] = None; "
-    code += "runpy.run_module('glm4v_patched', run_name='__main__')"
-    command = [sys.executable, "-c", code, "train", str(recipe), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "answer: caption, image: image}" in done.stderr, done.stderr  # the line that reads them
-    assert done.returncode == 1 and not (tmp_path / "out").exists()
-
-
-def test_rows_are_left_out_if_asked_also_where_the_first_ones_are_all_bad(tmp_path, recipe, capsys):
-    good = Path(recipe["data"]["train"])
-    mixed = good.with_name("mixed.jsonl")
-    mixed.write_text('{"caption": "a cat"}\n' * 21 + good.read_text())
-    asked = recipe | {"data": {"train": str(mixed)}}
-    (tmp_path / "recipe.json").write_text(json.dumps(asked))
-    assert run_train(tmp_path, "--dry-run") == 1
-    assert "none of its first 20 rows can be used" in capsys.readouterr().err
-    assert run_train(tmp_path, "--dry-run", "data.on_bad=skip") == 0
-    assert "they are left out" in capsys.readouterr().out
-
-
-def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, capsys):
-    assert main(["train", str(tmp_path / "none.json")]) == 1
-    assert "none.json" in capsys.readouterr().err
-    (tmp_path / "recipe.json").write_text('{"stepps": 3}')
-    assert main(["train", str(tmp_path / "recipe.json")]) == 1
-    assert re.search(
-        "(?s)recipe.json: data.train is missing.*json:1: stepps is not", capsys.readouterr().err
-    )
-
-
-def test_training_does_not_start_among_checkpoints_unless_told_to_continue(
-    tmp_path, recipe, capsys
-):
-    add_checkpoint(tmp_path, 4)
-    assert run_train(tmp_path) == 1
-    message = capsys.readouterr().err
-    assert "holds checkpoint-4; give the new run another folder (out), or continue" in message
-    assert "(--resume)" in message
-    assert not (tmp_path / "out" / "recipe.json").exists()
+@pytest.fixture
+def train(recipe, tmp_path) -> list[str]:
+    on_two = ["--processes", "2", "--device", "cpu"]
+    return ["train", str(tmp_path / "recipe.json"), *on_two]
 
 
 @pytest.fixture
@@ -235,69 +152,119 @@ def commands(monkeypatch) -> list[list[str]]:
     return asked
 
 
+def add_checkpoint(folder: Path, step: int, processes: int = 2) -> Path:
+    checkpoint = folder / "out" / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "latest").write_text("x")
+    mine = Recipe.read(folder / "recipe.json")
+    checked = check_data(mine)
+    rows = Rows(checked.row_digests, checked.row_lines)
+    write_manifest(checkpoint, Origin(settings_of(mine, processes), identify(base_of(mine)), rows))
+    return checkpoint
+
+
+@pytest.mark.parametrize("field", ["out", "model", "data.train", "data.eval"])
+def test_a_name_in_a_recipe_that_is_too_long_ends_with_one_line(field, train, capsys):
+    assert main([*train, "--dry-run", f"{field}={'x' * 5_000}"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and len(told) < 1_000
+
+
+def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "caption": "a cat"}\n')
+    asked = drawn.model_dump() | {"data": {"train": str(tmp_path / "rows.jsonl")}}
+    asked["out"] = str(tmp_path / "out")
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(asked))
+    command = [sys.executable, "-c", WITHOUT_TORCH, "train", str(recipe), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "answer: caption, image: image}" in done.stderr, done.stderr  # the line that reads them
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+
+
+def test_rows_are_left_out_if_asked_also_where_the_first_ones_are_all_bad(train, recipe, capsys):
+    good = Path(recipe["data"]["train"])
+    mixed = good.with_name("mixed.jsonl")
+    mixed.write_text('{"caption": "a cat"}\n' * 21 + good.read_text())
+    dry = [*train, f"data.train={mixed}", "--dry-run"]
+    assert main(dry) == 1
+    assert "none of its first 20 rows can be used" in capsys.readouterr().err
+    assert main([*dry, "data.on_bad=skip"]) == 0
+    assert "they are left out" in capsys.readouterr().out
+
+
+def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, fails):
+    (tmp_path / "recipe.json").write_text('{"stepps": 3}')
+    for name, named in (("none", "none.json"), ("recipe", "recipe.json:1: stepps")):
+        fails("train", str(tmp_path / f"{name}.json"), "--device", "cpu", names=named)
+
+
+def test_training_does_not_start_among_checkpoints_unless_told_to_continue(tmp_path, train, fails):
+    add_checkpoint(tmp_path, 4)
+    fails(*train, names="checkpoint-4")
+    assert not (tmp_path / "out" / "recipe.json").exists()
+
+
 @pytest.mark.parametrize("options", [["--resume"], ["--resume-from", "out/checkpoint-4"]])
 def test_training_continues_from_the_checkpoint_it_names(
-    tmp_path, recipe, options, commands, monkeypatch, capsys
+    tmp_path, train, options, commands, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    add_checkpoint(tmp_path, 4)
-    assert run_train(tmp_path, *options) == 0
+    checkpoint = add_checkpoint(tmp_path, 4)
+    assert main([*train, *options]) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
     plan = Plan.read(Path(commands[0][-2]))
-    assert (tmp_path / plan.checkpoint).samefile(tmp_path / "out" / "checkpoint-4")
+    assert (tmp_path / plan.checkpoint).samefile(checkpoint)
 
 
 def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
-    tmp_path, recipe, commands, capsys
+    tmp_path, train, commands, capsys
 ):
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    assert run_train(tmp_path, "--resume") == 0
+    assert main([*train, "--resume"]) == 0
     assert "no complete checkpoint in" in capsys.readouterr().out
     assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
     assert Plan.read(tmp_path / "out" / "plan.json").checkpoint is None
 
 
-def test_an_incomplete_checkpoint_that_is_named_is_refused(tmp_path, recipe, capsys):
-    add_checkpoint(tmp_path, 4)
-    checkpoint = tmp_path / "out" / "checkpoint-4"
+def test_an_incomplete_checkpoint_that_is_named_is_refused(tmp_path, train, fails):
+    checkpoint = add_checkpoint(tmp_path, 4)
     (checkpoint / "latest").write_text("longer")
-    assert run_train(tmp_path, "--resume-from", str(checkpoint)) == 1
-    assert "latest: expected 1 bytes, found 6" in capsys.readouterr().err
+    fails(*train, "--resume-from", str(checkpoint), names="latest: expected 1 bytes, found 6")
 
 
-def test_a_run_of_another_number_of_processes_cannot_be_continued(tmp_path, recipe, capsys):
+def test_a_run_of_another_number_of_processes_cannot_be_continued(tmp_path, train, fails):
     add_checkpoint(tmp_path, 4, processes=3)
-    assert run_train(tmp_path, "--resume") == 1
-    assert "processes: 3 there, 2 now" in capsys.readouterr().err
+    fails(*train, "--resume", names="processes: 3 there, 2 now")
 
 
 @pytest.mark.parametrize("activated", [False, True])
 def test_a_training_that_failed_says_how_to_continue(
-    tmp_path, recipe, monkeypatch, capsys, activated
+    tmp_path, recipe, train, monkeypatch, capsys, activated
 ):
     path = os.pathsep.join([str(Path(sys.executable).parent)] * activated + [os.defpath])
     monkeypatch.setenv("PATH", path)
-    add_checkpoint(tmp_path, 4)
+    checkpoint = add_checkpoint(tmp_path, 4)
     monkeypatch.setattr(launch, "_run", lambda command, _: "process 0 ended with status 1")
-    assert run_train(tmp_path, "--resume") == 1
+    assert main([*train, "--resume"]) == 1
     message = capsys.readouterr().err
     assert "failed: process 0 ended with status 1" in message
     told, _, command = message.rstrip("\n").rpartition(":\n  ")
-    assert told.endswith(f"to continue from {tmp_path / 'out' / 'checkpoint-4'}")
+    assert told.endswith(f"to continue from {checkpoint}")
 
     # As printed, in the same shell; it ends before any process starts.
     monkeypatch.undo()
-    (tmp_path / "out" / "checkpoint-4" / "latest").unlink()
-    (tmp_path / "out" / "recipe.json").write_text(json.dumps(recipe | {"model": "gone"}))
+    (checkpoint / "latest").unlink()
+    written = tmp_path / "out" / "recipe.json"
+    written.write_text(json.dumps(recipe | {"model": "gone"}))
     continued = in_plain_shell(command, path)
-    assert continued.returncode == 1
-    assert f'{tmp_path / "out" / "recipe.json"}:1: model is "gone"' in continued.stderr
+    assert continued.returncode == 1 and f'{written}:1: model is "gone"' in continued.stderr
 
 
-def test_ctrl_c_ends_with_the_status_of_a_signal(tmp_path, recipe, monkeypatch, capsys):
+def test_ctrl_c_ends_with_the_status_of_a_signal(train, monkeypatch, capsys):
     def interrupt(command, environment):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "_run", interrupt)
-    assert run_train(tmp_path) == 128 + signal.SIGINT
+    assert main(train) == 128 + signal.SIGINT
     assert "training was stopped by SIGINT\nto continue" in capsys.readouterr().err

@@ -8,13 +8,13 @@ is in ``ELSEWHERE``, with what does run it.
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,11 +27,15 @@ from glm4v_patched.finetune.recipe import Recipe
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
-from tests.helpers.processes import cpu_environment, heed_signals, run_with_limit, serving
+from tests.helpers.processes import (
+    cpu_environment,
+    heed_signals,
+    on_the_cpu,
+    run_with_limit,
+    serving,
+)
 from tests.helpers.publishable import as_files, write_original
-from tests.helpers.recipes import launching_warm, measuring_warm
 from tests.helpers.tiny import tiny_model
-from tests.helpers.typed import STARTED_FRESH, write_programs
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
@@ -172,10 +176,7 @@ def test_sessions_are_there(arguments):
 
 
 class Reader:
-    """Types what the pages say, in a copy of the repository whose environment is activated.
-
-    Its programs are forks of warm processes (:mod:`typed`), but for those ``STARTED_FRESH``.
-    """
+    """Types what the pages say, in a copy of the repository whose environment is activated."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -187,9 +188,7 @@ class Reader:
         self.environment = cpu_environment() | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
         self.environment |= {"HF_HOME": str(folder / "home"), "PET_STANDALONE": "1"}
         self.environment.pop("GLM4V_PATCHED", None)
-        programs = folder / ".venv" / "bin"
-        write_programs(programs, self.environment, "all", "torch")
-        self.environment["PATH"] = os.pathsep.join([str(programs), self.environment["PATH"]])
+        (folder / ".venv").symlink_to(sys.prefix)
 
     def shell(self, command: str, seconds: float = 300, **environment: str) -> str:
         """What the command printed; it fails the test if it fails or takes longer."""
@@ -235,8 +234,7 @@ def tiny(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(reader) -> Path:
-    """README's training, stopped by Ctrl-C after its first checkpoint. It is started as a reader
-    starts it."""
+    """README's training, stopped by Ctrl-C after its first checkpoint."""
     (command,) = (c.text for c in commands(README) if "glm4v-patched train" in c.text)
     few = "--device cpu --processes 2 trainer.max_steps=40 trainer.save_steps=20"
     few += " trainer.learning_rate=1e-2"  # so that adapters change more than rounding does
@@ -246,7 +244,7 @@ def trained(reader) -> Path:
         running = subprocess.Popen(
             shell,
             cwd=reader.folder,
-            env=reader.environment | STARTED_FRESH,
+            env=reader.environment,
             stdout=output,
             stderr=output,
             preexec_fn=heed_signals,
@@ -304,9 +302,8 @@ def test_a_recipe_is_printed_to_be_edited(given, reader):
 
 @pytest.fixture(scope="module")
 def demo_output(reader) -> Path:
-    """With forks of warm processes: the session first_command types the command."""
     (command,) = (c.text for c in commands(README) if c.text.endswith("glm4v-patched demo"))
-    with launching_warm():
+    with on_the_cpu():
         reader.here(f"{command} --steps 2 --device cpu")
     return reader.folder / "demo_output"
 
@@ -387,7 +384,7 @@ GENERATION = "--config tiny/config.json --device cpu --new-tokens 4 --prompt-tok
 @pytest.mark.slow
 @runs("glm4v-patched bench")
 def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
-    """One command that measures is typed; the others are, but for their processes, the same."""
+    """One command that measures is typed; the others are called."""
     small = "--config tiny/config.json --device cpu --text-tokens 20 --no-compile"
     small += " --warm-up 1 --steps 1"
     page = reader.folder / "docs" / "benchmarks" / "README.md"
@@ -401,7 +398,7 @@ def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
         elif command.endswith("--steps 4"):
             reader.shell(f"{command} {tiny}")
         else:
-            with measuring_warm():
+            with on_the_cpu():
                 reader.here(f"{command} {tiny}")
         if "--pictures" in command:
             drawn = sorted(path.name for path in (reader.folder / "pictures").iterdir())

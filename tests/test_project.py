@@ -90,7 +90,7 @@ def test_a_release_has_one_version_and_its_workflows_pin_what_they_run():
 
 
 def test_every_message_has_a_test():
-    for file in (ROOT / "tests").glob("*/__snapshots__/messages.ambr"):
+    for file in (ROOT / "tests").rglob("__snapshots__/messages.ambr"):
         entries = re.findall(r"^# name: (\w+).* in (\w+\.py)$", file.read_text(), re.M)
         assert entries, file
         for test, name in entries:

@@ -12,8 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -21,9 +20,10 @@ import torch
 
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import Training, averaged, zero_config
 from tests.helpers.cells import ZERO_STAGES, Cell
 from tests.helpers.gathers import counted_gathers
-from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED, start_deepspeed
+from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.steps import (
     LEARNING_RATE,
     autocast,
@@ -31,34 +31,31 @@ from tests.helpers.steps import (
     largest,
     rank_batch,
     select_weights,
-    trainable,
     weights_dtype,
 )
 from tests.helpers.unsharded import reference_name
 
 SECONDS_FOR_ONE_CELL = 60
-# Loss, gradients by name, and how often DeepSpeed gathered parameters.
-Step = tuple[torch.Tensor, dict[str, torch.Tensor], int | None]
 
 
-def zero_config(cell: Cell) -> dict:
-    zero: dict = {"stage": ZERO_STAGES[cell.strategy]}
-    if cell.persistence == "0":
-        zero |= NOTHING_STAYS_GATHERED
+def config_of(cell: Cell) -> dict:
+    zero: dict = {}
     if cell.strategy == "zero3_offload":
-        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,  # DeepSpeed 0.19 clips to 1.0 unless told
-        "zero_optimization": zero,
+        zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    return zero_config(ZERO_STAGES[cell.strategy], cell.persistence == "0", **zero) | {
         "bf16": {"enabled": cell.precision == "bf16"},
         "torch_autocast": {"enabled": cell.precision == "bf16_autocast", "dtype": "bfloat16"},
     }
 
 
-def load(cell: Cell, folder: Path):
+def start(cell: Cell, folder: Path) -> Training:
+    config = None
+    if cell.strategy in ZERO_STAGES:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        config = config_of(cell)
+        # Kept alive while the model loads: makes from_pretrained shard it under stage 3.
+        hf_config = HfDeepSpeedConfig(config)  # noqa: F841
     model = GLM4VForCausalLM.from_pretrained(
         folder / "model", attn_implementation="sdpa", dtype=weights_dtype(cell)
     )
@@ -68,93 +65,34 @@ def load(cell: Cell, folder: Path):
         model.gradient_checkpointing_enable()
     elif cell.use_reentrant != "off":
         model.gradient_checkpointing_enable({"use_reentrant": cell.use_reentrant})
-    return model
+    model = model if config else model.to(device())
+    return Training(model, cell.strategy, config, LEARNING_RATE)
 
 
-@contextmanager
-def with_or_without_cure(cell: Cell) -> Iterator[None]:
+def with_or_without_cure(cell: Cell) -> AbstractContextManager:
     if cell.cure:
-        yield
-    else:
-        with mock.patch.object(checkpointing, "frozen_parameters_held", nullcontext):
-            yield
-
-
-def full_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Over all ranks.
-
-    DeepSpeed 0.16.9 at stage 0 reduces and uses an fp32 copy of a bf16 gradient, but its
-    ``safe_get_full_grad`` returns the one of this rank.
-    """
-    from deepspeed.utils import safe_get_full_grad
-
-    reduced = getattr(parameter, "_hp_grad", None)
-    return safe_get_full_grad(parameter) if reduced is None else reduced.reshape(parameter.shape)
-
-
-def deepspeed_steps(cell: Cell, folder: Path) -> Iterator[Step]:
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    config = zero_config(cell)
-    # Kept alive while the model loads: makes from_pretrained shard it under stage 3.
-    hf_config = HfDeepSpeedConfig(config)  # noqa: F841
-    model = load(cell, folder)
-    optimizer = torch.optim.SGD(trainable(model), lr=LEARNING_RATE)
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-    for step in range(cell.steps):
-        with counted_gathers() as count:
-            with autocast(cell):
-                loss = engine(**rank_batch(cell, engine.global_rank, step)).loss
-            engine.backward(loss)
-        gradients = {
-            name: full_gradient(parameter)
-            for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad
-        }
-        yield loss, {n: g.float() for n, g in gradients.items() if g is not None}, count.calls
-        engine.step()
-    engine.destroy()
-
-
-def torch_steps(cell: Cell, folder: Path) -> Iterator[Step]:
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = load(cell, folder).to(device())
-    if cell.strategy == "fsdp2":
-        for module in model.modules():
-            if type(module).__name__ in model._no_split_modules:
-                fully_shard(module)
-        wrapped = fully_shard(model)
-    else:
-        wrapped = DistributedDataParallel(model, static_graph=cell.strategy == "ddp_static_graph")
-    optimizer = torch.optim.SGD(trainable(model), lr=LEARNING_RATE)
-    for step in range(cell.steps):
-        with autocast(cell):
-            loss = wrapped(**rank_batch(cell, torch.distributed.get_rank(), step)).loss
-        loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        if cell.strategy == "fsdp2":
-            gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
-        yield loss, {name: gradient.float() for name, gradient in gradients.items()}, None
-        optimizer.step()
-        optimizer.zero_grad()
+        return nullcontext()
+    return mock.patch.object(checkpointing, "frozen_parameters_held", nullcontext)
 
 
 def train(cell: Cell, folder: Path) -> dict:
     """``losses``, averaged over the ranks, and ``gradients``: one of each a step.
 
-    ``gathers`` is the number of all-gathers in the last step.
+    ``gathers`` is the number of all-gathers of ZeRO in the last step.
     """
-    steps = deepspeed_steps if cell.strategy in ZERO_STAGES else torch_steps
-    result = {"losses": [], "gradients": []}
-    for loss, gradients, gathers in steps(cell, folder):
-        total = loss.detach().float().clone()
-        torch.distributed.all_reduce(total)
-        result["losses"].append(total.item() / torch.distributed.get_world_size())
-        result["gathers"] = gathers
-        result["gradients"].append({n: g.cpu().clone() for n, g in gradients.items()})
+    training, rank = start(cell, folder), torch.distributed.get_rank()
+    with_deepspeed = training.engine is not None
+    result: dict = {"losses": [], "gradients": []}
+    for step in range(cell.steps):
+        with counted_gathers() if with_deepspeed else nullcontext() as count:
+            with autocast(cell):
+                loss = training(**rank_batch(cell, rank, step)).loss
+            training.backward(loss)
+        result["gathers"] = count and count.calls
+        result["losses"].append(averaged(loss))
+        result["gradients"].append({n: g.float().cpu() for n, g in training.gradients().items()})
+        training.update()
+    training.close()
     return result
 
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from glm4v_patched.engine.deepspeed import gather as gathering
 from glm4v_patched.engine.deepspeed.internals import shard_of
 from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import Training, averaged, save_on_first
 from tests.helpers.fp8 import PLAIN, allow_on_cpu
 from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.tiny import grown_image, pictures, text
@@ -36,12 +35,6 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1, seed=seed).bfloat16()}
 
 
-def mean(losses: list[torch.Tensor]) -> list[float]:
-    together = torch.stack(losses).float()
-    torch.distributed.all_reduce(together)
-    return (together / 2).tolist()
-
-
 def with_zero(folder: Path, stage: int, trained: str, policy: str) -> dict:
     """Nothing stays gathered under stage 3, so that all is gathered twice a step."""
     live = 0.0 if policy == "full" else 1e9
@@ -51,7 +44,7 @@ def with_zero(folder: Path, stage: int, trained: str, policy: str) -> dict:
     torch.manual_seed(3)  # adapters
     with mock.patch.object(gathering, "_Gather", side_effect=gathering._Gather) as gathers:
         engine = start(options, load, 1, RATE)
-        losses = mean([engine.step(batch()) for _ in range(STEPS)])
+        losses = [averaged(engine.step(batch())) for _ in range(STEPS)]
         found = {"losses": losses, "gathers": gathers.call_count}
     layers = [module for module in engine.model.modules() if isinstance(module, HeldLinear)]
     found["held"] = {(shard_of(m.weight).dtype, m.weight_scale.dtype) for m in layers}
@@ -68,22 +61,14 @@ def without_zero(folder: Path, way: str, trained: str) -> dict:
     load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
     torch.manual_seed(3)
     model = prepare_model(replace(PLAIN, trained=trained), load)
-    if way == "ddp":
-        wrapped = DistributedDataParallel(model)
-    else:
-        for module in model.modules():
-            if type(module).__name__ in GLM4VForCausalLM._no_split_modules:
-                fully_shard(module)
-        wrapped = fully_shard(model)
-    optimizer = make_optimizer(model, PLAIN, RATE)
+    training = Training(model, way, make_optimizer=lambda: make_optimizer(model, PLAIN, RATE))
     losses = []
     for _ in range(STEPS):
-        loss = wrapped(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return {"losses": mean(losses)}
+        loss = training(**batch()).loss
+        training.backward(loss)
+        training.update()
+        losses.append(averaged(loss))
+    return {"losses": losses}
 
 
 if __name__ == "__main__":
@@ -96,6 +81,5 @@ if __name__ == "__main__":
             found[trained, f"zero{stage}"] = with_zero(folder, stage, trained, policy)
         for way in ("ddp", "fsdp2"):
             found[trained, way] = without_zero(folder, way, trained)
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, folder / "fp8.pt")
+    save_on_first(found, folder / "fp8.pt")
     torch.distributed.barrier()

@@ -23,6 +23,7 @@ from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
 from glm4v_patched.engine.deepspeed.internals import Replacements
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import of_both_ranks, save_on_first
 from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.steps import select_weights, trainable
 from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
@@ -83,11 +84,10 @@ def train(trained: str, in_place: bool) -> dict:
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
             weights[name] = parameter.detach().clone()
-    everyone = [None, None]
-    torch.distributed.all_gather_object(everyone, losses)
+    losses = of_both_ranks(losses)
     engine.destroy()
     return {
-        "losses": everyone,
+        "losses": losses,
         "norms": norms,
         "norms by": norms_by,
         "weights": weights,
@@ -100,6 +100,5 @@ def train(trained: str, in_place: bool) -> dict:
 if __name__ == "__main__":
     start_deepspeed()
     found = {(trained, way): train(trained, way) for trained in TRAINED for way in (True, False)}
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, Path(sys.argv[1], "gathers.pt"))
+    save_on_first(found, Path(sys.argv[1], "gathers.pt"))
     torch.distributed.barrier()

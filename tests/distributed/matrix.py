@@ -33,7 +33,7 @@ from tests.helpers.processes import (
     WORKERS,
     cpu_environment,
     gpu_environment,
-    run_warm,
+    run_ranks,
     run_with_limit,
     two_processes,
 )
@@ -94,7 +94,7 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
         if on_gpus:
             ended = run_with_limit(two_processes(worker, str(folder)), seconds, gpu_environment())
         else:
-            ended = run_warm(str(worker), str(folder), seconds=seconds)
+            ended = run_ranks(str(worker), str(folder), seconds=seconds)
         news = _outcomes(folder, ended)
         if not news:
             raise RuntimeError(f"the worker ended before its first cell\n{ended.output[-4000:]}")

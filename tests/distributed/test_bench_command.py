@@ -9,7 +9,7 @@ from glm4v_patched.bench.settings import Settings
 from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.recipes import measuring_warm
+from tests.helpers.processes import on_the_cpu
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, golden_json
 
 
@@ -22,23 +22,22 @@ def options(tmp_path):
 
 
 @pytest.fixture
-def bench_warm(options, tmp_path):
-    """Run the command in this process, its own as forks of warm ones; the rows it wrote. As a
-    reader types it, tests/test_commands_in_docs.py does."""
+def bench(options, tmp_path):
+    """Run the command in this process; the rows it wrote."""
 
-    def bench(*arguments):
-        assert main([*options, *arguments]) == 0
+    def run(*arguments):
+        with on_the_cpu(600):
+            assert main([*options, *arguments]) == 0
         return json.loads((tmp_path / "rows.json").read_text())
 
-    with measuring_warm():
-        yield bench
+    return run
 
 
 @pytest.mark.slow
 def test_a_measurement_is_a_row_with_its_command_and_pictures_and_a_failed_one_says_why(
-    bench_warm, tmp_path
+    bench, tmp_path
 ):
-    row, failed = bench_warm(
+    row, failed = bench(
         *("--trained", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
         # 100,000 is longer than the rows this model takes.
         *("--shortest-text", "10", "--text-tokens", "20", "100000"),
@@ -62,18 +61,12 @@ def test_a_measurement_is_a_row_with_its_command_and_pictures_and_a_failed_one_s
 
 
 @pytest.mark.slow
-def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench_warm):
+def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench):
     """Of ``full``; test_recipe_choices.py has the adapters of both towers."""
-    policies = [
-        "--tower",
-        "attention",
-        "--language",
-        "selective",
-        "--stage3-max-live-parameters",
-        "0",
-    ]
-    bench_warm("--trained", "full", *policies)
-    compiled, plain = bench_warm("--trained", "full", *policies, "--no-compile")
+    policies = ["--tower", "attention", "--language", "selective"]
+    policies += ["--stage3-max-live-parameters", "0"]
+    bench("--trained", "full", *policies)
+    compiled, plain = bench("--trained", "full", *policies, "--no-compile")
     assert compiled["settings"]["compile"] and not plain["settings"]["compile"]
     # bf16: rounded to 8 bits, eight steps of training apart; they fall by some 0.03.
     assert compiled["losses"] == pytest.approx(plain["losses"], abs=2e-3)
@@ -81,7 +74,7 @@ def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench_warm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "stage"), [(1, 0), (2, 3)])
-def test_the_originals_code_is_measured_beside_ours(gpus, stage, bench_warm, tmp_path):
+def test_the_originals_code_is_measured_beside_ours(gpus, stage, bench, tmp_path):
     original = tmp_path / "original"
     write_legacy_repository(original)
     code = original / "modeling_chatglm.py"
@@ -92,7 +85,7 @@ def test_the_originals_code_is_measured_beside_ours(gpus, stage, bench_warm, tmp
     source = code.read_text().replace("LABELS_OF_AN_IMAGE = 1600", labels)
     assert asked in source
     code.write_text(source.replace(asked, mark))
-    rows = bench_warm(
+    rows = bench(
         *("--trained", "lm", "--gpus", str(gpus), "--zero-stage", str(stage), "--no-compile"),
         *("--warm-up", "1", "--steps", "1"),
         *("--against", str(original)),

@@ -1,7 +1,4 @@
-"""The demo from end to end, with too few steps to learn to look, but enough to learn to answer.
-
-Its processes are forks of warm ones. As a user starts it, .ci/run does.
-"""
+"""The demo from end to end, with too few steps to learn to look, but enough to learn to answer."""
 
 import json
 
@@ -9,7 +6,7 @@ import pytest
 import torch
 
 from glm4v_patched.cli import main
-from tests.helpers.recipes import launching_warm
+from tests.helpers.processes import on_the_cpu
 
 FILES = ["loss.png", "answers.png", "metrics.json", "data/train.jsonl", "trained/model.safetensors"]
 
@@ -19,7 +16,7 @@ def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, ca
     extensions = tmp_path / "extensions"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     options = ["--steps", "20", "--processes", "2", "--device", "cpu"]
-    with launching_warm():
+    with on_the_cpu():
         assert main(["demo", "--out", str(tmp_path), *options]) == 0
     assert not extensions.exists()
     for name in FILES:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.finetune.checkpoints import (
+    MANIFEST,
     find_faults,
     last_complete_checkpoint,
     set_incomplete_aside,
@@ -25,13 +26,8 @@ from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.terminal_text import own_command
-from tests.helpers.processes import (
-    WORKERS,
-    cpu_environment,
-    heed_signals,
-    run_warm,
-)
-from tests.helpers.recipes import drawn_recipe, planned
+from tests.helpers.processes import cpu_environment, heed_signals
+from tests.helpers.recipes import drawn_recipe, planned, train_in_processes
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
@@ -45,11 +41,6 @@ def recipe(tmp_path_factory) -> Recipe:
     return drawn_recipe(tmp_path_factory.mktemp("faults"), {"trainer.max_steps": 12})
 
 
-def train(recipe: Recipe, *arguments: str, checkpoint: Path | None = None):
-    worker, plan = str(WORKERS / "fault_worker.py"), planned(recipe, checkpoint, processes=2)
-    return run_warm(worker, str(plan), *arguments, seconds=SECONDS_TO_RUN)
-
-
 def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:
     history = json.loads(Path(recipe.out, "training.json").read_text())["history"]
     return history, load_file(Path(recipe.out, "model.safetensors"))
@@ -58,15 +49,12 @@ def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:
 def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
     recipe, tmp_path, caplog
 ):
-    never_stopped = recipe.override({"out": str(tmp_path / "never_stopped")})
-    ended = train(never_stopped)
-    assert ended.status == 0, ended.output[-8000:]
-
     stopped = recipe.override({"out": str(tmp_path / "stopped"), "trainer.save_steps": 4})
-    ended = train(stopped, "--die-writing", "checkpoint-8/global_step8/" + shard_of_rank(1))
+    cut = "checkpoint-8/global_step8/" + shard_of_rank(1)
+    ended = train_in_processes(with_dropout=[planned(stopped, processes=2)], die_writing=cut)
     assert ended.status, ended.output[-8000:]
     folder = Path(stopped.out)
-    assert (folder / "checkpoint-8" / "global_step8" / shard_of_rank(1)).stat().st_size > 0
+    assert (folder / cut).stat().st_size > 0
     assert find_faults(folder / "checkpoint-8")
     checkpoint = starting_point(stopped, 2, True, base_of(stopped))
     assert checkpoint == folder / "checkpoint-4"
@@ -74,8 +62,12 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
 
     # What launch() does before it starts the processes.
     set_incomplete_aside(folder, after_step=4)
-    ended = train(stopped, checkpoint=checkpoint)
+    written = (checkpoint / MANIFEST).stat().st_mtime_ns
+    never_stopped = recipe.override({"out": str(tmp_path / "never_stopped")})
+    plans = planned(stopped, checkpoint, processes=2), planned(never_stopped, processes=2)
+    ended = train_in_processes(with_dropout=plans)
     assert ended.status == 0, ended.output[-8000:]
+    assert (checkpoint / MANIFEST).stat().st_mtime_ns == written  # its steps were not done again
 
     expected_history, expected_weights = result(never_stopped)
     history, weights = result(stopped)

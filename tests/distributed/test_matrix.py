@@ -21,8 +21,6 @@ from tests.helpers.cells import (
     WITHOUT_DEEPSPEED,
     ZERO_STAGES,
     Cell,
-    deepspeed_cells,
-    torch_cells,
 )
 from tests.helpers.processes import Ended
 
@@ -89,16 +87,9 @@ def trained(tmp_path_factory):
     """Rows by cell, and the folder with each cell's losses and gradients."""
     gradients = tmp_path_factory.mktemp("matrix") / "gradients"
     gradients.mkdir()
-    rows = {}
-    for strategies in (ZERO_STAGES, WITHOUT_DEEPSPEED):
-        cells = [cell for cell in SMALL if cell.strategy in strategies]
-        rows |= dict(zip(cells, run_cells(cells, gradients.parent), strict=True))
-    return rows, gradients
-
-
-def test_the_matrix_is_whole():
-    assert len(set(deepspeed_cells())) == (3 + 2 * 2) * 3 * 6 * 3
-    assert len(set(torch_cells())) == 3 * 3 * 6 * 3
+    # In this order: DeepSpeed replaces torch's linear function for good.
+    cells = sorted(SMALL, key=lambda cell: cell.strategy in ZERO_STAGES)
+    return dict(zip(cells, run_cells(cells, gradients.parent), strict=True)), gradients
 
 
 @pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
@@ -129,16 +120,15 @@ def test_the_cure_gathers_no_more_often(without, trained):
 
 
 BREAKAGES = [
-    (breakage, precision)
+    (breakage, weights, precision)
     for breakage in ("another image", "one rank only", "gradients summed")
-    for precision in PRECISIONS
+    for weights, precision in [*((w, "fp32") for w in WEIGHTS), *(("all", p) for p in PRECISIONS)]
     # Three small steps move the gradients by less than bf16 tells apart.
-] + [("no optimizer step", "fp32")]
+] + [("no optimizer step", weights, "fp32") for weights in WEIGHTS]
 
 
-@pytest.mark.parametrize("breakage, precision", BREAKAGES)
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_the_limits_refuse_wrong_numbers(weights, precision, breakage, monkeypatch):
+@pytest.mark.parametrize("breakage, weights, precision", dict.fromkeys(BREAKAGES))
+def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypatch):
     cell = Cell("zero3", weights, precision=precision)
     want = unsharded.unsharded_run(cell)
     batch = unsharded.rank_batch

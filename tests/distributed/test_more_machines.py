@@ -1,12 +1,10 @@
-"""Two machines, as two agents of torchrun on this one that meet over the loopback.
-
-Agents and ranks are forks of a process that has imported all.
-"""
+"""Two machines, as two agents of torchrun on this one that meet over the loopback."""
 
 import json
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +19,12 @@ pytestmark = pytest.mark.slow
 STEPS = {"trainer.max_steps": 4, "trainer.save_steps": 2}
 
 
-def on_two_machines(programs: Path, *arguments: str) -> list[str]:
+def on_two_machines(*arguments: str) -> list[str]:
     """What each agent printed, once both have ended well."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [str(programs / "torchrun"), "--nnodes", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     command += ["--nproc_per_node", "1", "--master-addr", "localhost", "--master-port", str(port)]
     agents = [
         subprocess.Popen(
@@ -49,12 +47,12 @@ def on_two_machines(programs: Path, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, programs) -> Path:
+def trained(tmp_path_factory) -> Path:
     """The folder of a run that was never stopped."""
     folder = tmp_path_factory.mktemp("machines")
     recipe = drawn_recipe(folder, STEPS)
     recipe.write(folder / "recipe.json")
-    on_two_machines(programs, str(folder / "recipe.json"), "--device", "cpu")
+    on_two_machines(str(folder / "recipe.json"), "--device", "cpu")
     return folder / "out"
 
 
@@ -71,7 +69,7 @@ def test_both_machines_train_one_model(trained):
     assert not (trained / LOCK).exists()
 
 
-def test_a_resumed_run_ends_where_one_ends_that_never_stopped(trained, programs, tmp_path):
+def test_a_resumed_run_ends_where_one_ends_that_never_stopped(trained, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     shutil.copytree(trained / "checkpoint-2", out / "checkpoint-2")
@@ -79,7 +77,7 @@ def test_a_resumed_run_ends_where_one_ends_that_never_stopped(trained, programs,
         shutil.copy(trained / name, out)
     (out / "run.json").write_text('{"written": ["checkpoint-2", "recipe.json", "data.json"]}')
     again = str(trained / "recipe.json"), f"out={out}", "--resume", "--device", "cpu"
-    printed = on_two_machines(programs, *again)
+    printed = on_two_machines(*again)
     assert "training continues from" in printed[0] and "after step 2" in printed[0]
     want, got = (load_file(folder / "model.safetensors") for folder in (trained, out))
     assert got.keys() == want.keys()

@@ -1,8 +1,11 @@
-"""Recipes that train a part of the weights, in real processes: what they save, and how they go on
-after a stop."""
+"""Recipes that train a part of the weights, in real processes: what they save, what they lose, and
+how they go on after a stop. All that is slow here is trained by four jobs, one recipe after the
+other."""
 
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,17 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from glm4v_patched.data.packing import share_out
+from glm4v_patched.finetune.plan import check_data
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.processes import WORKERS, run_warm
-from tests.helpers.recipes import drawn_recipe, launch_warm, planned
+from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes
 
-SECONDS_TO_RUN = 300
 # fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
 ATOL = 2e-4
+BITSANDBYTES = find_spec("bitsandbytes") is not None
 needs_bitsandbytes = pytest.mark.skipif(
-    find_spec("bitsandbytes") is None,
+    not BITSANDBYTES,
     reason="needs bitsandbytes, which is no requirement of ours: pip install bitsandbytes",
 )
 
@@ -51,6 +55,36 @@ with torch.no_grad():
 save_file({name: output.logits.contiguous() for name, output in found.items()}, out + "/logits")
 """
 
+POLICIES = {"engine.tower": "attention", "engine.language": "selective"}
+ALONE = {"engine.zero_stage": 0}
+LM = {"trained": "lm", "trainer.learning_rate": 1e-3}
+# On two processes, or on one without ZeRO.
+CHOICES: dict[str, dict] = {
+    "twenty steps": {"trained": "lora_all", "trainer.max_steps": 20},
+    "offloaded": LM
+    | {
+        "engine.offload": True,
+        "trainer.per_device_train_batch_size": 1,
+        "trainer.gradient_accumulation_steps": 2,
+    },
+    "whole": LM | ALONE | {"trainer.per_device_train_batch_size": 4},
+    "bf16": LM | ALONE | {"engine.precision": "bf16"},
+    "plain": {"trained": "lora_all"},
+    "selective": {"trained": "lora_all", "trainer.save_steps": 2} | POLICIES,
+    "compiled": {"trained": "lora_all", "engine.compile": True} | POLICIES,
+}
+if BITSANDBYTES:
+    CHOICES["qlora"] = {"trained": "qlora"} | ALONE
+# These are stopped, and have dropout.
+STOPPED: dict[str, dict] = {
+    "lora_all, ZeRO-3": {"trained": "lora_all"},
+    "lora_lm, no ZeRO": {"trained": "lora_lm"} | ALONE,
+    "full, no ZeRO": ALONE | {"trainer.learning_rate": 1e-3},
+    "qlora, no ZeRO": {"trained": "qlora"} | ALONE,
+    "8-bit AdamW, ZeRO-3": {"engine.optimizer": "adamw_8bit"},
+}
+OF_BITSANDBYTES = {"qlora, no ZeRO", "8-bit AdamW, ZeRO-3"}
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Recipe:
@@ -59,10 +93,68 @@ def recipe(tmp_path_factory) -> Recipe:
     )
 
 
-def train(recipe: Recipe, resume: bool = False) -> list[float]:
-    """On two processes or, without ZeRO, on one; the losses."""
-    launch_warm(recipe, resume)
-    return losses_of(recipe)
+def with_changes(recipe: Recipe, name: str, changes: Mapping) -> Recipe:
+    return recipe.override({"out": str(Path(recipe.model).with_name(name)), **changes})
+
+
+@dataclass
+class Batch:
+    """Recipes that are trained together, and the checkpoints that they continue from."""
+
+    recipes: list[tuple[Recipe, Path | None, bool]] = field(default_factory=list)
+
+    def add(self, recipe: Recipe, checkpoint: Path | None = None, dropout: bool = False) -> Recipe:
+        self.recipes.append((recipe, checkpoint, dropout))
+        return recipe
+
+    def train(self) -> None:
+        """Those under ZeRO on two processes, those without on one."""
+        for sharded in (True, False):
+            plans: dict[bool, list[Path]] = {False: [], True: []}
+            for recipe, checkpoint, dropout in self.recipes:
+                if bool(recipe.engine.zero_stage) is sharded:
+                    processes = 2 if sharded else 1
+                    plans[dropout].append(planned(recipe, checkpoint, processes=processes))
+            if any(plans.values()):
+                rest = {"with_dropout": plans[True], "processes": 2 if sharded else 0}
+                ended = train_in_processes(*plans[False], **rest)
+                assert ended.status == 0, ended.output[-8000:]
+
+
+def checkpoint_for(recipe: Recipe, of: Recipe) -> Path:
+    """A copy in its folder."""
+    return shutil.copytree(Path(of.out, "checkpoint-2"), Path(recipe.out, "checkpoint-2"))
+
+
+@pytest.fixture(scope="module")
+def trained(recipe) -> dict[str, Recipe]:
+    """Each choice, and then what goes on from some of them, in processes of their own."""
+    batch = Batch()
+    found = {name: batch.add(with_changes(recipe, name, of)) for name, of in CHOICES.items()}
+    for name, changes in STOPPED.items():
+        if BITSANDBYTES or name not in OF_BITSANDBYTES:
+            mine = with_changes(recipe, name, {"trainer.save_steps": 2, **changes})
+            found[name] = batch.add(mine, dropout=True)
+    found |= {name: batch.add(mine) for name, mine in packed_and_padded(recipe).items()}
+    found["evaluated"] = batch.add(evaluated(recipe))
+    batch.train()
+
+    again = Batch()
+    first = found["twenty steps"]
+    found["from its folder"] = again.add(
+        with_changes(recipe, "from its folder", CHOICES["twenty steps"] | {"model": first.out})
+    )
+    for name in ("selective", *(name for name in STOPPED if name in found)):
+        mine = with_changes(found[name], f"{name}, resumed", {})
+        if name != "selective":
+            # From a checkpoint of the days when there was no choice. (Not to a selective policy
+            # under ZeRO-3, which then takes torch's linear layers in place of its own.)
+            other = "every 2" if mine.engine.zero_stage else "selective"
+            mine = mine.override({"engine.tower": "none", "engine.language": other})
+        found[f"{name}, resumed"] = mine
+        again.add(mine, checkpoint_for(mine, found[name]), dropout=name != "selective")
+    again.train()
+    return found
 
 
 def losses_of(recipe: Recipe) -> list[float]:
@@ -70,14 +162,15 @@ def losses_of(recipe: Recipe) -> list[float]:
     return [entry["loss"] for entry in history]
 
 
-def adapters_of(recipe: Recipe) -> dict[str, torch.Tensor]:
-    return load_file(Path(recipe.out, "adapter_model.safetensors"))
+def saved_by(recipe: Recipe) -> dict[str, torch.Tensor]:
+    (file,) = Path(recipe.out).glob("*model.safetensors")
+    return load_file(file)
 
 
 def merged(recipe: Recipe) -> GLM4VForCausalLM:
     """The base with what the saved adapters add, by hand."""
     model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).eval()
-    weights, adapters = model.state_dict(), adapters_of(recipe)
+    weights, adapters = model.state_dict(), saved_by(recipe)
     config = json.loads(Path(recipe.out, "adapter_config.json").read_text())
     for name, into in adapters.items():
         if name.endswith("lora_A.weight"):
@@ -100,151 +193,119 @@ def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
 
 
 def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(recipe, tmp_path):
-    mine = recipe.override({"out": str(tmp_path / "out"), "trained": "lora_all", "lora.rank": 4})
-    losses = train(mine)
+    mine = with_changes(recipe, "adapters", {"trained": "lora_all", "lora.rank": 4})
+    batch = Batch()
+    batch.add(mine)
+    batch.train()
+    losses, adapters = losses_of(mine), saved_by(mine)
     assert losses[-1] < losses[0] - 0.1
-    adapters = adapters_of(mine)
     assert len(adapters) == 8 and all(4 in tensor.shape for tensor in adapters.values())
     assert all(tensor.any() for tensor in adapters.values())
-    assert not Path(mine.out, "model.safetensors").exists()
     assert_loads_without_package(mine, tmp_path)
 
 
 @pytest.mark.slow
-def test_adapters_go_on_under_zero_3_from_a_folder(recipe, tmp_path):
+def test_adapters_go_on_under_zero_3_from_a_folder(recipe, trained):
     """From what the first run loses in the end, and not from what new adapters do."""
-    first = recipe.override({"out": str(tmp_path / "first"), "trained": "lora_all"})
-    first = first.override({"trainer.max_steps": 20})
-    losses = train(first)
-    second = first.override({"model": first.out, "out": str(tmp_path / "second")})
-    continued = train(second)
+    losses, continued = (losses_of(trained[name]) for name in ("twenty steps", "from its folder"))
     assert losses[-1] < losses[0] - 1
     assert abs(continued[0] - losses[-1]) < 0.5
-    config = json.loads(Path(second.out, "adapter_config.json").read_text())
+    config = json.loads(Path(trained["from its folder"].out, "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == recipe.model
 
 
 @pytest.mark.slow
-def test_without_zero_a_recipe_loses_what_it_does_under_zero(recipe, tmp_path):
-    """ZeRO-3, with the optimizer's states offloaded from what is a GPU elsewhere."""
-    sharded = recipe.override(
-        {"out": str(tmp_path / "sharded"), "trained": "lm", "trainer.learning_rate": 1e-3}
-    )
-    halves = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    sharded = sharded.override(
-        {"engine.offload": True} | {f"trainer.{name}": value for name, value in halves.items()}
-    )
-    want = train(sharded)
-    alone = sharded.override(
-        {"out": str(tmp_path / "alone"), "engine.zero_stage": 0, "engine.offload": False}
-    )
-    alone = alone.override(
-        {"trainer.per_device_train_batch_size": 4, "trainer.gradient_accumulation_steps": 1}
-    )
-    # The same four conversations a step; losses fall by a third.
-    assert train(alone) == pytest.approx(want, abs=ATOL)
+def test_without_zero_a_recipe_loses_what_it_does_under_zero(trained):
+    """ZeRO-3, with the optimizer's states offloaded from what is a GPU elsewhere. The same four
+    conversations a step; losses fall by a third."""
+    want = losses_of(trained["offloaded"])
+    assert losses_of(trained["whole"]) == pytest.approx(want, abs=ATOL)
     assert want[-1] < want[0] - 0.5
 
 
 @pytest.mark.slow
-def test_in_bf16_without_zero_what_is_saved_is_bf16(recipe, tmp_path):
-    mine = recipe.override(
-        {
-            "out": str(tmp_path / "out"),
-            "trained": "lm",
-            "engine.zero_stage": 0,
-            "engine.precision": "bf16",
-        }
-    )
-    mine = mine.override({"trainer.learning_rate": 1e-3})
-    losses = train(mine)
+def test_in_bf16_without_zero_what_is_saved_is_bf16(trained):
+    losses = losses_of(trained["bf16"])
     assert losses[-1] < losses[0] - 0.5
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in saved_by(trained["bf16"]).values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @needs_bitsandbytes
-def test_qlora_trains_adapters_that_load_without_the_package(recipe, tmp_path):
-    mine = recipe.override(
-        {"out": str(tmp_path / "out"), "trained": "qlora", "engine.zero_stage": 0}
-    )
-    losses = train(mine)
+def test_qlora_trains_adapters_that_load_without_the_package(trained, tmp_path):
+    losses = losses_of(trained["qlora"])
     assert losses[-1] < losses[0] - 0.1
-    assert_loads_without_package(mine, tmp_path)
+    assert_loads_without_package(trained["qlora"], tmp_path)
 
 
-CHOICES = [
-    pytest.param({"trained": "lora_all"}, id="lora_all, ZeRO-3", marks=pytest.mark.slow),
-    pytest.param(
-        {"trained": "lora_lm", "engine.zero_stage": 0},
-        id="lora_lm, no ZeRO",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        {"engine.zero_stage": 0, "trainer.learning_rate": 1e-3},
-        id="full, no ZeRO",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        {"trained": "qlora", "engine.zero_stage": 0}, id="qlora, no ZeRO", marks=needs_bitsandbytes
-    ),
-    pytest.param(
-        {"engine.optimizer": "adamw_8bit"}, id="8-bit AdamW, ZeRO-3", marks=needs_bitsandbytes
-    ),
-]
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_stopped_run_continues_to_the_same_bits(choice, recipe, tmp_path):
-    """With another policy, from a checkpoint of the days when there was no choice. (Not to a
-    selective one under ZeRO-3, which then takes torch's linear layers in place of its own.)"""
-
-    def run(mine: Recipe, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
-        processes = 2 if mine.engine.zero_stage else 1
-        plan = planned(mine, checkpoint, processes=processes)
-        worker = [str(WORKERS / "fault_worker.py"), str(plan)]
-        alone = None if processes == 1 else processes
-        ended = run_warm(*worker, seconds=SECONDS_TO_RUN, processes=alone)
-        assert ended.status == 0, ended.output[-8000:]
-        (file,) = Path(mine.out).glob("*model.safetensors")
-        return load_file(file)
-
-    (tmp_path / "whole").mkdir()
-    whole = recipe.override({"out": str(tmp_path / "whole"), "trainer.save_steps": 2, **choice})
-    want = run(whole)
-    (tmp_path / "resumed").mkdir()
-    resumed = whole.override({"out": str(tmp_path / "resumed"), "engine.tower": "none"})
-    resumed = resumed.override(
-        {"engine.language": "every 2" if whole.engine.zero_stage else "selective"}
-    )
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
-    got = run(resumed, tmp_path / "resumed" / "checkpoint-2")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_stopped_run_continues_to_the_same_bits(name, trained):
+    """With another policy."""
+    if name not in trained:
+        pytest.skip(needs_bitsandbytes.kwargs["reason"])
+    whole, resumed = trained[name], trained[f"{name}, resumed"]
     assert losses_of(resumed) == losses_of(whole)
+    want, got = saved_by(whole), saved_by(resumed)
     assert got.keys() == want.keys()
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
 @pytest.mark.slow
-def test_selective_policies_survive_zero_3_without_compilation(recipe, tmp_path):
+@pytest.mark.parametrize("name", ["selective", "selective, resumed", "compiled"])
+def test_policies_lose_what_plain_layers_do_under_zero_3(name, trained):
     """Each layer is gathered whole; else torch misses collectives in the recomputation, which tiny
-    weights take after a resumption (otherwise they stay gathered)."""
-    plain = recipe.override(
-        {"out": str(tmp_path / "plain"), "trained": "lora_all", "trainer.save_steps": 2}
-    )
-    policies = {"engine.tower": "attention", "engine.language": "selective"}
-    selective = plain.override({"out": str(tmp_path / "selective"), **policies})
-    want = train(plain)
-    assert train(selective) == pytest.approx(want, abs=ATOL)
-    resumed = selective.override({"out": str(tmp_path / "resumed")})
-    shutil.copytree(Path(selective.out, "checkpoint-2"), Path(resumed.out, "checkpoint-2"))
-    assert train(resumed, resume=True) == pytest.approx(want, abs=ATOL)
+    weights take after a resumption (otherwise they stay gathered). Compiled, with the kernels of
+    inductor, they round differently; the losses fall by some 0.5. test_bench_command.py has
+    ``full``."""
+    assert losses_of(trained[name]) == pytest.approx(losses_of(trained["plain"]), abs=ATOL)
+
+
+def packed_and_padded(recipe: Recipe) -> dict[str, Recipe]:
+    """Four conversations a step in either, which are all there are."""
+    rows = Path(recipe.data.train).read_text().splitlines(keepends=True)[:4]
+    four = Path(recipe.data.train).with_name("four.jsonl")
+    four.write_text("".join(rows))
+    changes = ALONE | {"data.train": str(four), "trainer.per_device_train_batch_size": 4}
+    changes |= {"trainer.learning_rate": 1e-3}
+    padded = with_changes(recipe, "padded", changes)
+    sizes = [size.positions for size in check_data(padded).row_sizes]
+    longest = max(sizes)
+    shares = share_out(sizes, 2 * longest)
+    assert [len(share) for share in shares] == [2, 2]
+    assert longest < max(sum(sizes[number] for number in share) for share in shares)
+    pack = {"trainer.per_device_train_batch_size": 2, "data.pack_to": 2 * longest}
+    return {"padded": padded, "packed": with_changes(padded, "packed", pack)}
 
 
 @pytest.mark.slow
-def test_compiled_layers_lose_what_plain_ones_do(recipe, tmp_path):
-    """Policies included, with the kernels of inductor; test_bench_command.py has ``full``."""
-    policies = {"engine.tower": "attention", "engine.language": "selective"}
-    plain = recipe.override({"out": str(tmp_path / "plain"), "trained": "lora_all", **policies})
-    compiled = plain.override({"out": str(tmp_path / "compiled"), "engine.compile": True})
-    # fp32: the layers round differently; the losses fall by some 0.5.
-    assert train(compiled) == pytest.approx(train(plain), abs=ATOL)
+def test_a_packed_run_has_the_losses_of_a_padded_one(trained):
+    want = losses_of(trained["padded"])
+    assert len(want) == 4 and want[-1] < want[0] - 0.1
+    assert losses_of(trained["packed"]) == pytest.approx(want, abs=1e-4)
+
+
+def evaluated(recipe: Recipe) -> Recipe:
+    """In batches of one, the second process has a text and then nothing, but the first a picture.
+    What is gathered to answer is trained again."""
+    lines = Path(recipe.data.train).read_text().splitlines()
+    without = json.loads(lines[0])
+    del without["messages"][0]["image"]
+    rows = Path(recipe.data.train).with_name("eval.jsonl")
+    rows.write_text("\n".join([lines[1], json.dumps(without), lines[2]]))
+    changes = {"trained": "lora_lm", "data.eval": str(rows), "trainer.learning_rate": 1e-30}
+    changes |= {"trainer.max_steps": 2, "trainer.eval_steps": 1}
+    return with_changes(recipe, "evaluated", changes | {"trainer.per_device_eval_batch_size": 1})
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_find_the_loss_that_one_finds(trained):
+    two = trained["evaluated"]
+    one = train_here(with_changes(two, "evaluated by one", ALONE))["evaluations"]
+    found = json.loads(Path(two.out, "training.json").read_text())["evaluations"]
+    assert len(one) == len(found) == 2
+    for entry in one + found:
+        assert entry["eval_loss"] == pytest.approx(one[0]["eval_loss"], rel=1e-5)
+        assert entry["eval_tokens"] == one[0]["eval_tokens"]
+        assert entry["eval_exact_match"] == one[0]["eval_exact_match"]
+    assert Path(two.out, "answers.png").is_file()

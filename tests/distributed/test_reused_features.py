@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from glm4v_patched.data.feature_cache import digest_weights
 from tests.helpers.processes import run_two_processes
-from tests.helpers.recipes import drawn_recipe, planned
+from tests.helpers.recipes import drawn_recipe, planned, train_in_processes
 from tests.helpers.tiny import tiny_model
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
@@ -109,19 +109,25 @@ def test_processes_are_told_that_memory_is_each_ones_own(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", ["lm", "lora_lm"])
-def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(trained, tmp_path):
+def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(tmp_path):
     """Five steps an epoch, in another order each, so that pictures change processes."""
-    plain = drawn_recipe(tmp_path, {"trainer.max_steps": 12, "trained": trained})
-    weights, outputs = [], []
-    for name, reuse in {"plain": False, "reusing": str(tmp_path / "features")}.items():
-        recipe = plain.override({"out": str(tmp_path / name), "data.reuse_features": reuse})
-        plan = str(planned(recipe, processes=2))
-        outputs.append(run_two_processes("frozen_recipe_worker.py", plan, seconds=300))
-        (saved,) = (tmp_path / name).glob("*model.safetensors")
-        weights.append(load_file(saved))
+    drawn = drawn_recipe(tmp_path, {"trainer.max_steps": 12})
+    recipes = [
+        drawn.override(
+            {
+                "out": str(tmp_path / f"{trained}-{bool(reuse)}"),
+                "trained": trained,
+                "data.reuse_features": reuse,
+            }
+        )
+        for trained in ("lm", "lora_lm")
+        for reuse in (False, str(tmp_path / f"features of {trained}"))
+    ]
+    ended = train_in_processes(*(planned(recipe, processes=2) for recipe in recipes))
+    assert ended.status == 0, ended.output[-8000:]
     # In 12 steps, and for the loss that the last weights have.
-    assert "the tower ran 13 times" in outputs[0]
-    assert "the tower ran 5 times" in outputs[1]
-    plain, reusing = weights
-    assert [name for name in plain if not torch.equal(reusing[name], plain[name])] == []
+    runs = [int(Path(recipe.out, "tower.txt").read_text()) for recipe in recipes]
+    assert runs == [13, 5] * 2
+    saved = [load_file(*Path(recipe.out).glob("*model.safetensors")) for recipe in recipes]
+    for plain, reusing in (saved[:2], saved[2:]):
+        assert [name for name in plain if not torch.equal(reusing[name], plain[name])] == []

@@ -19,18 +19,10 @@ from glm4v_patched.remote.visual import TransformerLayer
 from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_config
 
 NUM_LAYERS = 4
-
+MODES = {"plain": None, "reentrant": True, "non-reentrant": False}
 # fp32. Relative to the largest gradient: two GPUs of one kind run the same kernels in the same
 # order, up to atomic additions. A row, an image or a layer that is left out differs by more than 1.
 RTOL = 1e-5
-
-
-def on_two_gpus(test):
-    test = pytest.mark.skipif(
-        torch.cuda.device_count() < 2,
-        reason=f"needs 2 GPUs on one machine, found {torch.cuda.device_count()}",
-    )(test)
-    return pytest.mark.two_gpu(test)
 
 
 def deep_config():
@@ -41,6 +33,11 @@ def deep_config():
 def deep_model() -> GLM4VForCausalLM:
     torch.manual_seed(0)
     return GLM4VForCausalLM._from_config(deep_config(), attn_implementation="sdpa").eval()
+
+
+def empty_model() -> GLM4VForCausalLM:
+    with init_empty_weights(include_buffers=True):
+        return GLM4VForCausalLM(deep_config())
 
 
 def size_of(module: nn.Module) -> int:
@@ -77,7 +74,7 @@ def both_towers_halved(model: nn.Module, first, second, crossed: bool = False) -
     }
 
 
-def places(device_map: dict, model: nn.Module, kind: type) -> list:
+def places(device_map: dict, model: nn.Module, kind) -> list:
     """Where each layer of a kind lies; fails if one is cut."""
     found = []
     for name, module in model.named_modules():
@@ -89,16 +86,20 @@ def places(device_map: dict, model: nn.Module, kind: type) -> list:
     return found
 
 
-def batch(labels_device="cpu") -> dict[str, torch.Tensor]:
+def batch(device: str = "cpu", labels_device: str | None = None) -> dict[str, torch.Tensor]:
     """Two images, one image and none, padded on the left."""
     image = three_id_image()
     rows = [[*image, *text(4, 1), *image, *text(5, 2)], [7, *image, *text(6, 3)], text(9, 4)]
-    inputs = padded(rows, "left")
+    inputs = padded(rows, "left") | {"pixel_values": pictures(3)}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
-    return inputs | {"pixel_values": pictures(3), "labels": labels.to(labels_device)}
+    moved = {name: value.to(device) for name, value in inputs.items()}
+    return moved | {"labels": labels.to(labels_device or device)}
 
 
-MODES = {"plain": None, "reentrant": True, "non-reentrant": False}
+def answer(model: nn.Module, device: str = "cpu"):
+    inputs = {name: value for name, value in batch(device).items() if name != "labels"}
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 500}
+    return model.generate(**inputs, **options, return_dict_in_generate=True)
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -126,8 +127,7 @@ def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tenso
 
 
 def test_both_towers_split_at_layer_boundaries_only():
-    with init_empty_weights(include_buffers=True):
-        model = GLM4VForCausalLM(deep_config())
+    model = empty_model()
     device_map = both_towers_halved(model, 0, 1, crossed=True)
     assert places(device_map, model, GLMBlock) == [0, 0, 1, 1]
     assert places(device_map, model, TransformerLayer) == [1, 1, 0, 0]
@@ -135,8 +135,7 @@ def test_both_towers_split_at_layer_boundaries_only():
 
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
 def test_wherever_an_automatic_split_falls_it_cuts_no_layer(share):
-    with init_empty_weights(include_buffers=True):
-        model = GLM4VForCausalLM(deep_config())
+    model = empty_model()
     total = size_of(model)
     room = {0: int(share * total) + spare_room(model, model._no_split_modules), 1: 2 * total}
     device_map = infer_auto_device_map(model, room, no_split_module_classes=model._no_split_modules)
@@ -152,20 +151,16 @@ def test_training_passes_through_the_hooks_of_a_split(mode):
     model = deep_model()
     device_map = both_towers_halved(model, "cpu", "cpu")
     model = dispatch_model(model, device_map, force_hooks=True)
-    got = gradients(model, batch(), mode)
-    assert largest_difference(got, want) == 0
+    assert largest_difference(gradients(model, batch(), mode), want) == 0
 
 
 def test_generation_with_half_of_both_towers_on_disk(tmp_path):
     """No module reads the weights of another: each is loaded for its own forward only."""
-    inputs = {name: value for name, value in batch().items() if name != "labels"}
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 500}
-    want = deep_model().generate(**inputs, **options)
     model = deep_model()
     device_map = both_towers_halved(model, "cpu", "disk")
     model = dispatch_model(model, device_map, offload_dir=tmp_path)
     assert any(parameter.is_meta for parameter in model.parameters())
-    assert torch.equal(model.generate(**inputs, **options), want)
+    assert torch.equal(answer(model).sequences, answer(deep_model()).sequences)
 
 
 @pytest.fixture(scope="module")
@@ -186,82 +181,69 @@ def recorded():
         Path(path).write_text(json.dumps([row | found for row in rows], indent=2))
 
 
-def split_model(split: str, folder: Path) -> GLM4VForCausalLM:
+@pytest.fixture(params=["halved", "crossed", "auto"])
+def split(request, tmp_path) -> GLM4VForCausalLM:
     """The deep model on two GPUs; ``auto``: wherever transformers puts its parts."""
-    if split == "auto":
-        deep_model().save_pretrained(folder)
-        total = size_of(deep_model())
-        # Room for the decoder's larger half and no more: transformers has to use both GPUs.
-        room = {0: int(0.6 * total), 1: 2 * total}
-        return GLM4VForCausalLM.from_pretrained(
-            folder, device_map="auto", max_memory=room, attn_implementation="sdpa"
-        )
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs on one machine, found {torch.cuda.device_count()}")
     model = deep_model()
-    return dispatch_model(model, both_towers_halved(model, 0, 1, crossed=split == "crossed"))
+    model.name = request.param
+    if request.param != "auto":
+        crossed = request.param == "crossed"
+        return dispatch_model(model, both_towers_halved(model, 0, 1, crossed=crossed))
+    model.save_pretrained(tmp_path)
+    # Room for the decoder's larger half and no more: transformers has to use both GPUs.
+    room = {0: int(0.6 * size_of(model)), 1: 2 * size_of(model)}
+    model = GLM4VForCausalLM.from_pretrained(
+        tmp_path, device_map="auto", max_memory=room, attn_implementation="sdpa"
+    )
+    model.name = request.param
+    return model
 
 
-def to_gpu(inputs: dict, **elsewhere) -> dict:
-    return {name: value.to(elsewhere.get(name, "cuda:0")) for name, value in inputs.items()}
-
-
-SPLITS = pytest.mark.parametrize("split", ["halved", "crossed", "auto"])
-
-
-@on_two_gpus
-@SPLITS
-def test_layers_lie_on_both_gpus(split, tmp_path, recorded):
-    with recorded(f"{split}: layers on both GPUs"):
-        model = split_model(split, tmp_path)
-        kinds = [(GLMBlock, TransformerLayer)] if split == "auto" else [GLMBlock, TransformerLayer]
-        for kind in kinds:
-            layers = [module for module in model.modules() if isinstance(module, kind)]
+@pytest.mark.two_gpu
+def test_layers_lie_on_both_gpus(split, recorded):
+    with recorded(f"{split.name}: layers on both GPUs"):
+        together = [(GLMBlock, TransformerLayer)]
+        for kind in together if split.name == "auto" else together[0]:
+            layers = [module for module in split.modules() if isinstance(module, kind)]
             devices = [{p.device.index for p in layer.parameters()} for layer in layers]
             assert all(len(device) == 1 for device in devices)
             assert set.union(*devices) == {0, 1}
 
 
-@on_two_gpus
-@SPLITS
+@pytest.mark.two_gpu
 @pytest.mark.parametrize("weights", ["all", "adapters"])
 @pytest.mark.parametrize("skip_logits", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_split_gradients_equal_those_of_one_gpu(
-    mode, skip_logits, weights, split, tmp_path, recorded
-):
+def test_split_gradients_equal_those_of_one_gpu(mode, skip_logits, weights, split, recorded):
     skipped = ", logits skipped" if skip_logits else ""
-    with recorded(f"{split}, {mode}, {weights} trained{skipped}") as entry:
-        one, two = deep_model().to("cuda:0"), split_model(split, tmp_path)
+    with recorded(f"{split.name}, {mode}, {weights} trained{skipped}") as entry:
+        one, two = deep_model().to("cuda:0"), split
         if weights == "adapters":
             one, two = with_adapters(one), with_adapters(two)
-        inputs = to_gpu(batch()) | {"skip_logits": skip_logits}
+        inputs = batch("cuda:0") | {"skip_logits": skip_logits}
         difference = largest_difference(gradients(two, inputs, mode), gradients(one, inputs))
         entry["largest_gradient_difference"] = difference
         assert difference <= RTOL
 
 
-@on_two_gpus
-@SPLITS
+@pytest.mark.two_gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1"])
-def test_labels_may_lie_anywhere(device, split, tmp_path, recorded):
-    with recorded(f"{split}: labels on {device}") as entry:
-        want = gradients(deep_model().to("cuda:0"), to_gpu(batch()))
-        got = gradients(split_model(split, tmp_path), to_gpu(batch(), labels=device))
+def test_labels_may_lie_anywhere(device, split, recorded):
+    with recorded(f"{split.name}: labels on {device}") as entry:
+        want = gradients(deep_model().to("cuda:0"), batch("cuda:0"))
+        got = gradients(split, batch("cuda:0", device))
         entry["largest_gradient_difference"] = largest_difference(got, want)
         assert entry["largest_gradient_difference"] <= RTOL
 
 
-@on_two_gpus
-@SPLITS
-def test_split_generation_equals_that_of_one_gpu(split, tmp_path, recorded):
-    with recorded(f"{split}: generation with a cache"):
-        inputs = to_gpu({name: value for name, value in batch().items() if name != "labels"})
-        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-        options |= {"pad_token_id": 500, "return_dict_in_generate": True}
-        want = deep_model().to("cuda:0").generate(**inputs, **options)
-        model = split_model(split, tmp_path).eval()
-        got = model.generate(**inputs, **options)
+@pytest.mark.two_gpu
+def test_split_generation_equals_that_of_one_gpu(split, recorded):
+    with recorded(f"{split.name}: generation with a cache"):
+        want = answer(deep_model().to("cuda:0"), "cuda:0")
+        got = answer(split.eval(), "cuda:0")
         assert torch.equal(got.sequences.cpu(), want.sequences.cpu())
-        for layer, cached in zip(
-            model.transformer.encoder.layers, got.past_key_values.layers, strict=True
-        ):
+        layers = split.transformer.encoder.layers
+        for layer, cached in zip(layers, got.past_key_values.layers, strict=True):
             assert cached.keys.device == layer.mlp.dense_4h_to_h.weight.device

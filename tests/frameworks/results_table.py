@@ -1,29 +1,16 @@
 """What happened in other people's frameworks: rows of a file, and the table of docs/frameworks.md.
 
-A job is a framework's own command or script, run on a tiny model by a test of this folder::
-
-    with job("TRL", "SFT", "trl sft --model_name_or_path model ...", packages=["trl"]) as done:
-        ...                              # run it; what it raises becomes the row's outcome
-        done.loss = first, last          # or done.reward, of online training
-        done.right, done.swapped = 0.96, 0.04
-        done.reloaded = True             # in a process that cannot import this package
-        done.note = "its pin on datasets<5 is ignored"
-
-    cannot("verl", "GRPO", "asks for a GPU: ...", packages=["verl"])
-
-Both write one row, if the environment has ``FRAMEWORKS_RECORD``, the file to write to (nox gives
-docs/benchmarks/frameworks.json); otherwise they only run. A row replaces that of the same system,
-version and job, and leaves all others as they are, so that systems may be run one at a time::
+A job is a framework's own command or script, run on a tiny model by a test of this folder within
+:func:`job`, or one that cannot be run (:func:`cannot`). Both write one row, if the environment has
+``FRAMEWORKS_RECORD``, the file to write to. A row replaces that of the same system, version and
+job, so that systems may be run one at a time::
 
     python -m tests.frameworks.results_table                # print the table
     python -m tests.frameworks.results_table --page         # and write it into docs/frameworks.md
-
-A row is a JSON object with the fields of :class:`Row`.
 """
 
 import argparse
 import fcntl
-import importlib.metadata
 import json
 import os
 import re
@@ -36,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.atomic import write_atomically
+from tests.every_version import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "benchmarks" / "frameworks.json"
@@ -89,38 +77,41 @@ class Row:
         return self.system, self.version, self.job
 
     def as_json(self) -> dict:
-        rounded = {"loss": _rounded(self.loss), "reward": _rounded(self.reward)}
-        rounded |= {"right": _share(self.right), "swapped": _share(self.swapped)}
-        return asdict(self) | rounded | {"seconds": round(self.seconds)}
+        fields = asdict(self) | {"seconds": round(self.seconds)}
+        for name in ("loss", "reward"):
+            fields[name] = fields[name] and [float(f"{value:.3g}") for value in fields[name]]
+        for name in ("right", "swapped"):
+            fields[name] = None if fields[name] is None else round(fields[name], 3)
+        return fields
 
 
 @contextmanager
 def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[Row]:
-    """Run a job and write its row, also if it fails.
+    """Run a job and write its row, also if it fails; its :class:`Row` is to be filled.
 
     Args:
         packages: What is installed of the system; the first one's version is the system's.
     """
-    row = Row(system=system, job=name, command=command, **_versions(packages))
-    started = time.monotonic()
+    row = Row(system=system, job=name, command=command, **_versions(packages[0]))
+    started, failed = time.monotonic(), None
     try:
         yield row
     except (Exception, pytest.fail.Exception) as error:  # neither Ctrl-C nor a skip is an outcome
+        failed = error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         kind = "" if isinstance(error, Missed) else f"{type(error).__name__}: "
         row.outcome = f"{kind}{lines[-1] if lines else ''}"[:300]
-        row.seconds = time.monotonic() - started
-        _write(row)
-        raise
     row.seconds = time.monotonic() - started
     _write(row)
+    if failed is not None:
+        raise failed
 
 
 def cannot(system: str, name: str, reason: str, packages: list[str], command: str = "") -> None:
     """Write a row for what does not run, with the exact reason."""
     assert reason != WORKS
-    versions = _versions(packages)
-    _write(Row(system=system, job=name, command=command, outcome=reason, **versions))
+    fields = {"command": command, "outcome": reason, **_versions(packages[0])}
+    _write(Row(system=system, job=name, **fields))
 
 
 def read(path: Path = RESULTS) -> list[Row]:
@@ -170,18 +161,9 @@ def on_page(page: str, rows: list[Row]) -> str:
     return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
 
 
-def _versions(packages: list[str]) -> dict[str, str]:
-    found = {}
-    for field, package in {
-        "version": packages[0],
-        "transformers": "transformers",
-        "torch": "torch",
-    }.items():
-        try:
-            found[field] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[field] = "not installed"
-    return found
+def _versions(package: str) -> dict[str, str]:
+    names = {"version": package, "transformers": "transformers", "torch": "torch"}
+    return {field: installed(name) or "not installed" for field, name in names.items()}
 
 
 def _write(row: Row) -> None:
@@ -192,26 +174,14 @@ def _write(row: Row) -> None:
         merge([row], Path(path))
 
 
-def _rounded(pair: tuple[float, float] | None) -> list[float] | None:
-    return pair and [float(f"{value:.3g}") for value in pair]
-
-
-def _share(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
 def _arrow(pair: tuple[float, float] | None) -> str:
     return "" if pair is None else f"{_number(pair[0])} to {_number(pair[1])}"
 
 
 def _number(value: float | None) -> str:
-    return (
-        "-"
-        if value is None
-        else f"{value:.2f}"
-        if value == 0 or abs(value) >= 0.01
-        else f"{value:.1g}"
-    )
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1g}"
 
 
 def main() -> None:

@@ -19,46 +19,25 @@ KNOWS_THE_CACHE = CACHE != "cache" or Version(peft.__version__) >= Version("0.22
 LINEAR = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 TOKENS = text(3, seed=1)
 # What a method is told beyond the modules, which its defaults do not fit in this tiny model.
-METHODS: dict[str, dict] = {
-    "Lora": {},
+OPTIONS: dict[str, dict] = {
     "AdaLora": {"total_step": 9, "tinit": 1, "tfinal": 2, "deltaT": 1},
-    "BOFT": {},
     "C3A": {"block_size": 16},
-    "FourierFT": {},
-    "HRA": {},
     "IA3": {"feedforward_modules": ["dense_4h_to_h"]},
-    "LNTuning": {},
-    "LoHa": {},
-    "LoKr": {},
     "Miss": {"r": 8},
-    "OFT": {},
     "PromptEncoder": {"num_virtual_tokens": 3},
     "PromptTuning": {"num_virtual_tokens": 3},
-    "RandLora": {},
     "Road": {"group_size": 16},
     "Shira": {"r": 4},
     "TrainableTokens": {"target_modules": ["word_embeddings"], "token_indices": TOKENS},
     "VBLoRA": {"vector_length": 16, "num_vectors": 8},
-    "Vera": {},
     "CPT": {"cpt_token_ids": TOKENS, "cpt_mask": [1] * 3, "cpt_tokens_type_mask": [1, 2, 4]},
-    # Newer than the oldest peft that is supported.
-    "Beft": {},
-    "Deft": {},
-    "Delora": {},
-    "Frod": {},
-    "Glora": {},
-    "Gralora": {},
-    "Hira": {},
-    "Lily": {},
-    "OSF": {},
-    "Peanut": {},
-    "Psoft": {},
-    "Pvera": {},
-    "Supertuning": {},
-    "TinyLora": {},
-    "UniLora": {},
     "WaveFT": {"n_frequency": 64},
 }
+METHODS = [*OPTIONS, *("Lora", "BOFT", "FourierFT", "HRA", "LNTuning", "LoHa", "LoKr", "OFT")]
+METHODS += ["RandLora", "Vera"]
+# Newer than the oldest peft that is supported.
+METHODS += ["Beft", "Deft", "Delora", "Frod", "Glora", "Gralora", "Hira", "Lily", "OSF", "Peanut"]
+METHODS += ["Psoft", "Pvera", "Supertuning", "TinyLora", "UniLora"]
 LORA = {
     "DoRA": {"use_dora": True},
     "rsLoRA": {"use_rslora": True},
@@ -76,14 +55,22 @@ def batch() -> dict[str, torch.Tensor]:
     return inputs | {"pixel_values": pictures(1), "labels": labels}
 
 
-def config_of(method: str):
+def kind_of(method: str) -> type:
     kind = getattr(peft, f"{method}Config", None)
     if kind is None:
         pytest.skip(f"peft {peft.__version__} has no {method}Config")
-    options = {"task_type": "CAUSAL_LM"} | METHODS[method]
+    return kind
+
+
+def config_of(method: str):
+    """Of a method, or of a kind of LoRA."""
+    if method in LORA:
+        options = {"r": 8, "target_modules": LINEAR} | LORA[method]
+        return peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    kind, options = kind_of(method), OPTIONS.get(method, {})
     if "target_modules" in inspect.signature(kind).parameters and method != "CPT":
-        options.setdefault("target_modules", LINEAR)
-    return kind(**options)
+        options = {"target_modules": LINEAR} | options
+    return kind(task_type="CAUSAL_LM", **options)
 
 
 def assert_it_learns_and_generates(config) -> None:
@@ -110,24 +97,16 @@ def assert_it_learns_and_generates(config) -> None:
     assert model.generate(**asked, **options).shape[1] >= 3
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *LORA])
 def test_a_method_learns_and_generates(method):
     assert_it_learns_and_generates(config_of(method))
-
-
-@pytest.mark.parametrize("kind", LORA)
-def test_a_kind_of_lora_learns_and_generates(kind):
-    options = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": LINEAR} | LORA[kind]
-    assert_it_learns_and_generates(peft.LoraConfig(**options))
 
 
 @pytest.mark.parametrize("method", ["PrefixTuning", "Cartridge"])
 def test_prefixes_in_the_cache_are_answered(method):
     """Keys without ids: whether they hold an image, and what position comes next, is not known."""
-    kind = getattr(peft, f"{method}Config", None)
-    if kind is None:
-        pytest.skip(f"peft {peft.__version__} has no {method}Config")
-    model = peft.get_peft_model(tiny_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    config = kind_of(method)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny_model(), config)
     with pytest.raises(ValueError, match="3 positions .* prefix tuning, .* use prompt tuning"):
         model(**batch())
 
@@ -158,8 +137,5 @@ def test_a_row_for_the_methods_that_work():
     name = f"{len(METHODS)} methods, {len(LORA)} kinds of LoRA"
     with job("peft", name, "peft.get_peft_model", packages=["peft"]) as done:
         done.note = "losses fall, and they generate; prefix tuning, cartridges, X-LoRA are refused"
-        for method in METHODS:
+        for method in [*METHODS, *LORA]:
             assert_it_learns_and_generates(config_of(method))
-        for options in LORA.values():
-            given = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": LINEAR} | options
-            assert_it_learns_and_generates(peft.LoraConfig(**given))

@@ -53,7 +53,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     (folder / "rows.json").write_text(json.dumps(rows))
     (folder / "scenarios.json").write_text(json.dumps(SCENARIOS))
     # DeepSpeed compiles its CPU collectives the first time: up to 75 s on two cores.
-    run_two_processes(str(WORKER), str(folder), seconds=400, fresh=True)
+    run_two_processes(str(WORKER), str(folder), seconds=400)
     return {s["name"]: torch.load(folder / f"{s['name']}.pt") for s in SCENARIOS}
 
 

@@ -5,20 +5,23 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
-from glm4v_patched.engine.environment import path_of_processes
-from tests.helpers import warm
+from glm4v_patched.engine.environment import environments_of_ranks, path_of_processes
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_SERVE = 120
+# What is left to the other ranks once one has failed, to say why.
+SECONDS_TO_END = 10
 WORKERS = ROOT / "tests" / "distributed"
 
 
@@ -102,6 +105,24 @@ def serving(
         process.wait()
 
 
+@contextmanager
+def on_the_cpu(seconds: int = 300) -> Iterator[None]:
+    """For commands of ours in this process: what they start sees no GPU, and after so many seconds
+    they are ended by a ``TimeoutError``."""
+
+    def stop(*_) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        with mock.patch.dict(os.environ, cpu_environment()):
+            yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def run_with_limit(
     command: list[str],
     seconds: float,
@@ -109,64 +130,79 @@ def run_with_limit(
     folder: Path | None = None,
 ) -> Ended:
     """Run a command in a folder; when the time is up, kill it and all that it started."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=cpu_environment() if environment is None else environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    return _run(
+        [command], [cpu_environment() if environment is None else environment], seconds, folder
     )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        # Not a process group: torch's launcher starts every worker in a session of its own.
-        for part in [*psutil.Process(process.pid).children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                part.kill()
-        output, _ = process.communicate()
-        return Ended(None, output)
-    return Ended(process.returncode, output)
 
 
-def run_warm(
+def run_ranks(
     *command: str,
     seconds: float,
-    processes: int | None = 2,
+    processes: int = 2,
     environment: dict[str, str] | None = None,
 ) -> Ended:
-    """Run a script, or ``-m`` and a module, on forks of warm processes (:mod:`warm`).
-
-    ``processes`` is ``None`` for a single one that no launcher has started.
-    """
-    environment = cpu_environment() if environment is None else environment
-    return Ended(*warm.run_ranks(list(command), processes, seconds, environment))
-
-
-def run_command_warm(command: list[str], seconds: float, environment: dict[str, str]) -> Ended:
-    """What a command of Python or of torch's launcher would run, on forks of warm processes."""
-    started = [part for part in command[1:] if part != "-P"]
-    processes = None
-    if started[:2] == ["-m", "torch.distributed.run"]:
-        started = started[2:]
-        while started[0].startswith("--"):
-            option, value, *started = started
-            if option == "--nproc_per_node":
-                processes = int(value)
-    return run_warm(*started, seconds=seconds, processes=processes, environment=environment)
+    """Run a script, or ``-m`` and a module, as each rank of so many processes, which spares torch's
+    launcher. Once one fails, the others are given :data:`SECONDS_TO_END`; the status is that of the
+    first one that failed."""
+    common = cpu_environment() if environment is None else environment
+    ranks = [common | told for told in environments_of_ranks(processes)]
+    return _run([[sys.executable, *command]] * processes, ranks, seconds)
 
 
-def run_two_processes(worker: str, *arguments: str, seconds: float, fresh: bool = False) -> str:
-    """Run a worker of tests/distributed on two processes; a hang or an error fails the test.
+def _run(commands, environments, seconds: float, folder: Path | None = None) -> Ended:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        ranks = [
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for command, environment in zip(commands, environments, strict=True)
+        ]
+        try:
+            status = _status_of(ranks, time.monotonic() + seconds)
+        finally:
+            for rank in ranks:
+                _kill(rank)
+        output.seek(0)
+        return Ended(status, output.read())
 
-    They are forks of warm ones, or ``fresh`` ones that torch's launcher starts.
-    """
-    path = WORKERS / worker
-    if fresh:
-        ended = run_with_limit(two_processes(path, *arguments), seconds)
-    else:
-        ended = run_warm(str(path), *arguments, seconds=seconds)
+
+def _status_of(ranks: list[subprocess.Popen], end: float) -> int | None:
+    while True:
+        statuses = [rank.poll() for rank in ranks]
+        if failed := next(filter(None, statuses), None):
+            end = min(end, time.monotonic() + SECONDS_TO_END)
+            for rank in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.wait(max(end - time.monotonic(), 0))
+            return failed
+        if None not in statuses:
+            return 0
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.02)
+
+
+def _kill(rank: subprocess.Popen) -> None:
+    """With all that it started: not a process group, for torch's launcher starts every worker in a
+    session of its own."""
+    if rank.poll() is not None:
+        return
+    process = psutil.Process(rank.pid)
+    for part in [*process.children(recursive=True), process]:
+        with suppress(psutil.NoSuchProcess):
+            part.kill()
+    rank.wait()
+
+
+def run_two_processes(worker: str, *arguments: str, seconds: float) -> str:
+    """Run a worker of tests/distributed on two processes; a hang or an error fails the test."""
+    ended = run_ranks(str(WORKERS / worker), *arguments, seconds=seconds)
     if ended.status is None:
         pytest.fail(f"{worker} hung: not done after {seconds} s\n{ended.output[-4000:]}")
     assert ended.status == 0, ended.output[-8000:]

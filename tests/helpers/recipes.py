@@ -1,11 +1,9 @@
 """Recipes for tests. Used by the tests of all folders."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from unittest import mock
 
 import torch
 from datasets import Dataset
@@ -22,7 +20,8 @@ from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from tests.helpers.processes import cpu_environment, run_command_warm, run_warm
+from tests.helpers.processes import WORKERS, Ended, run_ranks, run_with_limit
+from tests.helpers.processes import on_the_cpu as launching_warm  # noqa: F401
 
 LEAST = {
     "model": "m",
@@ -84,48 +83,18 @@ def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = Fa
     return json.loads(Path(recipe.out, "training.json").read_text())
 
 
-@contextmanager
-def launching_warm() -> Iterator[None]:
-    """:func:`launch` on the CPU, with forks of warm processes in place of those that it
-    starts."""
-    from glm4v_patched.finetune import launch
-
-    def run(command: list[str], environments: list[dict[str, str]]) -> str:
-        command.remove("--end-with-stdin")  # theirs is empty
-        module = command[command.index("-m") :]
-        processes = len(environments) if "RANK" in environments[0] else None
-        ended = run_warm(*module, seconds=300, processes=processes, environment=environments[0])
-        print(ended.output)
-        assert ended.status is not None, "it hung"
-        return f"it ended with status {ended.status}" if ended.status else ""
-
-    with (
-        mock.patch.dict(os.environ, cpu_environment()),
-        mock.patch.object(launch, "_run", run),
-    ):
-        yield
-
-
-@contextmanager
-def measuring_warm() -> Iterator[None]:
-    """``glm4v-patched bench`` in this process, on the CPU, with forks of warm processes in place of
-    those that it starts."""
-    from glm4v_patched.bench import command
-
-    def run(asked: list[str], printed: Path, environment: dict[str, str], timeout: float) -> str:
-        ended = run_command_warm(asked, timeout, environment)
-        return "" if ended.status == 0 else ended.output[-4000:]
-
-    with mock.patch.dict(os.environ, cpu_environment()), mock.patch.object(command, "_run", run):
-        yield
-
-
-def launch_warm(recipe: Recipe, resume: bool = False) -> None:
-    """The same for a recipe, on two processes, or without ZeRO on one."""
-    from glm4v_patched.finetune.launch import launch
-
-    with launching_warm():
-        launch(recipe, Placement(2 if recipe.engine.zero_stage else 1, on_cpu=True), resume)
+def train_in_processes(
+    *plans: Path, with_dropout: Sequence[Path] = (), processes: int = 2, die_writing: str = ""
+) -> Ended:
+    """Train one after the other in so many processes, for which the plans were made; in 0, which is
+    for plans without ZeRO, in one that no launcher has started. See plan_worker.py."""
+    worker = [str(WORKERS / "plan_worker.py"), *map(str, plans)]
+    worker += ["--with-dropout", *map(str, with_dropout)]
+    worker += ["--die-writing", die_writing] if die_writing else []
+    seconds = 200 + 100 * (len(plans) + len(with_dropout))
+    if processes:
+        return run_ranks(*worker, seconds=seconds, processes=processes)
+    return run_with_limit([sys.executable, *worker], seconds)
 
 
 def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:

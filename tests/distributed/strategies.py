@@ -1,0 +1,119 @@
+"""A model trained under ZeRO, FSDP2 or DDP, a step at a time, whose gradients can be looked at."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.cells import ZERO_STAGES
+from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
+from tests.helpers.steps import trainable
+
+
+def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:
+    """For an optimizer that is handed to DeepSpeed; ``harsh``: nothing stays gathered."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # DeepSpeed 0.19 clips to 1.0 unless told
+        "zero_optimization": {"stage": stage} | (NOTHING_STAYS_GATHERED if harsh else {}) | zero,
+    }
+
+
+class Training:
+    """Call it as the model, then ``backward`` the loss, look at ``gradients``, and ``update``.
+
+    Args:
+        model: With what is trained chosen.
+        strategy: "zero0" to "zero3_offload", "fsdp2", "ddp" or "ddp_static_graph".
+        config: DeepSpeed's, for ZeRO.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: str,
+        config: dict | None = None,
+        rate: float = 0.001,
+        make_optimizer: Callable | None = None,
+    ):
+        self.model, self.strategy, self.engine = model, strategy, None
+        if strategy == "fsdp2":
+            for module in list(model.modules()):
+                if type(module).__name__ in model._no_split_modules:
+                    fully_shard(module)
+            self.called = fully_shard(model)
+        elif strategy.startswith("ddp"):
+            static = strategy == "ddp_static_graph"
+            self.called = DistributedDataParallel(model, static_graph=static)
+        # Of weights that are sharded by now.
+        sgd = partial(torch.optim.SGD, trainable(model), lr=rate)
+        self.optimizer = (make_optimizer or sgd)()
+        if strategy in ZERO_STAGES:
+            import deepspeed
+
+            made = deepspeed.initialize(model=model, config=config, optimizer=self.optimizer)
+            self.engine = self.called = made[0]
+
+    def __call__(self, **inputs):
+        return self.called(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.engine is not None:
+            self.engine.backward(loss)
+        else:
+            loss.backward()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Over all ranks, by name; of parameters that have one."""
+        learned = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        found = {name: self._whole_gradient(parameter) for name, parameter in learned}
+        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+
+    def _whole_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if self.engine is None:
+            gradient = parameter.grad
+            sharded = gradient is not None and self.strategy == "fsdp2"
+            return gradient.full_tensor() if sharded else gradient
+        from deepspeed.utils import safe_get_full_grad
+
+        # DeepSpeed 0.16.9 at stage 0 reduces and uses an fp32 copy of a bf16 gradient, but its
+        # ``safe_get_full_grad`` returns the one of this rank.
+        reduced = getattr(parameter, "_hp_grad", None)
+        return (
+            safe_get_full_grad(parameter) if reduced is None else reduced.reshape(parameter.shape)
+        )
+
+    def update(self) -> None:
+        if self.engine is not None:
+            self.engine.step()
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+
+
+def averaged(loss: Tensor) -> float:
+    """Over all ranks."""
+    total = loss.detach().float().clone()
+    torch.distributed.all_reduce(total)
+    return total.item() / torch.distributed.get_world_size()
+
+
+def of_both_ranks(value: object) -> list:
+    everyone = [None, None]
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone
+
+
+def save_on_first(value: object, path: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        torch.save(value, path)
