@@ -58,20 +58,9 @@ def test_ci_runs_its_sessions():
     assert sorted(named) == sorted([*others, *slow, *on_top])
 
 
-def test_the_test_command_installs_all_that_the_first_command_does():
-    """For .ci/run types both in one environment."""
-    [of_us] = [one for one in required("dev") if one.name == PROJECT["project"]["name"]]
-    assert "train" in of_us.extras
-
-
 def test_the_range_of_transformers_is_that_of_the_code():
     [transformers] = [one for one in required() if one.name == "transformers"]
     assert transformers.specifier == Requirement(f"x{TESTED_TRANSFORMERS}").specifier
-
-
-def test_python_is_as_old_everywhere():
-    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
-    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
 
 
 def test_ruff_has_one_version():

@@ -6,7 +6,6 @@ from transformers_tests import test_image_processing_common as common
 
 from glm4v_patched import applied
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
-from tests.suites.contexts import EntersContexts
 
 
 class Tester:
@@ -33,14 +32,14 @@ class Tester:
         return {"images": self.prepare_image_inputs(**options)}
 
 
-class Pictures(EntersContexts, common.ImageProcessingTestMixin, unittest.TestCase):
+class Pictures(common.ImageProcessingTestMixin, unittest.TestCase):
     image_processor_tester_class = Tester
     image_processing_class = ChatGLMImageProcessor  # as transformers 4 reads it
 
     @classmethod
     def setUpClass(cls):
         # The suite loads by AutoImageProcessor, too.
-        cls.enter(applied())
+        cls.enterClassContext(applied())
         super().setUpClass()
 
     def setUp(self):

@@ -14,7 +14,6 @@ from glm4v_patched.remote.modeling_chatglm import (
     GLM4VForCausalLM,
 )
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, pictures, tiny_config
-from tests.suites.contexts import EntersContexts
 from tests.suites.names import know_by_name
 
 know_by_name(
@@ -77,7 +76,7 @@ class Tester:
     prepare_config_and_inputs = prepare_config_and_inputs_for_common
 
 
-class Suite(EntersContexts, test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
+class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
     all_model_classes = (ChatGLMModel, GLM4VForCausalLM, ChatGLMForSequenceClassification)
     all_generative_model_classes = (GLM4VForCausalLM,)
     additional_model_inputs = ["pixel_values"]
@@ -89,7 +88,7 @@ class Suite(EntersContexts, test_modeling_common.ModelTesterMixin, GenerationTes
     @classmethod
     def setUpClass(cls):
         # The suite loads by Auto classes, too.
-        cls.enter(applied())
+        cls.enterClassContext(applied())
         super().setUpClass()
 
     def setUp(self):

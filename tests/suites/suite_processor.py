@@ -11,16 +11,15 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.conftest import train_backend
-from tests.suites.contexts import EntersContexts
 
 
-class Processor(EntersContexts, test_processing_common.ProcessorTesterMixin, unittest.TestCase):
+class Processor(test_processing_common.ProcessorTesterMixin, unittest.TestCase):
     processor_class = ChatGLMProcessor
     image_token = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 
     @classmethod
     def setUpClass(cls):
-        cls.enter(applied())
+        cls.enterClassContext(applied())
         if hasattr(test_processing_common.ProcessorTesterMixin, "setUpClass"):
             super().setUpClass()
         else:  # transformers 4.57

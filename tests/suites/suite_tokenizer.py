@@ -8,10 +8,9 @@ from transformers_tests import test_tokenization_common
 from glm4v_patched import applied
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.conftest import train_backend
-from tests.suites.contexts import EntersContexts
 
 
-class Tokenizer(EntersContexts, test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):
+class Tokenizer(test_tokenization_common.TokenizerTesterMixin, unittest.TestCase):
     tokenizer_class = rust_tokenizer_class = ChatGLM4Tokenizer
     test_slow_tokenizer = False  # for transformers 4, which has two kinds
     from_pretrained_kwargs = {}
@@ -19,8 +18,8 @@ class Tokenizer(EntersContexts, test_tokenization_common.TokenizerTesterMixin, u
     @classmethod
     def setUpClass(cls):
         # The suite loads by AutoTokenizer, too.
-        cls.enter(applied())
-        folder = cls.enter(tempfile.TemporaryDirectory())
+        cls.enterClassContext(applied())
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         ChatGLM4Tokenizer(tokenizer_object=train_backend(), model_max_length=512).save_pretrained(
             folder
         )
