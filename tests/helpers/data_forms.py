@@ -91,20 +91,18 @@ def jsonl(folder: Path, rows: Rows) -> Path:
     return _lines(folder / "rows.jsonl", records(rows))
 
 
-def json_array(folder: Path, rows: Rows) -> Path:
-    pandas.DataFrame(records(rows)).to_json(folder / "rows.json", orient="records")
-    return folder / "rows.json"
-
-
 def json_object(folder: Path, rows: Rows) -> Path:
     return _dump(folder / "rows.json", {"version": "1.0", "data": records(rows)})
 
 
-def jsonl_gz(folder: Path, rows: Rows) -> Path:
-    pandas.DataFrame(records(rows)).to_json(
-        folder / "rows.jsonl.gz", orient="records", lines=True, compression="gzip"
-    )
-    return folder / "rows.jsonl.gz"
+def pandas_file(name: str, method: str, **options: Any) -> Make:
+    """As pandas writes it."""
+
+    def make(folder: Path, rows: Rows) -> Path:
+        getattr(pandas.DataFrame(records(rows)), method)(folder / name, **options)
+        return folder / name
+
+    return make
 
 
 def jsonl_zst(folder: Path, rows: Rows) -> Path:
@@ -129,16 +127,6 @@ def csv_file(folder: Path, rows: Rows) -> Path:
         writer.writeheader()
         writer.writerows(records(rows))
     return folder / "rows.csv"
-
-
-def csv_of_pandas(folder: Path, rows: Rows) -> Path:
-    pandas.DataFrame(records(rows)).to_csv(folder / "rows.csv.gz")
-    return folder / "rows.csv.gz"
-
-
-def tsv(folder: Path, rows: Rows) -> Path:
-    pandas.DataFrame(records(rows)).to_csv(folder / "rows.tsv", sep="\t", index=False)
-    return folder / "rows.tsv"
 
 
 def parquet(folder: Path, rows: Rows) -> Path:
@@ -176,24 +164,19 @@ def downloaded_jsonl(folder: Path, rows: Rows) -> Path:
     return made
 
 
-def _copied(folder: Path, rows: Rows) -> Path:
-    made = folder / "photos"
-    shutil.copytree(folder / "pictures", made)
-    return made
-
-
 def metadata(kind: str) -> Make:
     def make(folder: Path, rows: Rows) -> Path:
-        made = _copied(folder, rows)
+        made = folder / "photos"
+        shutil.copytree(folder / "pictures", made)
+        # As object, for datasets before 4.1 takes no large_string, which pandas 3 writes.
         columns = [{"file_name": row.picture, "text": row.answer} for row in rows]
-        table = pandas.DataFrame(columns)
+        table = pandas.DataFrame(columns).astype(object)
         if kind == "csv":
             table.to_csv(made / "metadata.csv", index=False)
         elif kind == "jsonl":
             table.to_json(made / "metadata.jsonl", orient="records", lines=True)
         else:
-            # As object, for datasets before 4.1 takes no large_string, which pandas 3 writes.
-            table.astype(object).to_parquet(made / "metadata.parquet")
+            table.to_parquet(made / "metadata.parquet")
         return made
 
     return make
@@ -221,7 +204,16 @@ def webdataset(folder: Path, rows: Rows) -> Path:
 
 def llama_factory(folder: Path, rows: Rows) -> Path:
     made = folder / "data"
-    _dump(made / "mine.json", _with(rows, "messages", "role", "content", "user", "assistant"))
+    turns = [
+        [
+            {"role": "user", "content": f"<image>{row['question']}"},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        for row in records(rows)
+    ]
+    pictures = [[row["image"]] for row in records(rows)]
+    said = zip(turns, pictures, strict=True)
+    _dump(made / "mine.json", [{"messages": of, "images": names} for of, names in said])
     shutil.copytree(folder / "pictures", made / "pictures")
     tags = {"role_tag": "role", "content_tag": "content"}
     tags |= {"user_tag": "user", "assistant_tag": "assistant"}
@@ -229,19 +221,6 @@ def llama_factory(folder: Path, rows: Rows) -> Path:
     entry = {"file_name": "mine.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
     _dump(made / "dataset_info.json", {"mine": entry, "other": {"file_name": "other.json"}})
     return made
-
-
-def _with(rows: Rows, turns: str, role: str, content: str, user: str, assistant: str):
-    return [
-        {
-            turns: [
-                {role: user, content: f"<image>{row['question']}"},
-                {role: assistant, content: row["answer"]},
-            ],
-            "images": [row["image"]],
-        }
-        for row in records(rows)
-    ]
 
 
 def ms_swift(folder: Path, rows: Rows) -> Path:
@@ -253,19 +232,18 @@ def ms_swift(folder: Path, rows: Rows) -> Path:
 
 
 def the_cauldron(folder: Path, rows: Rows) -> Path:
-    texts = [[{"user": QUESTION, "assistant": row.answer, "source": "mine"}] for row in rows]
-    table = _bytes_dataset(folder, rows).select_columns(["image"])
-    features = datasets.Features(
-        {"images": datasets.List(datasets.Image()), "texts": datasets.List(_text())}
-    )
-    values = [{"images": [row["image"]], "texts": of} for row, of in zip(table, texts, strict=True)]
-    made = datasets.Dataset.from_list(values, features=features)
+    text = dict.fromkeys(("user", "assistant", "source"), datasets.Value("string"))
+    features = {"images": datasets.List(datasets.Image()), "texts": datasets.List(text)}
+    values = [
+        {
+            "images": [row["image"]],
+            "texts": [{"user": QUESTION, "assistant": row["answer"], "source": "mine"}],
+        }
+        for row in _bytes_dataset(folder, rows)
+    ]
+    made = datasets.Dataset.from_list(values, features=datasets.Features(features))
     made.to_parquet(folder / "rows.parquet")
     return folder / "rows.parquet"
-
-
-def _text() -> dict:
-    return dict.fromkeys(("user", "assistant", "source"), datasets.Value("string"))
 
 
 def llava(folder: Path, rows: Rows) -> Path:
@@ -315,13 +293,13 @@ FORMS: dict[str, tuple[Make, dict[str, Any]]] = {
     "hf download": (downloaded, {}),
     "hf download, JSON": (downloaded_jsonl, {}),
     "CSV": (csv_file, {}),
-    "CSV of pandas, .gz": (csv_of_pandas, {}),
-    "TSV": (tsv, {}),
+    "CSV of pandas, .gz": (pandas_file("rows.csv.gz", "to_csv"), {}),
+    "TSV": (pandas_file("rows.tsv", "to_csv", sep="\t", index=False), {}),
     "JSONL": (jsonl, {}),
-    "JSONL, .gz": (jsonl_gz, {}),
+    "JSONL, .gz": (pandas_file("rows.jsonl.gz", "to_json", orient="records", lines=True), {}),
     "JSONL, .zst": (jsonl_zst, {}),
     "JSONL, several files": (several_files, {}),
-    "JSON array": (json_array, {}),
+    "JSON array": (pandas_file("rows.json", "to_json", orient="records"), {}),
     'JSON {"data": [...]}': (json_object, {}),
     "imagefolder, metadata.csv": (metadata("csv"), {}),
     "imagefolder, metadata.jsonl": (metadata("jsonl"), {}),
