@@ -1,25 +1,10 @@
 """What CI runs, and the tests that need versions of their own: ``nox -f tests/noxfile.py -s NAME``.
 
-Of CI, by .ci/run: ``lint``; ``first_command`` and ``test_command``, which are README's; ``types``;
-``slow``, of which ``-s "slow(pages)"`` runs a part; ``container``. On top of README's environment,
-in which only what differs is installed: ``notebook``, ``oldest``, ``middle`` (a release of
-transformers between the two ends) and ``framework`` (one job), each of these two another one every
-day.
-
-``matrix`` trains every cell on every pair of versions (more than an hour on two cores) and fills
-docs/benchmarks/matrix.json; ``-s matrix -- 5.23.0/0.19.8`` does one pair. ``frameworks`` runs the
-code of LLaMA-Factory and TRL, ``llamafactory`` all of LLaMA-Factory, with 6 GB of what it requires,
-``ms_swift`` all of ms-swift, ``axolotl`` all of axolotl, ``llm_compressor`` its quantisers.
-``-t table`` runs other people's frameworks, each in an environment of its own, fills
-docs/benchmarks/frameworks.json and the table of docs/frameworks.md, and prints it:
-``jobs``, of which ``-s "jobs(system='TRL')"`` does one, and the three that were named last. What
-follows ``--`` chooses among their jobs, as pytest's ``-k`` does: ``-- "SFT and not LoRA"``.
-``versions`` runs the tests of the model, of ``apply()`` and of parity, and a recipe, on every minor
-release of transformers that is supported, with and without torchvision (some hours on two cores),
-and fills docs/benchmarks/transformers.json and the table of docs/numerics.md; what follows ``--``
-are releases. ``suites`` runs transformers' own shared suites on our classes and writes
-docs/suites.md; what follows ``--`` goes to tests/suites/run.py. ``clients`` asks our server with
-LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval.
+``--list`` tells what each session does; docs/contributing.md has when to run it and how long that
+takes. .ci/run runs those above "What is run by hand", in README's environment or on top of it.
+What follows ``--`` goes to the session: to ``jobs`` and ``-t table`` as pytest's ``-k``, to
+``matrix`` pairs such as 5.23.0/0.19.8, to ``versions`` releases, to ``suites`` arguments of
+tests/suites/run.py.
 """
 
 import re
@@ -78,6 +63,7 @@ def requirements(*extras: str) -> list[str]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
+    """ruff."""
     session.install(*(one for one in requirements("dev") if one.startswith("ruff==")))
     session.run("ruff", "check", str(ROOT))
     session.run("ruff", "format", "--check", str(ROOT))
@@ -129,6 +115,7 @@ def test_command(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
+    """mypy."""
     with session.chdir(ROOT):
         session.run(str(VENV / "bin" / "mypy"), external=True)
 
@@ -144,6 +131,7 @@ SLOW["others"] = ["tests", *(f"--ignore={path}" for part in SLOW.values() for pa
 @nox.session(venv_backend="none")
 @nox.parametrize("part", [*SLOW], ids=[*SLOW])
 def slow(session: nox.Session, part: str) -> None:
+    """The slow tests, or a part of them."""
     # One process of pytest: these tests start processes themselves, and time limits are theirs.
     with session.chdir(ROOT):
         command = [str(VENV / "bin" / "pytest"), "-q", "-n", "0", "-m", "slow"]
@@ -181,6 +169,7 @@ def floors() -> list[str]:
 
 @nox.session
 def oldest(session: nox.Session) -> None:
+    """The oldest supported versions of what is older there."""
     install_on_top(session, f"{ROOT}[dev]", f"transformers=={TRANSFORMERS[0]}", *floors())
     found = f"t.__version__ == '{TRANSFORMERS[0]}' and torch.__file__.startswith('{VENV}')"
     session.run("python", "-c", f"import torch, transformers as t; assert {found}")
@@ -197,6 +186,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session
 def middle(session: nox.Session) -> None:
+    """A release of transformers between the two ends, another one every day."""
     between = EVERY_TRANSFORMERS[1:-1]
     install_on_top(session, f"transformers=={between[DAY % len(between)]}")
     # Not the run entry's processes, which ask little of transformers and take a minute.
@@ -217,6 +207,7 @@ SMOKE = [
 
 @nox.session
 def framework(session: nox.Session) -> None:
+    """One framework's job, another one every day."""
     job, packages = SMOKE[DAY % len(SMOKE)]
     install_on_top(session, "pip", *packages)
     record = Path(session.create_tmp(), "frameworks.json")
@@ -298,6 +289,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
+    """Every cell on every pair of versions; fills docs/benchmarks/matrix.json."""
     pairs = [pair.split("/") for pair in session.posargs]
     command = ["python", str(ROOT / "tests/distributed/matrix.py"), "--out", str(RESULTS)]
     for transformers, deepspeed in pairs or product(TRANSFORMERS, DEEPSPEED):
@@ -310,6 +302,7 @@ def matrix(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("torchvision", [False, True], ids=["without torchvision", "with torchvision"])
 def versions(session: nox.Session, torchvision: bool) -> None:
+    """Model, ``apply()``, parity and a recipe on every release of transformers; fills a table."""
     # Those of PyPI belong to builds of torch for GPUs alone.
     pair = ["torch===2.14.1", "torchvision==0.29.1"] if torchvision else ["torch==2.13.0"]
     for transformers in session.posargs or EVERY_TRANSFORMERS:
@@ -323,6 +316,7 @@ def versions(session: nox.Session, torchvision: bool) -> None:
 @nox.session
 @nox.parametrize("transformers", [TRANSFORMERS[0], EVERY_TRANSFORMERS[-1]])
 def frameworks(session: nox.Session, transformers: str) -> None:
+    """The code of TRL, and LLaMA-Factory's without what it requires."""
     # Newer pyarrow cannot pickle what datasets pickles.
     trl = ["trl==1.16.0", "datasets==4.7.0", "pyarrow==21.0.0"]
     install(session, transformers, DEEPSPEED[-1], *trl)
@@ -366,6 +360,7 @@ def jobs(session: nox.Session, system: str) -> None:
 
 @nox.session(tags=["table"])
 def llamafactory(session: nox.Session) -> None:
+    """All of LLaMA-Factory, with 6 GB of what it requires."""
     # Not a build of torch for CPUs, which pip would prefer wherever it finds one: the torchvision
     # and torchaudio of PyPI do not load beside it.
     session.install("torch===2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0")
@@ -380,6 +375,7 @@ def llamafactory(session: nox.Session) -> None:
 
 @nox.session
 def llm_compressor(session: nox.Session) -> None:
+    """Its quantisers."""
     # It requires one version of torch, and of transformers one of a few.
     session.install("llmcompressor==0.14.0.1", *TO_TEST)
     session.install("-e", f"{ROOT}[train]", "hypothesis")
@@ -388,6 +384,7 @@ def llm_compressor(session: nox.Session) -> None:
 
 @nox.session(tags=["table"])
 def axolotl(session: nox.Session) -> None:
+    """All of axolotl."""
     session.install("torch==2.13.0")
     with_zero = [f"deepspeed=={DEEPSPEED[-1]}", "ninja"]
     session.install("-e", str(ROOT), "axolotl==0.19.0", *with_zero, *TO_TEST)
@@ -402,6 +399,7 @@ def axolotl(session: nox.Session) -> None:
 
 @nox.session(tags=["table"])
 def ms_swift(session: nox.Session) -> None:
+    """All of ms-swift."""
     session.install("torch==2.13.0")
     # msgspec: its GRPO imports it, and it does not require it.
     session.install("-e", str(ROOT), "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
@@ -423,6 +421,7 @@ def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:
 
 @nox.session
 def clients(session: nox.Session) -> None:
+    """LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval ask our server."""
     own = ("langchain-openai==1.7.4", "litellm==1.110.2", "evalscope==1.14.1")
     install_on_top(session, *own, "llama-index-llms-openai-like==0.8.1")
     # lmms-eval requires a torchvision beside which README's torch does not work.
@@ -436,6 +435,7 @@ def clients(session: nox.Session) -> None:
 
 @nox.session
 def suites(session: nox.Session) -> None:
+    """transformers' own shared suites on our classes; writes docs/suites.md."""
     folder = ROOT / "tests" / "suites"
     with tempfile.TemporaryDirectory() as temporary:
         results = []

@@ -392,14 +392,13 @@ def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
     for command in given:
         if command == "glm4v-patched bench" or command.startswith(tuple(ELSEWHERE)):
             continue  # its name, in running text
-        tiny = GENERATION if "--generate" in command else small
-        if "--rows" in command:
+        if "--rows" not in command:
+            command += f" {GENERATION if '--generate' in command else small}"
+        if "--steps 4" in command or "*" in command:
             reader.shell(command)
-        elif command.endswith("--steps 4"):
-            reader.shell(f"{command} {tiny}")
         else:
             with on_the_cpu():
-                reader.here(f"{command} {tiny}")
+                reader.here(command)
         if "--pictures" in command:
             drawn = sorted(path.name for path in (reader.folder / "pictures").iterdir())
             # Memory is measured on GPUs only, as that of the page's rows was.

@@ -1,6 +1,5 @@
-"""Killed processes, cut checkpoints, and what a resumed run computes, on two real processes."""
+"""Killed processes and launchers: what ends, what stays, what is said. Two real processes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,81 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from glm4v_patched.finetune.checkpoints import (
-    MANIFEST,
-    find_faults,
-    last_complete_checkpoint,
-    set_incomplete_aside,
-    step_of,
-)
-from glm4v_patched.finetune.plan import starting_point
+from glm4v_patched.finetune.checkpoints import last_complete_checkpoint, step_of
 from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
-from tests.helpers.recipes import drawn_recipe, planned, train_in_processes
+from tests.helpers.recipes import drawn_recipe
 
 # On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
 # torch's launcher gives processes that it ends 30 seconds before it kills them.
 SECONDS_TO_END = 45
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Recipe:
-    """Five steps an epoch, so that a checkpoint at step 8 lies inside the second one."""
-    return drawn_recipe(tmp_path_factory.mktemp("faults"), {"trainer.max_steps": 12})
-
-
-def result(recipe: Recipe) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    history = json.loads(Path(recipe.out, "training.json").read_text())["history"]
-    return history, load_file(Path(recipe.out, "model.safetensors"))
-
-
-def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
-    recipe, tmp_path, caplog
-):
-    stopped = recipe.override({"out": str(tmp_path / "stopped"), "trainer.save_steps": 4})
-    cut = "checkpoint-8/global_step8/" + shard_of_rank(1)
-    ended = train_in_processes(with_dropout=[planned(stopped, processes=2)], die_writing=cut)
-    assert ended.status, ended.output[-8000:]
-    folder = Path(stopped.out)
-    assert (folder / cut).stat().st_size > 0
-    assert find_faults(folder / "checkpoint-8")
-    checkpoint = starting_point(stopped, 2, True, base_of(stopped))
-    assert checkpoint == folder / "checkpoint-4"
-    assert str(folder / "checkpoint-8") in caplog.text
-
-    # What launch() does before it starts the processes.
-    set_incomplete_aside(folder, after_step=4)
-    written = (checkpoint / MANIFEST).stat().st_mtime_ns
-    never_stopped = recipe.override({"out": str(tmp_path / "never_stopped")})
-    plans = planned(stopped, checkpoint, processes=2), planned(never_stopped, processes=2)
-    ended = train_in_processes(with_dropout=plans)
-    assert ended.status == 0, ended.output[-8000:]
-    assert (checkpoint / MANIFEST).stat().st_mtime_ns == written  # its steps were not done again
-
-    expected_history, expected_weights = result(never_stopped)
-    history, weights = result(stopped)
-    assert [entry["step"] for entry in history] == list(range(1, 13))
-    assert history == expected_history
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, expected_weights[name]), name
-    assert find_faults(folder / "checkpoint-8") == []
-
-    # A checkpoint is a model too, with the config it came with.
-    config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-8").config
-    assert config.eos_token_id == GLM4VForCausalLM.from_pretrained(recipe.model).config.eos_token_id
-    assert not config.skip_logits
-
-
-def shard_of_rank(rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 class CommandLine:
@@ -176,15 +111,9 @@ def start() -> Iterator[Callable[..., CommandLine]]:
 
 
 @pytest.fixture
-def endless(recipe, tmp_path) -> Recipe:
-    return recipe.override(
-        {
-            "out": str(tmp_path / "out"),
-            "trainer.max_steps": 10**6,
-            "trainer.save_steps": 2,
-            "trainer.save_total_limit": 2,
-        }
-    )
+def endless(tmp_path) -> Recipe:
+    steps = {"max_steps": 10**6, "save_steps": 2, "save_total_limit": 2}
+    return drawn_recipe(tmp_path, {f"trainer.{name}": value for name, value in steps.items()})
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Recipes that train a part of the weights, in real processes: what they save, what they lose, and
-how they go on after a stop. All that is slow here is trained by four jobs, one recipe after the
-other."""
+"""Recipes in real processes: what they save, what they lose, and how they go on after a stop.
+
+A job trains many of them, one after the other: two jobs by default, and four of the slow tests.
+"""
 
 import json
 import shutil
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.data.packing import share_out
-from glm4v_patched.finetune.plan import check_data
+from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults, set_incomplete_aside
+from glm4v_patched.finetune.plan import check_data, starting_point
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes
@@ -157,14 +160,24 @@ def trained(recipe) -> dict[str, Recipe]:
     return found
 
 
+def history_of(recipe: Recipe) -> list[dict]:
+    return json.loads(Path(recipe.out, "training.json").read_text())["history"]
+
+
 def losses_of(recipe: Recipe) -> list[float]:
-    history = json.loads(Path(recipe.out, "training.json").read_text())["history"]
-    return [entry["loss"] for entry in history]
+    return [entry["loss"] for entry in history_of(recipe)]
 
 
 def saved_by(recipe: Recipe) -> dict[str, torch.Tensor]:
     (file,) = Path(recipe.out).glob("*model.safetensors")
     return load_file(file)
+
+
+def assert_same_bits(got: Recipe, want: Recipe) -> None:
+    assert history_of(got) == history_of(want)
+    mine, others = saved_by(got), saved_by(want)
+    assert mine.keys() == others.keys()
+    assert [name for name in others if not torch.equal(mine[name], others[name])] == []
 
 
 def merged(recipe: Recipe) -> GLM4VForCausalLM:
@@ -192,16 +205,63 @@ def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-5, msg=name)
 
 
-def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(recipe, tmp_path):
-    mine = with_changes(recipe, "adapters", {"trained": "lora_all", "lora.rank": 4})
+SHARD_OF_RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module")
+def cut(recipe) -> Recipe:
+    """Five steps an epoch, killed while it saves a checkpoint inside of the second one."""
+    changes = {"trainer.max_steps": 12, "trainer.save_steps": 4, "trainer.learning_rate": 1e-3}
+    mine = with_changes(recipe, "cut", changes)
+    name = f"checkpoint-8/global_step8/{SHARD_OF_RANK_1}"
+    ended = train_in_processes(with_dropout=[planned(mine, processes=2)], die_writing=name)
+    assert ended.status, ended.output[-8000:]
+    assert Path(mine.out, name).stat().st_size > 0
+    return mine
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, cut) -> dict[str, Recipe]:
+    """The rest of that run, the same never stopped, and adapters of both towers."""
+    found = {"adapters": with_changes(recipe, "adapters", {"trained": "lora_all", "lora.rank": 4})}
+    found["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
+    folder = Path(cut.out)
+    # What launch() does before it starts the processes.
+    set_incomplete_aside(folder, after_step=4)
     batch = Batch()
-    batch.add(mine)
+    batch.add(found["adapters"])
+    batch.add(found["never stopped"], dropout=True)
+    found["resumed"] = batch.add(cut, folder / "checkpoint-4", dropout=True)
+    before = (folder / "checkpoint-4" / MANIFEST).stat().st_mtime_ns
     batch.train()
-    losses, adapters = losses_of(mine), saved_by(mine)
+    assert (folder / "checkpoint-4" / MANIFEST).stat().st_mtime_ns == before, "it began anew"
+    return found
+
+
+def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
+    cut, caplog, request
+):
+    folder = Path(cut.out)
+    assert find_faults(folder / "checkpoint-8")
+    assert starting_point(cut, 2, True, base_of(cut)) == folder / "checkpoint-4"
+    assert str(folder / "checkpoint-8") in caplog.text
+    whole = request.getfixturevalue("whole")
+    assert len(losses_of(cut)) == 12
+    assert_same_bits(whole["resumed"], whole["never stopped"])
+    assert find_faults(folder / "checkpoint-8") == []
+
+    # A checkpoint is a model too, with the config it came with.
+    config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-8").config
+    assert config.eos_token_id == GLM4VForCausalLM.from_pretrained(cut.model).config.eos_token_id
+    assert not config.skip_logits
+
+
+def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(whole, tmp_path):
+    losses, adapters = losses_of(whole["adapters"]), saved_by(whole["adapters"])
     assert losses[-1] < losses[0] - 0.1
     assert len(adapters) == 8 and all(4 in tensor.shape for tensor in adapters.values())
     assert all(tensor.any() for tensor in adapters.values())
-    assert_loads_without_package(mine, tmp_path)
+    assert_loads_without_package(whole["adapters"], tmp_path)
 
 
 @pytest.mark.slow
@@ -244,11 +304,7 @@ def test_a_stopped_run_continues_to_the_same_bits(name, trained):
     """With another policy."""
     if name not in trained:
         pytest.skip(needs_bitsandbytes.kwargs["reason"])
-    whole, resumed = trained[name], trained[f"{name}, resumed"]
-    assert losses_of(resumed) == losses_of(whole)
-    want, got = saved_by(whole), saved_by(resumed)
-    assert got.keys() == want.keys()
-    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+    assert_same_bits(trained[f"{name}, resumed"], trained[name])
 
 
 @pytest.mark.slow

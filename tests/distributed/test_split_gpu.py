@@ -1,13 +1,7 @@
 """One process trains and answers with a model that ``device_map`` splits: both towers, any layer.
 
-The tests on two GPUs (``pytest -m two_gpu``) compare with one GPU. ``GLM4V_TWO_GPU_RESULTS`` names
-a JSON file that their rows are written to.
+The tests on two GPUs (``pytest -m two_gpu``) compare with one GPU.
 """
-
-import json
-import os
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -163,87 +157,60 @@ def test_generation_with_half_of_both_towers_on_disk(tmp_path):
     assert torch.equal(answer(model).sequences, answer(deep_model()).sequences)
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    """``with recorded(row) as entry``: notes the outcome of a row, also when it fails."""
-    rows = []
-
-    @contextmanager
-    def record(name: str):
-        rows.append({"row": name, "outcome": "failed", "largest_gradient_difference": None})
-        yield rows[-1]
-        rows[-1]["outcome"] = "passed"
-
-    yield record
-    path = os.environ.get("GLM4V_TWO_GPU_RESULTS")
-    if path and rows:
-        found = {"gpus": torch.cuda.device_count(), "gpu": torch.cuda.get_device_name()}
-        Path(path).write_text(json.dumps([row | found for row in rows], indent=2))
-
-
 @pytest.fixture(params=["halved", "crossed", "auto"])
 def split(request, tmp_path) -> GLM4VForCausalLM:
     """The deep model on two GPUs; ``auto``: wherever transformers puts its parts."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs on one machine, found {torch.cuda.device_count()}")
     model = deep_model()
-    model.name = request.param
-    if request.param != "auto":
+    if request.param == "auto":
+        model.save_pretrained(tmp_path)
+        # Room for the decoder's larger half and no more: transformers has to use both GPUs.
+        room = {0: int(0.6 * size_of(model)), 1: 2 * size_of(model)}
+        model = GLM4VForCausalLM.from_pretrained(
+            tmp_path, device_map="auto", max_memory=room, attn_implementation="sdpa"
+        )
+    else:
         crossed = request.param == "crossed"
-        return dispatch_model(model, both_towers_halved(model, 0, 1, crossed=crossed))
-    model.save_pretrained(tmp_path)
-    # Room for the decoder's larger half and no more: transformers has to use both GPUs.
-    room = {0: int(0.6 * size_of(model)), 1: 2 * size_of(model)}
-    model = GLM4VForCausalLM.from_pretrained(
-        tmp_path, device_map="auto", max_memory=room, attn_implementation="sdpa"
-    )
+        model = dispatch_model(model, both_towers_halved(model, 0, 1, crossed=crossed))
     model.name = request.param
     return model
 
 
 @pytest.mark.two_gpu
-def test_layers_lie_on_both_gpus(split, recorded):
-    with recorded(f"{split.name}: layers on both GPUs"):
-        together = [(GLMBlock, TransformerLayer)]
-        for kind in together if split.name == "auto" else together[0]:
-            layers = [module for module in split.modules() if isinstance(module, kind)]
-            devices = [{p.device.index for p in layer.parameters()} for layer in layers]
-            assert all(len(device) == 1 for device in devices)
-            assert set.union(*devices) == {0, 1}
+def test_layers_lie_on_both_gpus(split):
+    together = [(GLMBlock, TransformerLayer)]
+    for kind in together if split.name == "auto" else together[0]:
+        layers = [module for module in split.modules() if isinstance(module, kind)]
+        devices = [{p.device.index for p in layer.parameters()} for layer in layers]
+        assert all(len(device) == 1 for device in devices)
+        assert set.union(*devices) == {0, 1}
 
 
 @pytest.mark.two_gpu
 @pytest.mark.parametrize("weights", ["all", "adapters"])
 @pytest.mark.parametrize("skip_logits", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_split_gradients_equal_those_of_one_gpu(mode, skip_logits, weights, split, recorded):
-    skipped = ", logits skipped" if skip_logits else ""
-    with recorded(f"{split.name}, {mode}, {weights} trained{skipped}") as entry:
-        one, two = deep_model().to("cuda:0"), split
-        if weights == "adapters":
-            one, two = with_adapters(one), with_adapters(two)
-        inputs = batch("cuda:0") | {"skip_logits": skip_logits}
-        difference = largest_difference(gradients(two, inputs, mode), gradients(one, inputs))
-        entry["largest_gradient_difference"] = difference
-        assert difference <= RTOL
+def test_split_gradients_equal_those_of_one_gpu(mode, skip_logits, weights, split):
+    one, two = deep_model().to("cuda:0"), split
+    if weights == "adapters":
+        one, two = with_adapters(one), with_adapters(two)
+    inputs = batch("cuda:0") | {"skip_logits": skip_logits}
+    assert largest_difference(gradients(two, inputs, mode), gradients(one, inputs)) <= RTOL
 
 
 @pytest.mark.two_gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1"])
-def test_labels_may_lie_anywhere(device, split, recorded):
-    with recorded(f"{split.name}: labels on {device}") as entry:
-        want = gradients(deep_model().to("cuda:0"), batch("cuda:0"))
-        got = gradients(split, batch("cuda:0", device))
-        entry["largest_gradient_difference"] = largest_difference(got, want)
-        assert entry["largest_gradient_difference"] <= RTOL
+def test_labels_may_lie_anywhere(device, split):
+    want = gradients(deep_model().to("cuda:0"), batch("cuda:0"))
+    assert largest_difference(gradients(split, batch("cuda:0", device)), want) <= RTOL
 
 
 @pytest.mark.two_gpu
-def test_split_generation_equals_that_of_one_gpu(split, recorded):
-    with recorded(f"{split.name}: generation with a cache"):
-        want = answer(deep_model().to("cuda:0"), "cuda:0")
-        got = answer(split.eval(), "cuda:0")
-        assert torch.equal(got.sequences.cpu(), want.sequences.cpu())
-        layers = split.transformer.encoder.layers
-        for layer, cached in zip(layers, got.past_key_values.layers, strict=True):
-            assert cached.keys.device == layer.mlp.dense_4h_to_h.weight.device
+def test_split_generation_equals_that_of_one_gpu(split):
+    want = answer(deep_model().to("cuda:0"), "cuda:0")
+    got = answer(split.eval(), "cuda:0")
+    assert torch.equal(got.sequences.cpu(), want.sequences.cpu())
+    layers = split.transformer.encoder.layers
+    for layer, cached in zip(layers, got.past_key_values.layers, strict=True):
+        assert cached.keys.device == layer.mlp.dense_4h_to_h.weight.device

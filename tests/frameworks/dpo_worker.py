@@ -18,17 +18,14 @@ from trl import DPOConfig, DPOTrainer
 from glm4v_patched.remote.checkpointing import CheckpointedLayer
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
+from tests.distributed.strategies import save_on_first, zero_config
+from tests.frameworks.trl_script import COMMON
 
 STEPS = 3
 
-ZERO3 = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-    "zero_optimization": {"stage": 3} | NOTHING_STAYS_GATHERED,
-}
+AUTO = dict.fromkeys(
+    ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
 
 
 class WeightsByStep(TrainerCallback):
@@ -69,25 +66,21 @@ def preference_set(folder: Path, scenario: dict) -> Dataset:
 def run(scenario: dict, folder: Path) -> dict:
     use_reentrant = scenario["use_reentrant"]
     arguments = DPOConfig(
-        output_dir=str(folder / "out"),
-        max_steps=STEPS,
-        per_device_train_batch_size=1,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
+        **COMMON
+        | {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+        },
         optim="adamw_torch",
-        deepspeed=ZERO3,
+        deepspeed=zero_config() | AUTO,
         # TRL makes every checkpoint under ZeRO-3 with adapters reentrant that it enables itself;
         # the other kind is enabled below.
         gradient_checkpointing=bool(use_reentrant),
         gradient_checkpointing_kwargs={"use_reentrant": bool(use_reentrant)},
-        bf16=False,
-        use_cpu=True,
         max_length=None,
-        logging_steps=1,
         logging_first_step=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         seed=0,
     )
     set_seed(0)  # for the adapters, which older versions of TRL make before they seed
@@ -133,8 +126,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for scenario in json.loads((folder / "scenarios.json").read_text()):
         result = run(scenario, folder)
-        if torch.distributed.get_rank() == 0:
-            torch.save(result, folder / f"{scenario['name']}.pt")
+        save_on_first(result, folder / f"{scenario['name']}.pt")
     torch.distributed.destroy_process_group()
 
 

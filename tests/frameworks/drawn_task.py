@@ -9,7 +9,6 @@ and rewards begin.
 """
 
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -127,6 +126,11 @@ def history(folder: Path, name: str, out: str = "out") -> list[float]:
     return [float(entry[name]) for entry in logged if name in entry]
 
 
+# What a job has to reach: at least, or for the ones below, at most.
+MARKS = {"last rewards": 0.8, "right": 0.9, "first reward": 0.3, "swapped": 0.1}
+AT_MOST = ("first reward", "swapped", "last loss")
+
+
 def measure(
     kind: str,
     folder: Path,
@@ -135,53 +139,55 @@ def measure(
     done: Row,
     name: str = "",
     fall: float = 0.5,
+    out: str = "out",
+    marks: dict[str, float] | None = None,
 ) -> None:
     """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``.
 
     Args:
-        kind: "answers", "preferences" (of pairs), "scores" (of a reward model, text only) or
-            "reward": answers, and the reward that training logged as ``name``, which rises.
+        kind: "answers", "preferences" (of pairs), "scores" (of pairs of texts), "nothing" (but the
+            loss), or "reward": answers, and the reward that training logged as ``name``, which
+            rises.
         fall: What of the first loss the last one may be.
+        out: Where the trainer logs.
+        marks: Others than ``MARKS``.
 
     Raises:
         Missed: nothing was learned, or not from the pictures.
     """
     if kind == "reward":
-        values = history(folder, name or "reward")
+        values = history(folder, name or "reward", out)
         done.reward = values[0], sum(values[-5:]) / 5
     else:
-        values = history(folder, "loss")
+        values = history(folder, "loss", out)
         done.loss = values[0], values[-1]
     if kind == "preferences":
         done.right, done.swapped = preferences(folder, saved, pairs_of(conversations))
     elif kind == "scores":
         pairs = [("What do you see?", None, "a red circle", part) for part in ("red", "circle")]
         done.right, _ = preferences(folder, saved, pairs)
-    else:
+    elif kind != "nothing":
         done.right, done.swapped = judged(folder, saved, conversations)
-    done.reloaded = True
-    if kind == "reward":
-        check("first reward", done.reward[0], most=0.3)
-        check("last rewards", done.reward[1], least=0.8)
+    done.reloaded = True if kind != "nothing" else None
+    if marks is None and kind == "reward":
         # Of drawn answers some stay wrong: the same for any picture, or right for the swapped one.
-        check_shares(done, least=0.8, most=chance(conversations))
+        marks = MARKS | {"right": 0.8, "swapped": chance(conversations)}
+    if done.reward is not None:
+        check_shares({"first reward": done.reward[0], "last rewards": done.reward[1]}, marks)
     else:
-        check("last loss", done.loss[1], most=done.loss[0] * fall)
-        check_shares(done)
+        check_shares({"last loss": values[-1]}, {"last loss": values[0] * fall})
+    check_shares({"right": done.right, "swapped": done.swapped}, marks)
 
 
-def check_shares(done: Row, least: float = 0.9, most: float = 0.1) -> None:
-    """Raise :class:`Missed` unless right answers are many, and with pictures swapped few."""
-    check("right", done.right, least=least)
-    if done.swapped is not None:
-        check("swapped", done.swapped, most=most)
-
-
-def check(name: str, value: float, least: float = 0.0, most: float = math.inf) -> None:
-    """Raise :class:`Missed` with name, value and mark, unless ``least <= value <= most``."""
-    if not least <= value <= most:
-        mark = f"at least {least:.2f}" if value < least else f"at most {most:.2f}"
-        raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {mark}")
+def check_shares(found: dict[str, float | None], marks: dict[str, float] | None = None) -> None:
+    """Raise :class:`Missed` with name, value and mark of what misses one."""
+    for name, value in found.items():
+        if value is None:
+            continue
+        mark, at_most = (marks or MARKS)[name], name in AT_MOST
+        if not (value <= mark if at_most else value >= mark):
+            told = f"at {'most' if at_most else 'least'} {mark:.2f}"
+            raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {told}")
 
 
 class Models:

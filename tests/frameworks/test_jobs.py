@@ -106,7 +106,7 @@ def test_ms_swift_infers(models, train):
             given = [json.loads(line) for line in answers]
             share = sum(one["response"] == one["labels"] for one in given) / len(conversations)
             setattr(done, name, share)
-        drawn_task.check_shares(done)
+        drawn_task.check_shares({"right": done.right, "swapped": done.swapped})
 
 
 def test_llamafactory_trains_a_reward_model(train):
@@ -119,8 +119,8 @@ def test_llamafactory_trains_a_reward_model(train):
         done.loss = losses[0], losses[-1]
         done.note = "with all weights LLaMA-Factory cannot save it: lm_head shares output_layer"
         done.right, done.swapped = (scored(folder, name) for name in ("pairs", "swapped"))
-        drawn_task.check("last loss", losses[-1], most=losses[0] / 4)
-        drawn_task.check_shares(done)
+        drawn_task.check_shares({"last loss": losses[-1]}, {"last loss": losses[0] / 4})
+        drawn_task.check_shares({"right": done.right, "swapped": done.swapped})
 
 
 def scored(folder: Path, name: str) -> float:
@@ -152,7 +152,7 @@ def test_llamafactory_chats(train):
         given = [part.split("User:")[0].strip() for part in printed.split("Assistant:")[1:]]
         right = [want["content"] == got for (_, want), got in zip(asked, given, strict=True)]
         done.right = sum(right) / len(right)
-        drawn_task.check_shares(done)
+        drawn_task.check_shares({"right": done.right, "swapped": done.swapped})
 
 
 @contextmanager
@@ -203,4 +203,4 @@ def test_llamafactory_answers(models, train):
             given = [ask(address, q["content"], q["image"]) == a["content"] for q, a in rows]
             setattr(done, name, sum(given) / len(given))
         done.note = "answers begin with a line feed, as those of all its glm4 models"
-        drawn_task.check_shares(done)
+        drawn_task.check_shares({"right": done.right, "swapped": done.swapped})

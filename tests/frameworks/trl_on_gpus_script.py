@@ -17,43 +17,26 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoProcessor, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl_script import COMMON, right_answers
 
 ANSWERS = 16  # drawn for each question
 
 
-def right_answers(completions, answer, **kwargs) -> list[float]:
-    """The reward: 1 for the answer of the data set's column ``answer``, and 0 for all others."""
-    return [
-        float(completion[0]["content"].strip() == wanted)
-        for completion, wanted in zip(completions, answer, strict=True)
-    ]
-
-
 def main(job: str, steps: int, rate: float, rows: int, cache: str = "dynamic") -> None:
-    common = {
-        "output_dir": "run",
-        "trust_remote_code": True,
+    bf16 = job == "dpo"
+    common = COMMON | {
         "max_steps": steps,
         "learning_rate": rate,
         "per_device_train_batch_size": rows,
-        "lr_scheduler_type": "constant_with_warmup",
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
+        "bf16": bf16,
         "use_cpu": not torch.cuda.is_available(),
     }
-    bf16 = job == "dpo"
     if job == "dpo":
         lora = LoraConfig(r=8, target_modules="all-linear")
-        config = DPOConfig(
-            **common, beta=0.3, bf16=bf16, max_length=None, deepspeed="deepspeed.json"
-        )
+        config = DPOConfig(**common, beta=0.3, max_length=None, deepspeed="deepspeed.json")
     else:
         config = GRPOConfig(
             **common,
-            bf16=bf16,
             gradient_checkpointing=False,
             num_generations=ANSWERS,
             max_completion_length=8,

@@ -21,8 +21,7 @@ class Job:
         packages: Folders of ``--packages`` that it needs, the first one first.
         model: Of :mod:`drawn_task`; ``published`` is there always.
         published: "published", or "long": 1120 pixels, 1,602 ids a picture, 130 million weights.
-        measure: "answers", "preferences", "texts", "reward" (answers, and the reward rises), or
-            "nothing" but the loss.
+        measure: Of :func:`drawn_task.measure`.
         more: Commands that make the folder that is judged out of what was trained.
         fails: A pattern of what it is expected to end with.
         says, silent: Patterns of what it prints, and of what it must not print.
@@ -143,7 +142,7 @@ def openrlhf(short: str, name: str, *packages: str, **more) -> Job:
         "--ds.zero_stage 3 --ds.lora.rank 32 --model.gradient_checkpointing_enable "
         "--ds.adam_offload",
         packages=("openrlhf", *packages),
-        measure="texts",
+        measure="scores",
         more=((*RUN, *COMBINE), ("-c", SAVE_PROCESSOR)),
         note="merged by openrlhf.cli.lora_combiner, which saves no processor",
         seconds=220,

@@ -159,7 +159,6 @@ def _run(commands, environments, seconds: float, folder: Path | None = None) -> 
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
             for command, environment in zip(commands, environments, strict=True)
         ]
