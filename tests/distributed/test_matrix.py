@@ -67,8 +67,11 @@ MIXED = [
         steps=20,
         images="changing",
     )
-    for strategy in ("zero3", "fsdp2")
-    for weights, use_reentrant in (("all", False), ("lora_both", True), ("lora_both", False))
+    for strategy, weights, use_reentrant in [
+        ("zero3", "all", False),
+        ("zero3", "lora_both", True),
+        ("fsdp2", "lora_both", False),
+    ]
 ]
 WITHOUT_CURE = [
     replace(cell, cure=False)

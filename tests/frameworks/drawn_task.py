@@ -220,18 +220,33 @@ def build_blind(folder: Path, conversations: list[list[dict]], steps: int = 120)
     It is taught each answer with the pictures of all other conversations in turn.
     """
     build_random(folder, conversations)
-    processor = ChatGLMProcessor.from_pretrained(folder)
-    model = GLM4VForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(steps):
-        turned = [
+    turned = [
+        [
             [question | {"image": conversations[(row + step) % len(conversations)][0]["image"]}, a]
             for row, (question, a) in enumerate(conversations)
         ]
-        model(**batch_of(processor, turned)).loss.backward()
+        for step in range(steps)
+    ]
+    teach(folder, folder, turned, rate=1e-3)
+
+
+def build_sighted(folder: Path, blind: Path, conversations: list[list[dict]]) -> None:
+    """A blind model after five steps of supervised training: a quarter of the answers that it
+    draws are right. Where online training begins."""
+    teach(folder, blind, [conversations] * 5, rate=5e-4)
+
+
+def teach(folder: Path, model: Path, batches: list[list[list[dict]]], rate: float) -> None:
+    """A step for each batch of conversations; the model is saved to ``folder``."""
+    processor = ChatGLMProcessor.from_pretrained(model)
+    learner = GLM4VForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=rate, weight_decay=0.0)
+    for batch in batches:
+        learner(**batch_of(processor, batch)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder)
+    learner.save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def batch_of(processor: ChatGLMProcessor, conversations: list[list[dict]]) -> dict:
@@ -260,21 +275,6 @@ def batch_of(processor: ChatGLMProcessor, conversations: list[list[dict]]) -> di
         "labels": torch.cat((nothing, ids.masked_fill(is_answer == 0, -100)), dim=1),
         "pixel_values": prompts["pixel_values"],
     }
-
-
-def build_sighted(folder: Path, blind: Path, conversations: list[list[dict]]) -> None:
-    """A blind model after five steps of supervised training: a quarter of the answers that it
-    draws are right. Where online training begins."""
-    processor = ChatGLMProcessor.from_pretrained(blind)
-    model = GLM4VForCausalLM.from_pretrained(blind, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
-    batch = batch_of(processor, conversations)
-    for _ in range(5):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 def pairs_of(conversations: list[list[dict]]) -> list[tuple[str, str, str, str]]:

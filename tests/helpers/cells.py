@@ -11,7 +11,7 @@ from packaging.version import Version
 
 TRANSFORMERS = ("4.57.6", "5.8.0", "5.17.0", "5.23.0")
 # The newest of each minor release that is supported; 5.1.0 is not.
-EVERY_TRANSFORMERS = (
+EVERY_TRANSFORMERS = [
     "4.57.6",
     "5.0.0",
     "5.2.0",
@@ -37,7 +37,7 @@ EVERY_TRANSFORMERS = (
     "5.22.2",
     "5.23.0",
     "5.24.0",
-)
+]
 # 0.19.2 is the last one without DeepSpeed's own fix for frozen weights in a checkpoint.
 DEEPSPEED = ("0.16.9", "0.18.9", "0.19.2", "0.19.8")
 
