@@ -1,6 +1,7 @@
 """Files that hold either what they held or all that is written."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -8,7 +9,7 @@ from typing import cast
 import pytest
 from transformers import Trainer
 
-from glm4v_patched.atomic import write_atomically
+from glm4v_patched.atomic import fault_of_file, write_atomically
 from glm4v_patched.data import checked_data
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.pictures import PictureFiles
@@ -75,6 +76,14 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path,
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     WRITERS[kind](out, apart)
     assert {path.name: path.read_bytes() for path in out.iterdir()} != before or kind == "checked"
+
+
+def test_a_file_with_a_second_name_is_none_to_write_in_place(tmp_path):
+    (tmp_path / "a").touch()
+    assert fault_of_file(tmp_path / "a", alone=True) is None
+    os.link(tmp_path / "a", tmp_path / "b")
+    assert "2 names" in str(fault_of_file(tmp_path / "a", alone=True))
+    assert fault_of_file(tmp_path / "a") is None
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):

@@ -1,6 +1,7 @@
 """``glm4v-patched bench`` with two real processes on the CPU, at the size of the golden data."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -33,31 +34,48 @@ def bench(options, tmp_path):
     return run
 
 
+@pytest.fixture
+def original(tmp_path) -> Path:
+    """The stand-in for the published code, which notes that it has checkpoints."""
+    write_legacy_repository(tmp_path / "original")
+    code = tmp_path / "original" / "modeling_chatglm.py"
+    # As published it adds labels for an image of the real size.
+    labels = f"LABELS_OF_AN_IMAGE = {NUM_IMAGE_TOKENS}"
+    asked = "if self.gradient_checkpointing and self.training:"
+    mark = f"{asked}\n                open({str(tmp_path / 'checkpointed')!r}, 'w').close()"
+    source = code.read_text().replace("LABELS_OF_AN_IMAGE = 1600", labels)
+    assert asked in source
+    code.write_text(source.replace(asked, mark))
+    return tmp_path / "original"
+
+
 @pytest.mark.slow
-def test_a_measurement_is_a_row_with_its_command_and_pictures_and_a_failed_one_says_why(
-    bench, tmp_path
+def test_a_measurement_is_a_row_with_its_command_and_pictures_beside_that_of_the_published_code(
+    bench, original, tmp_path
 ):
-    row, failed = bench(
+    rows = bench(
         *("--trained", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
-        # 100,000 is longer than the rows this model takes.
-        *("--shortest-text", "10", "--text-tokens", "20", "100000"),
-        *("--pictures", str(tmp_path / "pictures")),
+        *("--against", str(original), "--pictures", str(tmp_path / "pictures")),
     )
-    assert "error" not in row, row["error"]
-    assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
-    assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
-    assert row["held_ceiling_tflops"] > 0
-    assert row["tokens_per_s_per_gpu"] == pytest.approx(21 * row["samples_per_s_per_gpu"])
+    assert [row["implementation"] for row in rows] == ["ours", "original"]
     config = ChatGLMConfig(**golden_json("config.json"))
-    work = useful_flop(config, Settings(**row["settings"]))
-    assert row["useful_tflop_per_sample"] == pytest.approx(work / 1e12)
-    assert row["losses"][-1] < row["losses"][0]
-    assert row["command"].startswith("glm4v-patched bench --trained lm --gpus 2 --micro-batch 2")
-    assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
+        assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
+        assert row["held_ceiling_tflops"] > 0
+        assert row["tokens_per_s_per_gpu"] == pytest.approx(21 * row["samples_per_s_per_gpu"])
+        work = useful_flop(config, Settings(**row["settings"]))
+        assert row["useful_tflop_per_sample"] == pytest.approx(work / 1e12)
+        assert row["losses"][-1] < row["losses"][0]
+        assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])
+    ours, theirs = rows
+    assert ours["command"].startswith("glm4v-patched bench --trained lm --gpus 2 --micro-batch 2")
     pictures = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert pictures == ["speed.png"]  # memory is measured on GPUs only
-    assert "ValueError" in failed["error"] and "samples_per_s_per_gpu" not in failed
-    assert failed["device"] == "cpu"
+    # The published code leaves weights as the memory was: they are drawn, on all processes alike.
+    assert theirs["losses"][0] == pytest.approx(ours["losses"][0], abs=0.3)
+    assert (tmp_path / "checkpointed").exists()  # as who trains the published code has to
 
 
 @pytest.mark.slow
@@ -70,29 +88,3 @@ def test_compiled_layers_gathered_whole_lose_what_plain_ones_do(bench):
     assert compiled["settings"]["compile"] and not plain["settings"]["compile"]
     # bf16: rounded to 8 bits, eight steps of training apart; they fall by some 0.03.
     assert compiled["losses"] == pytest.approx(plain["losses"], abs=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("gpus", "stage"), [(1, 0), (2, 3)])
-def test_the_originals_code_is_measured_beside_ours(gpus, stage, bench, tmp_path):
-    original = tmp_path / "original"
-    write_legacy_repository(original)
-    code = original / "modeling_chatglm.py"
-    # As published it adds labels for an image of the real size.
-    labels = f"LABELS_OF_AN_IMAGE = {NUM_IMAGE_TOKENS}"
-    asked = "if self.gradient_checkpointing and self.training:"
-    mark = f"{asked}\n                open({str(tmp_path / 'checkpointed')!r}, 'w').close()"
-    source = code.read_text().replace("LABELS_OF_AN_IMAGE = 1600", labels)
-    assert asked in source
-    code.write_text(source.replace(asked, mark))
-    rows = bench(
-        *("--trained", "lm", "--gpus", str(gpus), "--zero-stage", str(stage), "--no-compile"),
-        *("--warm-up", "1", "--steps", "1"),
-        *("--against", str(original)),
-    )
-    assert [row["implementation"] for row in rows] == ["ours", "original"]
-    assert all(row.get("samples_per_s_per_gpu", 0) > 0 for row in rows), rows
-    # The published code leaves weights as the memory was: they are drawn, on all processes alike.
-    ours, original = (row["losses"][0] for row in rows)
-    assert original == pytest.approx(ours, abs=0.3)
-    assert (tmp_path / "checkpointed").exists()  # as who trains the published code has to

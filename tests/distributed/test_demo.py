@@ -11,6 +11,7 @@ from tests.helpers.processes import on_the_cpu
 FILES = ["loss.png", "answers.png", "metrics.json", "data/train.jsonl", "trained/model.safetensors"]
 
 
+@pytest.mark.slow
 def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, capsys, monkeypatch):
     """And DeepSpeed compiles nothing for it."""
     extensions = tmp_path / "extensions"

@@ -74,6 +74,7 @@ def trained(results: Path, *of_run: str) -> dict:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", CHECKPOINTS[1:])
 @pytest.mark.parametrize("weights, dtype", SETTINGS)
 def test_ours_trains_and_checkpoints_change_no_bit(weights, dtype, mode, results):
@@ -85,6 +86,7 @@ def test_ours_trains_and_checkpoints_change_no_bit(weights, dtype, mode, results
         assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_the_saved_ones(results):
     """What all runs rest on: the first loss is that of one process without sharding."""
     model = tiny_model()
@@ -95,6 +97,7 @@ def test_sharded_weights_are_the_saved_ones(results):
         assert got == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["all", "adapters"])
 def test_legacy_trains_like_ours_without_checkpoints(weights, results):
     """fp32; the two compute the same in another order. Measured 2e-7."""
@@ -103,6 +106,7 @@ def test_legacy_trains_like_ours_without_checkpoints(weights, results):
     assert legacy["losses"] == pytest.approx(ours["losses"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_legacy_trains_with_checkpoints_when_nothing_is_frozen(results):
     plain = trained(results, "legacy", "all", "fp32", "plain")
     assert trained(results, "legacy", "all", "fp32", "nonreentrant")["losses"] == plain["losses"]
@@ -131,6 +135,7 @@ REPORTED = [
 ]
 
 
+@pytest.mark.slow
 @needs_failing_deepspeed
 @pytest.mark.parametrize("which", ["legacy", "ours without the cure"])
 @pytest.mark.parametrize("weights, dtype", DYING_SETTINGS)
