@@ -130,26 +130,22 @@ def run_with_limit(
     folder: Path | None = None,
 ) -> Ended:
     """Run a command in a folder; when the time is up, kill it and all that it started."""
-    return _run(
-        [command], [cpu_environment() if environment is None else environment], seconds, folder
-    )
+    environment = cpu_environment() if environment is None else environment
+    return _run(command, [environment], seconds, folder)
 
 
-def run_ranks(
-    *command: str,
-    seconds: float,
-    processes: int = 2,
-    environment: dict[str, str] | None = None,
-) -> Ended:
+def run_ranks(*command: str, seconds: float, processes: int = 2) -> Ended:
     """Run a script, or ``-m`` and a module, as each rank of so many processes, which spares torch's
     launcher. Once one fails, the others are given :data:`SECONDS_TO_END`; the status is that of the
     first one that failed."""
-    common = cpu_environment() if environment is None else environment
-    ranks = [common | told for told in environments_of_ranks(processes)]
-    return _run([[sys.executable, *command]] * processes, ranks, seconds)
+    ranks = [cpu_environment() | told for told in environments_of_ranks(processes)]
+    return _run([sys.executable, *command], ranks, seconds)
 
 
-def _run(commands, environments, seconds: float, folder: Path | None = None) -> Ended:
+def _run(
+    command: list[str], environments: list[dict], seconds: float, folder: Path | None = None
+) -> Ended:
+    """In so many processes."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         ranks = [
             subprocess.Popen(
@@ -160,7 +156,7 @@ def _run(commands, environments, seconds: float, folder: Path | None = None) -> 
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            for command, environment in zip(commands, environments, strict=True)
+            for environment in environments
         ]
         try:
             status = _status_of(ranks, time.monotonic() + seconds)
