@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from tests.helpers.legacy_repository import (
@@ -187,3 +188,11 @@ def test_ours_is_told_nothing_and_checkpoints_both_towers(warned):
     assert recomputed_layers(model) == ["TransformerLayer"] * 2 + ["GLMBlock"] * 2
     # The old format's mark is an override of this method.
     assert type(model)._set_gradient_checkpointing is PreTrainedModel._set_gradient_checkpointing
+
+
+def test_adapters_on_frozen_weights_checkpoint_the_first_layer_too():
+    """What goes into it asks for no gradient."""
+    model = tiny_model()
+    enable_checkpoints(model, use_reentrant=False)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["query_key_value"]))
+    assert recomputed_layers(adapted) == ["TransformerLayer"] * 2 + ["GLMBlock"] * 2
