@@ -309,6 +309,18 @@ def warmup(trainer: TrainerFields, steps: int) -> int:
     return int(asked) if asked >= 1 or asked == 0 else share
 
 
+def logging_steps(trainer: TrainerFields, steps: int, steps_an_epoch: int = 0) -> int:
+    """If the recipe leaves it open: for about 50 entries in so many steps, none across a
+    checkpoint, where a resumption would cut it."""
+    if trainer.logging_steps is not None:
+        return trainer.logging_steps
+    wanted = max(steps // 50, 1)
+    saved_every = trainer.save_steps
+    if saved_every is None and trainer.save_strategy in ("epoch", "best"):
+        saved_every = steps_an_epoch
+    return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
+
+
 def save_strategy(trainer: TrainerFields) -> str:
     """What is in force."""
     return trainer.save_strategy or ("no" if trainer.save_steps is None else "steps")

@@ -7,8 +7,9 @@ import yaml
 
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.models import placement
-from tests.helpers.recipes import LEAST
+from tests.helpers.recipes import LEAST, drawn_recipe
 from tests.helpers.tiny import tiny_model
 
 
@@ -42,3 +43,16 @@ def asked(tmp_path, model_folder) -> Path:
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return tmp_path / "r.yaml"
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory) -> Recipe:
+    """A tiny model and 20 rows, to be only read: ten steps of LoRA, one process without ZeRO."""
+    changes = {"trained": "lora_lm", "engine.zero_stage": 0}
+    return drawn_recipe(tmp_path_factory.mktemp("drawn"), changes)
+
+
+@pytest.fixture
+def mine(drawn, tmp_path) -> Recipe:
+    """The same, with a folder of its own for what is trained."""
+    return drawn.override({"out": str(tmp_path / "out")})
