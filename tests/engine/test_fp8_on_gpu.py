@@ -30,6 +30,9 @@ QUANTISED = 0.05
 BF16 = 0.01
 
 
+each_kind = pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
+
+
 def layer(kind: str, held: bool) -> nn.Linear:
     into, out = KINDS[kind]
     torch.manual_seed(0)
@@ -59,17 +62,9 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def errors():
-    found = {}
-    yield found
-    for name, of in found.items():
-        print(f"{name}: " + ", ".join(f"{one:.4f}" for one in of))
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
+@each_kind
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_and_gradients_are_near_those_of_fp64(kind, held, errors):
+def test_products_and_gradients_are_near_those_of_fp64(kind, held):
     into, out = KINDS[kind]
     linear = layer(kind, held)
     weight = layer(kind, False).weight.detach().double()
@@ -80,13 +75,12 @@ def test_products_and_gradients_are_near_those_of_fp64(kind, held, errors):
     exact = [wide @ weight.t() + linear.bias.double(), back @ weight]
     exact += [back.flatten(0, 1).t() @ wide.flatten(0, 1), back.sum((0, 1))]
     of = [error(one, other) for one, other in zip(found, exact, strict=False)]
-    errors[f"{kind}, {'held' if held else 'trained'}"] = of
     assert 0.01 < of[0] < QUANTISED and 0.01 < of[1] < QUANTISED
     assert all(one < BF16 for one in of[2:])
 
 
 @pytest.mark.parametrize("kind", ["language dense_4h_to_h", "tower fc1"])
-@pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
+@each_kind
 def test_compiled_layers_compute_what_plain_ones_do(held, kind):
     into, out = KINDS[kind]
     linear = layer(kind, held)
@@ -98,7 +92,7 @@ def test_compiled_layers_compute_what_plain_ones_do(held, kind):
         assert error(found, expected.double()) < BF16
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
+@each_kind
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
     """A layer of the language model at its real size, with what is trained before it."""

@@ -12,13 +12,12 @@ from glm4v_patched.engine.deepspeed.internals import Replacements
 
 def sharded(**changes) -> SimpleNamespace:
     """A bf16 weight of which this process, of two, holds a half; on no device that exists here."""
-    shard = SimpleNamespace(device="gpu", dtype=torch.bfloat16)
     weight = {
         "ds_id": 0,
         "ds_status": ZeroParamStatus.NOT_AVAILABLE,
         "ds_secondary_tensor": None,
         "ds_process_group": "all",
-        "ds_tensor": shard,
+        "ds_tensor": SimpleNamespace(device="gpu", dtype=torch.bfloat16),
         "device": "gpu",
         "dtype": torch.bfloat16,
     }
@@ -29,11 +28,6 @@ def sharded(**changes) -> SimpleNamespace:
 def processes(monkeypatch):
     sizes = {"all": 2, "one": 1}
     monkeypatch.setattr(torch.distributed, "get_world_size", sizes.__getitem__)
-
-
-def test_weights_sharded_alike_are_gathered_in_place():
-    assert gathering._are_plain([sharded()])
-    assert gathering._are_plain([sharded(), sharded()])
 
 
 @pytest.mark.parametrize(
@@ -50,14 +44,9 @@ def test_weights_sharded_alike_are_gathered_in_place():
         {"comm_dtype": torch.bfloat16},
     ],
 )
-def test_others_are_left_to_deepspeed(changes):
+def test_weights_sharded_alike_are_gathered_in_place_and_others_left_to_deepspeed(changes):
+    assert gathering._are_plain([sharded(), sharded()])
     assert not gathering._are_plain([sharded(), sharded(**changes)])
-
-
-def test_a_torch_without_the_manager_of_one_launch_is_told(monkeypatch):
-    monkeypatch.delattr(gathering.distributed_c10d, "_coalescing_manager")
-    with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
-        gathering.gather_in_place(torch.nn.Linear(1, 1), Replacements())
 
 
 def test_one_process_and_no_weight_are_left_to_deepspeed():
@@ -71,8 +60,13 @@ def test_what_deepspeed_is_asked_for_beside_is_left_to_it(options):
     gather = gathering._in_place(lambda weights, **given: asked.append((weights, given)))
     weights = [sharded(ds_id=1), sharded()]
     gather(weights, **options)
-    ((passed, given),) = asked
-    assert passed == weights[::-1] and given == {"quantize": False} | options
+    assert asked == [(weights[::-1], {"quantize": False} | options)]
+
+
+def test_a_torch_without_the_manager_of_one_launch_is_told(monkeypatch):
+    monkeypatch.delattr(gathering.distributed_c10d, "_coalescing_manager")
+    with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
+        gathering.gather_in_place(torch.nn.Linear(1, 1), Replacements())
 
 
 @pytest.mark.parametrize(
@@ -81,18 +75,14 @@ def test_what_deepspeed_is_asked_for_beside_is_left_to_it(options):
 def test_an_old_deepspeed_gathers_one_weight_at_a_time_when_it_loads(
     installed, gathers, monkeypatch
 ):
-    seen = []
+    name, seen = "_allgather_params_coalesced", []
     monkeypatch.setattr(gathering, "version", lambda package: installed)
-    monkeypatch.setattr(
-        Init, "_allgather_params_coalesced", lambda self, weights, hierarchy: seen.append(weights)
-    )
+    monkeypatch.setattr(Init, name, lambda self, weights, hierarchy: seen.append(weights))
     gathering.wait_for_every_gather.__wrapped__()
     Init._allgather_params_coalesced(None, [1, 2, 3], 0)
     assert seen == gathers
-
-
-def test_a_renamed_gather_of_an_old_deepspeed_is_told(monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setattr(gathering, "version", lambda package: "0.19.7")
-    monkeypatch.delattr(Init, "_allgather_params_coalesced")
-    with pytest.raises(RuntimeError, match="has no _allgather_params_coalesced .*install a tested"):
+    monkeypatch.delattr(Init, name)
+    with pytest.raises(RuntimeError, match=f"has no {name} .*install a tested"):
         gathering.wait_for_every_gather.__wrapped__()

@@ -285,9 +285,7 @@ def save(
 ) -> None:
     CompletionMarker(ORIGIN, keep).on_save(
         SimpleNamespace(output_dir=str(folder), distributed_state=Ranks(others_arrive)),
-        TrainerState(
-            global_step=step, is_world_process_zero=rank == 0, best_model_checkpoint=best
-        ),
+        TrainerState(global_step=step, is_world_process_zero=rank == 0, best_model_checkpoint=best),
         TrainerControl(),
     )
 

@@ -113,9 +113,7 @@ def test_rows_without_room_for_an_answer_are_passed_over(drawn):
 
 def test_evaluation_changes_nothing_of_the_training(mine, report, tmp_path):
     """Not even LoRA's dropout: no random number is drawn."""
-    other = train_here(
-        mine.override({"trainer.eval_strategy": "steps", "trainer.eval_steps": 2})
-    )
+    other = train_here(mine.override({"trainer.eval_strategy": "steps", "trainer.eval_steps": 2}))
     assert other["history"] == report["history"]
     last = report["history"][-1]["step"]
     assert [e["step"] for e in other["evaluations"]] == [*range(2, last, 2), last]

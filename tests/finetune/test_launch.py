@@ -205,7 +205,9 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
     bad = mine.override({"data.train": mine.data.train + ".none"})
     for asked in (mine, bad):
         for options in ({"overwrite": True}, {"resume": True}):
-            with pytest.raises(ValueError, match="holds README.md, mine.safetensors, .*which no ru"):
+            with pytest.raises(
+                ValueError, match="holds README.md, mine.safetensors, .*which no ru"
+            ):
                 launch(asked, HERE, **options)
     assert foreign.items() <= contents(out).items()
     for name in foreign:
