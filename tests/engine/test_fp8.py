@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.engine.prepare import prepare_model, start
+from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from tests.helpers.fp8 import PLAIN, build, emulated
 from tests.helpers.tiny import grown_image, pictures, text, tiny_config
@@ -77,6 +77,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
     # Rows and channels of very different sizes: one scale for all would lose the small ones.
     x = (torch.randn(40, 96) * torch.logspace(-6, 6, 40)[:, None]).bfloat16()
     towards = (torch.randn(40, 64) * torch.logspace(3, -9, 40)[:, None]).bfloat16()
+    x[5], towards[6], x[7] = 0, 0, x[7] * 1e37
     reference = plain(held, bias=bias)
     linear = layer(held, bias=bias)
     found = passes(linear, x, towards)
@@ -92,20 +93,6 @@ def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
     row = x.shape[0] // 2
     if not bias:
         assert 0.01 < apart(found[0][row], exact[row]) < 0.06  # it is quantised
-
-
-@each_kind
-def test_rows_of_zeros_huge_and_tiny_ones(held):
-    linear = layer(held, bias=False)
-    x = torch.randn(6, 96)
-    x[1], x[2], x[3], x[4] = 0, x[2] * 3e37, x[3] * 1e-37, x[4] * 1e-20
-    x = x.bfloat16()
-    out, gradient, *_ = passes(linear, x, torch.ones(6, 64, dtype=torch.bfloat16))
-    exact = x.double() @ plain(held, bias=False).weight.detach().double().t()
-    assert (out[1] == 0).all() and apart(out[2], exact[2]) < 0.06 and apart(out[4], exact[4]) < 0.06
-    assert out.isfinite().all() and gradient.isfinite().all()
-    zeros = passes(linear, x, torch.zeros(6, 64, dtype=torch.bfloat16))[1]
-    assert (zeros == 0).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -338,29 +325,6 @@ def test_compiled_layers_keep_products_as_their_policy_says(policy, keeps, monke
     layers = [layer for layer in checkpointed_layers(model) if isinstance(layer, GLMBlock)]
     told = ["context_fn" in each._gradient_checkpointing_func.keywords for each in layers]
     assert told == [not keeps] * len(layers)
-
-
-def test_one_process_trains_without_zero_and_what_it_trains_stays_in_fp32():
-    options = replace(PLAIN, zero_stage=0, trained="lm")
-    engine = start(options, build, 1, 0.01)
-    losses = [engine.step(batch()).item() for _ in range(4)]
-    assert losses[-1] < losses[0] - 0.3
-    trained = [p for p in engine.model.parameters() if p.requires_grad]
-    assert {p.dtype for p in trained} == {torch.float32}
-
-
-def test_packed_rows_give_the_gradients_of_rows_one_by_one():
-    model = prepare_model(PLAIN, build)
-    rows = [text(6) + grown_image() + text(8, seed=seed) for seed in (1, 2)]
-    ids = torch.tensor([sum(rows, [])])
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    images = pictures(2).bfloat16()
-    packed = model(input_ids=ids, position_ids=positions, pixel_values=images, skip_logits=False)
-    single = [
-        model(input_ids=torch.tensor([row]), pixel_values=image[None], skip_logits=False).logits
-        for row, image in zip(rows, images, strict=True)
-    ]
-    torch.testing.assert_close(packed.logits, torch.cat(single, 1), atol=0.05, rtol=0)
 
 
 def test_both_layouts_give_the_same_gradients():

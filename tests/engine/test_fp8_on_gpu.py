@@ -124,17 +124,6 @@ def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
         assert 0.001 < error(gradients[True][name], exact.double()) < 0.2, name
 
 
-def test_both_layouts_of_a_held_weight_give_one_gradient():
-    kind = "tower fc1"
-    x = torch.randn(100, 1792, device="cuda", dtype=torch.bfloat16)
-    towards = torch.randn(100, 15360, device="cuda", dtype=torch.bfloat16)
-    linear = layer(kind, True)
-    _, kept = passes(linear, x, towards)
-    linear.transposed = None
-    _, made = passes(linear, x, towards)
-    assert torch.equal(kept, made)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 17])
 def test_any_number_of_rows(rows):
     linear = layer("language dense", True)

@@ -243,15 +243,6 @@ def test_layers_are_compiled_where_that_pays(steps, free, trained, compiled):
         assert chosen(replace(options, compile=said), free, steps).compile == said
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="this machine has a GPU: run with CUDA_VISIBLE_DEVICES="
-)
-def test_without_a_gpu_nothing_is_known_to_be_free_and_most_is_computed_again():
-    assert free_memory() == 0
-    found = decide(tiny_config(), asked(), TWO_ROWS, free_memory())
-    assert (found.tower, found.language) == ("full", "full")
-
-
 @pytest.mark.parametrize("mine", [10 * GIB, 50 * GIB])
 def test_free_memory_is_the_least_of_all_processes(mine, monkeypatch):
     """Else they would choose unlike policies, and wait for each other in unlike collectives."""

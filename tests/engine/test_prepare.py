@@ -94,12 +94,6 @@ def test_the_optimizer_is_the_trainers():
     assert {name: group[name] for name in ADAMW} == ADAMW
 
 
-@pytest.mark.parametrize("open_choice", ["tower", "offload", "compile"])
-def test_what_is_not_decided_is_not_built(open_choice):
-    with pytest.raises(AssertionError, match="comes first"):
-        prepare_model(replace(PLAIN, **{open_choice: "auto"}), tiny_model)
-
-
 def test_one_process_trains_clipped_in_fp32_under_autocast():
     def build(dtype, **_):
         return tiny_model().to(dtype)

@@ -12,7 +12,6 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.checkpoints import ROWS
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import settings_of, starting_point
 from glm4v_patched.finetune.recipe import Recipe
@@ -206,8 +205,3 @@ def test_an_order_of_rows_depends_on_their_number_alone():
 
     assert order(20) == order(20) != sorted(order(20))
     assert [x for x in order(21) if x < 20] != order(20)
-
-
-def test_rows_lie_in_the_checkpoint(stopped):
-    content = json.loads(Path(stopped.out, "checkpoint-2", ROWS).read_text())
-    assert content["lines"] == [*range(1, 21)] and len({*content["digests"]}) == 20

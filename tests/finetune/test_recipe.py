@@ -1,7 +1,6 @@
 """What a recipe asks for, and the model that it makes of a folder or an id of the Hub."""
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,15 +44,6 @@ def test_a_missing_package_is_named_before_anything_starts(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_asked_for_is_not_chosen():
-    changes = {"tower": "every 2", "language": "selective", "offload": False, "compile": False}
-    asked = recipe({f"engine.{name}": value for name, value in changes.items()})
-    for free in (0, 80 * 2**30, 1000 * 2**30):
-        found = decided(asked, free)
-        assert replace(found, stage3_max_live_parameters=None) == asked.engine_options()
-    assert not decided(recipe({"engine.optimizer": "adamw_8bit"}), 2**30).offload
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("compiled", "policy", "whole"),
@@ -78,13 +68,6 @@ def test_layers_without_hooks_inside_are_gathered_whole_under_zero_3(
     assert zero["stage"] == stage
     assert ("memory_efficient_linear" in zero) == (whole and stage == 3)
     assert deepspeed_config(decided(recipe({"engine.zero_stage": 0}))) is None
-
-
-def test_policies_are_set_behind_adapters(made):
-    model = made(**{"trained": "lora_all", "engine.tower": "none"})
-    names = {type(layer).__name__: layer for layer in checkpointed_layers(model)}
-    assert not names["TransformerLayer"].gradient_checkpointing
-    assert names["GLMBlock"].gradient_checkpointing
 
 
 @pytest.mark.parametrize("stage, held", [(0, torch.float32), (3, torch.bfloat16)])

@@ -1,7 +1,6 @@
 """What is told before the first step, and of values that are allowed and most likely mistakes."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,16 +8,12 @@ import pytest
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.memory_plan import Batch
-from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, plan
-from glm4v_patched.finetune.plan import Plan, check_data
+from glm4v_patched.finetune import disk
+from glm4v_patched.finetune.plan import check_data
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.summary import find_doubts, show_sample
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.loading import config_of
-from glm4v_patched.models.placement import Placement
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import recipe
 
@@ -89,36 +84,6 @@ def test_a_disk_that_is_too_small_for_the_epochs_is_told_before_anything_is_writ
     assert train(saving) == 1
     assert "and up to 2 checkpoints at once" in capsys.readouterr().err
     assert not Path(saving.out).exists()
-
-
-@pytest.mark.parametrize(("local", "needed"), [(None, 222), (2, 111)])
-def test_a_machine_with_too_little_memory_for_an_offloaded_optimizer_is_told(
-    local, needed, monkeypatch
-):
-    """16 bytes for each of 13.9 billion weights; the processes of two machines share them."""
-    planned = Plan(
-        recipe=recipe(),
-        base=Base("m"),
-        files={},
-        data="",
-        placement=Placement(4, local_processes=local),
-        options=EngineOptions(trained="full", zero_stage=3, offload=True),
-        batch=Batch(rows=1, row_length=9, processes=4),
-        rows=1,
-        steps=1,
-        free=80e9,
-        needed=0,
-        space=disk.Space(0, 0, 0, total=1, free=1),
-    )
-    monkeypatch.setattr(plan, "config_of", lambda base: ChatGLMConfig())
-    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
-    with pytest.raises(ValueError, match=rf"takes {needed}\.\d GB .* {needed - 1}\.0 GB are free"):
-        planned.require_room()
-    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
-    planned.require_room()
-    full = replace(planned, space=disk.Space(0, 0, 0, total=2, free=1))
-    with pytest.raises(ValueError, match="bytes are free there"):
-        full.require_room()
 
 
 def test_no_optimizer_is_started_that_does_not_fit(mine, capsys, monkeypatch):
