@@ -42,7 +42,7 @@ from .checkpoints import (
 from .disk import Space, needed_space, require_space
 from .recipe import Recipe, may_change
 from .recipe_model import base_of
-from .recipe_trainer import is_longer, length_of, total_steps
+from .recipe_trainer import TrainerFields, is_longer, length_of, total_steps
 from .run_folder import CHECKED_DATA, PLAN
 
 # How much longer a row of a stream may be than the longest that was looked at before.
@@ -113,7 +113,7 @@ class Plan:
 
     def origin(self, checked: CheckedData) -> Origin:
         settings = settings_of(self.recipe, self.placement.processes)
-        return Origin(settings, self.files, rows_of(self.recipe, checked))
+        return Origin(settings, self.files, rows_of(self.recipe.trainer, checked))
 
     def require_room(self) -> None:
         """Raise ``ValueError`` where the training surely does not fit into this machine's memory,
@@ -185,7 +185,7 @@ def make_plan(
     options = decide(config, recipe.engine_options(), batch, free, steps)
     changes: list[str] = []
     if checkpoint is not None:
-        changes = changes_of_data(checkpoint, rows_of(recipe, checked), accept_changed_data)
+        changes = changes_of_data(checkpoint, rows_of(recipe.trainer, checked), accept_changed_data)
     return Plan(
         recipe=recipe,
         base=base,
@@ -281,10 +281,9 @@ def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
     )
 
 
-def rows_of(recipe: Recipe, checked: CheckedData) -> Rows:
+def rows_of(asked: TrainerFields, checked: CheckedData) -> Rows:
     """What a run that continues has to have the same; rows for evaluation where they decide what
     is saved, or when the run ends."""
-    asked = recipe.trainer
     decide = asked.load_best_model_at_end or asked.early_stopping_patience is not None
     evaluated = None
     if checked.eval is not None and (decide or asked.save_strategy == "best"):

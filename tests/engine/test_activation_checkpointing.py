@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.compilation import compile_layers
+from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
@@ -100,3 +101,23 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(trained, monkeypatch):
     assert gradients.keys() == others.keys()
     for name in gradients:
         torch.testing.assert_close(others[name], gradients[name], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_dropout_is_the_same_when_a_layer_is_computed_again(policy):
+    """Else gradients would be of another network than the loss."""
+    ids = torch.tensor([text(9) + grown_image() + text(9)])
+    found = []
+    for asked in ("none", policy):
+        torch.manual_seed(0)
+        lora = LoraOptions(dropout=0.5, targets=("query_key_value", "dense_h_to_4h"))
+        model = select_weights(tiny_model(), "lora_lm", lora)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        checkpoint_layers(model.train(), asked, asked)
+        torch.manual_seed(1)
+        model(input_ids=ids, labels=ids, pixel_values=pictures(1)).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)

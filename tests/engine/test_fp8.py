@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
+from glm4v_patched.engine.fp8_gelu import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
@@ -360,3 +362,45 @@ def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch, words):
     monkeypatch.delattr(torch, "_scaled_mm")
     with words.refused(RuntimeError, "torch._scaled_mm", version=torch.__version__):
         fp8.require_fp8(PLAIN, config)
+
+
+# GELU that quantises, in a frozen tower
+
+
+def test_rows_are_those_of_gelu_quantised():
+    torch.manual_seed(0)
+    x = (torch.randn(6, 96) * torch.logspace(-4, 2, 6)[:, None]).bfloat16()
+    bias = torch.randn(96).bfloat16()
+    x[2, 7] = float("nan")
+    numbers, scale = quantise_rows_of_gelu(x, bias)
+    found, wide = numbers.double() * scale.double(), gelu(x.double() + bias.double())
+    assert not found[2].isfinite().any()
+    found, wide = found[[0, 1, 3, 4, 5]], wide[[0, 1, 3, 4, 5]]
+    largest = wide.abs().amax(-1, keepdim=True)
+    assert ((found - wide).abs() <= (wide.abs() / 16).clamp(min=largest / 2e5)).all()
+
+
+@pytest.mark.parametrize("trained", ["lora_lm", "lm"])
+def test_a_frozen_tower_uses_it_and_computes_the_same(trained, monkeypatch):
+    outputs = []
+    for fused in (True, False):
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(fp8, "_fuse_activations", lambda model: None)
+            model = prepare_model(replace(PLAIN, trained=trained, compile=True), build)
+        mlps = [m for m in model.modules() if isinstance(m, fp8.MLP)]
+        assert mlps and all((type(m) is fp8.FrozenTowerMLP) is fused for m in mlps)
+        with torch.no_grad():
+            mlps[0].fc1.bias.fill_(0.5)
+            x = torch.randn(1, 5, mlps[0].fc1.in_features, generator=torch.manual_seed(0))
+            outputs.append(mlps[0](x.bfloat16()).float())
+            compiled = torch.compile(mlps[0].forward, backend="aot_eager", fullgraph=True)
+            assert torch.equal(compiled(x.bfloat16()).float(), outputs[-1])
+    # fc2's input is not rounded to bf16 before it is quantised.
+    assert outputs[1].norm() > 0 and (outputs[0] - outputs[1]).norm() / outputs[1].norm() < 0.03
+
+
+@pytest.mark.parametrize(("trained", "compiled"), [("lora_all", True), ("lora_lm", False)])
+def test_others_keep_their_activation(trained, compiled):
+    model = prepare_model(replace(PLAIN, trained=trained, compile=compiled), build)
+    assert not any(isinstance(m, fp8.FrozenTowerMLP) for m in model.modules())

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import gelu
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.compilation import compile_layers
+from glm4v_patched.engine.fp8_gelu import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
@@ -75,6 +77,7 @@ def test_products_and_gradients_are_near_those_of_fp64(kind, held):
     exact = [wide @ weight.t() + linear.bias.double(), back @ weight]
     exact += [back.flatten(0, 1).t() @ wide.flatten(0, 1), back.sum((0, 1))]
     of = [error(one, other) for one, other in zip(found, exact, strict=False)]
+    print(kind, *(f"{one:.4f}" for one in of))
     assert 0.01 < of[0] < QUANTISED and 0.01 < of[1] < QUANTISED
     assert all(one < BF16 for one in of[2:])
 
@@ -133,3 +136,21 @@ def test_any_number_of_rows(rows):
     linear = layer("language dense", False)
     out, gradient, of_weight, _ = passes(linear, x, torch.ones_like(x))
     assert out.shape == gradient.shape == (rows, 4096) and of_weight.isfinite().all()
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(0, 96), (3, 96), (500, 15360)])
+def test_the_kernel_of_gelu_does_what_plain_torch_does(rows, channels):
+    torch.manual_seed(0)
+    x, bias = torch.randn(rows, channels, device="cuda"), torch.randn(channels, device="cuda")
+    x, bias = (x * torch.logspace(-4, 2, rows, device="cuda")[:, None]).bfloat16(), bias.bfloat16()
+    x[1:2, 3] = float("nan")
+    numbers, scale = quantise_rows_of_gelu(x, bias)
+    expected, scales = fp8.quantise_rows(gelu(x.float() + bias.float()))
+    assert torch.allclose(scale, scales, rtol=1e-5, equal_nan=True)
+    assert numbers.shape == expected.shape
+    if rows:
+        # Where a value lies between two numbers, either will do.
+        assert (numbers.float() != expected.float()).float().mean() < 0.01 + (rows == 3)
+        apart = (numbers.float() - expected.float()).abs() / expected.float().abs().clamp(min=0.02)
+        assert not (apart > 0.13).any()
+        assert not (numbers.float() * scale)[1].isfinite().any()

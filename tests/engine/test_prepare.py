@@ -1,12 +1,14 @@
 """One assembly: the recipe, the bench and the loss curves train what comes out of it."""
 
 import ast
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 import glm4v_patched
@@ -15,8 +17,9 @@ from glm4v_patched.engine import prepare, trainable
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
-from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
+from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions, LoraOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
+from glm4v_patched.engine.trainable import continue_adapters, select_weights
 from glm4v_patched.finetune.worker import OPTIMIZERS
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
@@ -157,6 +160,61 @@ def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantis
     prepare_model(replace(options, trained="qlora"), build)
     prepare_model(replace(options, memory_limit=None), build)
     assert done == ["build", 0.25, "build"]
+
+
+# What is trained
+
+
+@pytest.mark.parametrize(
+    ("trained", "inside", "outside"),
+    [
+        ("full", "vision", None),
+        ("lm", "encoder", "vision"),
+        ("lora_lm", "encoder", "vision"),
+        ("lora_all", "vision", None),
+    ],
+)
+def test_what_is_trained(trained, inside, outside):
+    model = select_weights(tiny_model(), trained)
+    learned = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any(inside in name for name in learned)
+    assert not any(outside and outside in name for name in learned)
+    assert all("lora_" in name for name in learned) == trained.startswith("lora")
+
+
+@pytest.mark.parametrize("trained", ["all", "tower+towr", "tower+tower", ""])
+def test_an_unknown_choice_of_weights_is_refused(trained):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{trained!r}; expected one of full, lm, lora_lm")
+    ):
+        select_weights(tiny_model(), trained)
+
+
+@pytest.mark.parametrize(
+    ("said", "alpha"), [({}, 6), ({"alpha": 5}, 5), ({"dropout": 0.25, "use_rslora": True}, 6)]
+)
+def test_what_is_said_of_lora_reaches_peft(said, alpha):
+    model = select_weights(tiny_model(), "lora_lm", LoraOptions(rank=3, **said))
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha) == (3, alpha)
+    assert config.lora_dropout == said.get("dropout", 0)
+    assert config.use_rslora is said.get("use_rslora", False) and not config.use_dora
+
+
+@pytest.mark.parametrize("change", ["more", "fewer"])
+def test_adapters_that_do_not_fit_their_config_are_refused(tmp_path, change):
+    """peft would warn, and leave what it does not find as new adapters begin."""
+    select_weights(tiny_model(), "lora_lm").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    if change == "more":
+        tensors[name.replace("lora", "lara")] = tensors[name].clone()
+    else:
+        del tensors[name]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    told = f"holds {len(tensors)} tensors, of which 1 do not fit its adapter_config.json"
+    with pytest.raises(ValueError, match=told):
+        continue_adapters(tiny_model(), tmp_path)
 
 
 # What DeepSpeed is given

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
@@ -189,19 +189,3 @@ def test_a_mended_row_is_said_with_what_becomes_of_the_order(stopped, capfd, not
     said = capfd.readouterr().out
     assert "20 there, 21 now; 1 are gone (line 7); 2 are new (lines 7, 21)" in said
     assert "some may come a second time and others not at all" in said
-
-
-def test_an_order_of_rows_depends_on_their_number_alone():
-    """What is said of the order, on the Trainer's own sampler: the indices of an epoch."""
-
-    def order(number: int) -> list[int]:
-        arguments = TrainingArguments("out", use_cpu=True, seed=3, report_to="none")
-        trainer = Trainer(
-            torch.nn.Linear(1, 1), arguments, train_dataset=[{"x": i} for i in range(number)]
-        )
-        trainer.args.remove_unused_columns = False
-        trainer.data_collator = lambda rows: {"x": torch.tensor([row["x"] for row in rows])}
-        return [x for batch in trainer.get_train_dataloader() for x in batch["x"].tolist()]
-
-    assert order(20) == order(20) != sorted(order(20))
-    assert [x for x in order(21) if x < 20] != order(20)

@@ -207,18 +207,6 @@ def test_files_and_folders_that_cannot_be_are_told_of_each_field(
     assert line.endswith(f"{tmp_path} may not be written") and not (tmp_path / "new").exists()
 
 
-def test_eight_bits_and_missing_packages_are_told_here(asked, monkeypatch):
-    def missing(choice):
-        if choice == "adamw_8bit":
-            raise RuntimeError("adamw_8bit needs bitsandbytes: pip install bitsandbytes")
-
-    monkeypatch.setattr(preflight, "require_packages", missing)
-    assert told(asked, "engine.optimizer=adamw_8bit") == [
-        "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected adamw",
-        "adamw_8bit needs bitsandbytes: pip install bitsandbytes",
-    ]
-
-
 def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
     out = tmp_path / "photos"
     out.mkdir()

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.atomic import give_usual_modes
 from glm4v_patched.finetune import run_folder
 from glm4v_patched.finetune.run_folder import (
     LOCK,
@@ -253,17 +251,6 @@ def test_weights_of_a_run_that_came_to_nothing_go(tmp_path):
     remove_weights(tmp_path)
     left = {"config.json", "adapter_config.json", "README.md", "training.json"}
     assert {*contents(tmp_path)} == left
-
-
-def test_weights_have_the_mode_of_other_new_files(tmp_path):
-    files(tmp_path, "model.safetensors", "config.json")
-    (tmp_path / "model.safetensors").chmod(0o600)
-    before = os.umask(0o027)
-    try:
-        give_usual_modes(tmp_path)
-    finally:
-        assert os.umask(before) == 0o027
-    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
 
 
 def test_every_file_of_code_beside_a_model_is_known():
