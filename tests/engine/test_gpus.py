@@ -23,7 +23,7 @@ class Driver:
         if function == self.fails:
             return self.status
         match function, arguments:
-            case "cuInit", (0,):
+            case ("cuInit" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2"), (_,):
                 pass
             case "cuDeviceGetCount", (number,):
                 number._obj.value = len(self.names)
@@ -36,6 +36,8 @@ class Driver:
                 name.value = self.names[device.value - 10].encode()
             case "cuDeviceTotalMem_v2", (memory, device):
                 memory._obj.value = 2**40 + device.value
+            case "cuDeviceGetAttribute", (number, asked, device):
+                number._obj.value = {75: 9, 76: device.value}[asked]
             case "cuDevicePrimaryCtxRetain", (_, device):
                 self.contexts += 1
                 self.current = device.value
@@ -59,7 +61,7 @@ def has_driver(monkeypatch):
                 raise OSError("cannot open shared object file")
             return driver
 
-        monkeypatch.setattr(gpus, "torch_without_cuda", lambda: False)
+        monkeypatch.setattr(gpus, "cuda_of_torch", lambda: (13, 0))
         monkeypatch.setattr(ctypes, "CDLL", load)
 
     return have
@@ -69,7 +71,9 @@ def test_gpus_are_those_of_the_driver_and_no_memory_of_them_is_kept(has_driver):
     driver = Driver(["NVIDIA H200", "NVIDIA A100"])
     has_driver(driver)
     found = find_gpus()
-    assert found == Gpus((Gpu("NVIDIA H200", 2**40 + 10), Gpu("NVIDIA A100", 2**40 + 11)))
+    assert found == Gpus(
+        (Gpu("NVIDIA H200", 2**40 + 10, (9, 10)), Gpu("NVIDIA A100", 2**40 + 11, (9, 11)))
+    )
     assert len(found) == 2 and not found.reason
     assert free_on_gpus(2) == [2**30 + 10, 2**30 + 11] and driver.contexts == 0
     with pytest.raises(RuntimeError, match="error 101 about GPU 2's memory"):
@@ -102,4 +106,5 @@ def test_the_driver_counts_and_names_as_torch_does():
     assert len(found) == torch.cuda.device_count()
     if found:
         memory = torch.cuda.get_device_properties(0).total_memory
-        assert found.found[0] == Gpu(torch.cuda.get_device_name(), memory)
+        capability = torch.cuda.get_device_capability()
+        assert found.found[0] == Gpu(torch.cuda.get_device_name(), memory, capability)

@@ -15,10 +15,12 @@ from tests.helpers.tiny import tiny_model
 
 @pytest.fixture
 def has_gpus(monkeypatch):
-    """Makes this a machine with so many GPUs."""
+    """Makes this a machine with so many GPUs, or of such capabilities."""
 
-    def have(number: int, reason: str = "") -> None:
-        found = Gpus((Gpu("NVIDIA H200", 150_000_000_000),) * number, reason)
+    def have(number: int, reason: str = "", capabilities=()) -> None:
+        kinds = capabilities or ((9, 0),) * number
+        gpus = tuple(Gpu("NVIDIA H200", 150_000_000_000, capability) for capability in kinds)
+        found = Gpus(gpus, reason)
         for module in (preflight, placement):
             monkeypatch.setattr(module, "find_gpus", lambda: found)
 

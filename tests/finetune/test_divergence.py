@@ -116,9 +116,13 @@ def test_one_bad_number_anywhere_is_found_and_large_sums_are_none(dtype, bad):
 
 
 def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
-    shard = torch.tensor([1.0, 2.0, NAN, NAN])
-    parameter = as_sharded(nn.Parameter(torch.empty(0)), ds_tensor=shard, ds_numel=10)
-    for rank, found in ((0, ["w"]), (1, ["w"]), (2, []), (3, [])):
+    for rank, held, found in (
+        (0, [1.0, 2.0, NAN, NAN], ["w"]),
+        (2, [1.0, 2.0, NAN, NAN], []),
+        (3, [NAN, NAN, NAN, NAN], []),
+    ):
+        names = {"ds_tensor": torch.tensor(held), "ds_numel": 10}
+        parameter = as_sharded(nn.Parameter(torch.empty(0)), **names)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         assert WeightsCheck([("w", parameter)]).names() == found, rank
 
