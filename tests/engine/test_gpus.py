@@ -23,7 +23,7 @@ class Driver:
         if function == self.fails:
             return self.status
         match function, arguments:
-            case ("cuInit" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2"), (_,):
+            case (("cuInit" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2"), (_,)):
                 pass
             case "cuDeviceGetCount", (number,):
                 number._obj.value = len(self.names)
@@ -43,8 +43,6 @@ class Driver:
                 self.current = device.value
             case "cuDevicePrimaryCtxRelease_v2", (_,):
                 self.contexts -= 1
-            case (("cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2"), (_,)):
-                pass
             case "cuMemGetInfo_v2", (free, total):
                 free._obj.value, total._obj.value = 2**30 + self.current, 2**40
             case _:
