@@ -79,6 +79,13 @@ def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(
     assert "%|" not in trained
 
 
+def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch, tmp_path, capfd):
+    steps = Steps(monkeypatch, tmp_path, is_first=False)
+    steps.step(1)
+    steps.log()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_line_says_how_fast_the_steps_since_the_last_one_were(monkeypatch, tmp_path, capsys):
     steps = Steps(monkeypatch, tmp_path)
     for seconds in (60, 2, 6):
