@@ -61,7 +61,7 @@ def test_each_is_refused_with_what_was_found_and_what_is_expected(asked, words, 
     for line in REFUSED.strip().split("\n"):
         with pytest.raises(RecipeError) as error:
             check(asked, shlex.split(line), None, "cpu")
-        lines = str(error.value).split("\n")
+        lines = sorted(str(error.value).split("\n"))
         assert all(each.startswith(("command line: ", f"{asked}:")) for each in lines), lines
         told += [line, *(f"  {each}" for each in lines)]
     words("\n".join(told))
