@@ -279,11 +279,11 @@ def steps_in_epoch(trainer: TrainerFields, rows: int, processes: int) -> int:
     return max(math.ceil(of_process / trainer.gradient_accumulation_steps), 1)
 
 
-def total_steps(trainer: TrainerFields, rows: int, processes: int) -> int:
+def total_steps(trainer: TrainerFields, steps_an_epoch: int) -> int:
     """Updates of the weights in a run."""
     if trainer.max_steps is not None:
         return trainer.max_steps
-    return max(math.ceil(trainer.num_train_epochs * steps_in_epoch(trainer, rows, processes)), 1)
+    return max(math.ceil(trainer.num_train_epochs * steps_an_epoch), 1)
 
 
 def length_of(trainer: TrainerFields) -> dict[str, float]:

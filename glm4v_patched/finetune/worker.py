@@ -49,7 +49,6 @@ from .recipe_trainer import (
     length_of,
     logging_steps,
     save_strategy,
-    steps_in_epoch,
     warmup,
 )
 from .row_faults import BadRow
@@ -77,7 +76,6 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         loading: Of :func:`loader_options`.
     """
     recipe, asked = plan.recipe, plan.recipe.trainer
-    steps_an_epoch = steps_in_epoch(asked, plan.rows, plan.placement.processes)
     given = {k: v for k, v in asked.model_dump().items() if k not in OF_CALLBACKS and v is not None}
     decided: dict[str, Any] = {
         "output_dir": recipe.out,
@@ -97,7 +95,7 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         "eval_strategy": eval_strategy(asked, evaluates),
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
-        "logging_steps": logging_steps(asked, plan.steps, steps_an_epoch),
+        "logging_steps": logging_steps(asked, plan.steps, plan.steps_an_epoch),
         "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         "logging_nan_inf_filter": False,
@@ -205,7 +203,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
             of_process * (0 if plan.checkpoint is None else step_of(plan.checkpoint)),
         )
         collator = StreamCollator(eval_collator, plan.batch.row_length, config.seq_length)
-    batch = of_process * arguments.world_size * rows_of_batches.samples_per_row
+    batch = plan.effective_batch * rows_of_batches.samples_per_row
     told = not arguments.disable_tqdm, not recipe.data.is_streamed
     progress = Progress(batch, options.compile is True, *told)
     marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)

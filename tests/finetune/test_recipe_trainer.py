@@ -81,7 +81,7 @@ def test_steps_are_counted_as_the_trainer_counts_them(rows, processes, batch, ac
     of_process = len(BatchSamplerShard(batches, processes, 0))
     steps = steps_in_epoch(fields, rows, processes)
     assert steps == max(math.ceil(of_process / accumulation), 1)
-    assert total_steps(fields, rows, processes) == math.ceil(2.5 * steps)
+    assert total_steps(fields, steps) == math.ceil(2.5 * steps)
 
 
 def test_warm_up_is_in_steps_or_a_share_of_them():

@@ -8,12 +8,17 @@ import pytest
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import memory_check
-from glm4v_patched.finetune import disk
-from glm4v_patched.finetune.plan import check_data
+from glm4v_patched.engine.memory_plan import Batch
+from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.finetune import disk, plan
+from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe_trainer import steps_in_epoch
 from glm4v_patched.finetune.summary import find_doubts, show_sample
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.loading import config_of
+from glm4v_patched.models.placement import Placement
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import recipe
 
@@ -36,6 +41,25 @@ def train(asked: Recipe, *options: str) -> int:
     file = Path(asked.out).parent / "recipe.json"
     asked.write(file)
     return main(["train", str(file), "--device", "cpu", *options])
+
+
+def planned(asked: Recipe, rows=64, steps=100, processes=2, local=None, **decided) -> Plan:
+    """A run that is decided, of a model that need not be there."""
+    return Plan(
+        recipe=asked,
+        base=Base("m"),
+        files={},
+        data="",
+        placement=Placement(processes, local_processes=local),
+        options=EngineOptions(**decided),
+        batch=Batch(rows=1, row_length=9, processes=processes),
+        rows=rows,
+        steps=steps,
+        steps_an_epoch=steps_in_epoch(asked.trainer, rows, processes),
+        free=80e9,
+        needed=0,
+        space=disk.Space(0, 0, 0, total=1, free=1),
+    )
 
 
 def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
@@ -96,6 +120,18 @@ def test_no_optimizer_is_started_that_does_not_fit(mine, capsys, monkeypatch):
     assert not Path(mine.out).exists()
 
 
+@pytest.mark.parametrize(("local", "needed"), [(None, 222), (2, 111)])
+def test_machines_share_what_an_offloaded_optimizer_takes(local, needed, monkeypatch):
+    """16 bytes for each of 13.9 billion weights."""
+    offloading = planned(recipe(), processes=4, local=local, trained="full", offload=True)
+    monkeypatch.setattr(plan, "config_of", lambda base: ChatGLMConfig())
+    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
+    with pytest.raises(ValueError, match=rf"takes {needed}\.\d GB .* {needed - 1}\.0 GB are free"):
+        offloading.require_room()
+    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
+    offloading.require_room()
+
+
 # Doubts
 
 SANE = {
@@ -107,8 +143,8 @@ SANE = {
 RATES = {"tower": 1e-5, "adapter": 2, "language_model": 1}
 
 
-def doubts(changes, rows=64, steps=100, processes=2) -> list[str]:
-    return list(find_doubts(recipe(SANE | changes), rows, steps, processes))
+def doubts(changes, **sizes) -> list[str]:
+    return list(find_doubts(planned(recipe(SANE | changes), **sizes)))
 
 
 def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
