@@ -62,9 +62,9 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     yield Finding("GPUs", OK, f"{len(gpus)}: {names}")
     yield _check_driver()
     old = [
-        f"GPU {index} has compute capability {major}.{minor}"
-        for index, (major, minor) in enumerate(nvidia_driver.compute_capabilities(len(gpus)))
-        if (major, minor) < AMPERE
+        f"GPU {index} has compute capability {_dotted(gpu.capability)}"
+        for index, gpu in enumerate(gpus)
+        if gpu.capability < AMPERE
     ]
     if old:
         text = f"{'; '.join(old)}: it computes bf16 many times slower, and fp16 overflows"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic import require_apart
-from ..engine.deepspeed.config import require_zero_plus_plus
+from ..engine.deepspeed.config import require_zero_plus_plus, zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.preflight import examine
 from ..finetune.recipe import Recipe, located
@@ -66,15 +66,13 @@ def check_recipe(
 
 
 def _check_zero_plus_plus(recipe: Recipe, placement: Placement) -> Iterator[Finding]:
-    engine = recipe.engine
-    quantized = engine.zero_quantized_weights or engine.zero_quantized_gradients
-    size = engine.zero_hpz_partition_size
+    options = recipe.engine_options()
     try:
-        require_zero_plus_plus(size, quantized, placement.processes, placement.on_cpu)
+        require_zero_plus_plus(options, placement.processes, placement.on_cpu)
     except ValueError as error:
         yield finding("ZeRO++", FAILS, str(error))
         return
-    if quantized or size > 1:
+    if zero_plus_plus(options):
         yield Finding("ZeRO++", OK, f"on {placement.processes} processes")
 
 

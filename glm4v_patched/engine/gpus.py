@@ -1,21 +1,22 @@
 """The GPUs that training processes will see. Needs no torch, so that mistakes are told early."""
 
 import ctypes
-import importlib.util
 import os
-import runpy
 from dataclasses import dataclass
-from pathlib import Path
+
+from .nvidia_driver import cuda_of_torch
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+COMPUTE_CAPABILITY = (75, 76)  # of cuDeviceGetAttribute: major, minor
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """``memory`` is all that it has, in bytes."""
+    """``memory`` is all that it has, in bytes; ``capability`` CUDA's, of Hopper (9, 0)."""
 
     name: str
     memory: int
+    capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def find_gpus() -> Gpus:
 
     No context is made, so that nothing is taken of a GPU's memory.
     """
-    if torch_without_cuda():
+    if cuda_of_torch() is None:
         return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -54,13 +55,17 @@ def find_gpus() -> Gpus:
 
 def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
     device, memory = ctypes.c_int(), ctypes.c_size_t()
+    numbers = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
     status = driver.cuDeviceGet(ctypes.byref(device), index)
     status = status or driver.cuDeviceGetName(name, len(name), device)
     status = status or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    for number, asked in zip(numbers, COMPUTE_CAPABILITY, strict=True):
+        status = status or driver.cuDeviceGetAttribute(ctypes.byref(number), asked, device)
     if status:
         raise RuntimeError(f"NVIDIA's driver gave error {status} about GPU {index}")
-    return Gpu(name.value.decode(errors="replace"), memory.value)
+    major, minor = (number.value for number in numbers)
+    return Gpu(name.value.decode(errors="replace"), memory.value, (major, minor))
 
 
 def free_on_gpus(number: int) -> list[int]:
@@ -87,12 +92,3 @@ def free_on_gpus(number: int) -> list[int]:
             raise RuntimeError(f"NVIDIA's driver gave error {status} about GPU {index}'s memory")
         found.append(free.value)
     return found
-
-
-def torch_without_cuda() -> bool:
-    """Whether the installed torch can use no GPU of NVIDIA; read without importing it."""
-    package = importlib.util.find_spec("torch")
-    if package is None or package.origin is None:
-        return True
-    version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
-    return version["cuda"] is None

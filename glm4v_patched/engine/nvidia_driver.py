@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 10  # nvidia-smi takes one or two where the driver is not kept loaded
-COMPUTE_CAPABILITY = (75, 76)  # of cuDeviceGetAttribute: major, minor
 OLDEST_FOR_FP8 = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
 NVLINK = re.compile(r"NV\d+")
@@ -47,22 +46,6 @@ def cuda_of_torch() -> tuple[int, int] | None:
         return None
     major, _, minor = cuda.partition(".")
     return int(major), int(minor.partition(".")[0] or 0)
-
-
-def compute_capabilities(number: int) -> list[tuple[int, int]]:
-    """Of the first so many GPUs that this process sees."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuInit(0)
-    found = []
-    for index in range(number):
-        device, value = ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(device), index)
-        numbers = []
-        for attribute in COMPUTE_CAPABILITY:
-            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-            numbers.append(value.value)
-        found.append((numbers[0], numbers[1]))
-    return found
 
 
 def fault_of_fp8(name: str, capability: tuple[int, int]) -> str | None:

@@ -108,14 +108,8 @@ def prepared(
     """All that comes before the first training process, once for all of them: check all that can be
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
     they have ended. Takes and raises what :func:`launch` does."""
-    engine, folder = recipe.engine, Path(recipe.out)
-    require_zero_plus_plus(
-        engine.zero_hpz_partition_size,
-        engine.zero_quantized_weights or engine.zero_quantized_gradients,
-        placement.processes,
-        placement.on_cpu,
-    )
-    base, adapters = base_of(recipe), is_lora(recipe.trained)
+    require_zero_plus_plus(recipe.engine_options(), placement.processes, placement.on_cpu)
+    folder, base, adapters = Path(recipe.out), base_of(recipe), is_lora(recipe.trained)
     models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
     for model in models:
         require_apart(folder, model)

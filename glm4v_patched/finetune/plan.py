@@ -42,7 +42,7 @@ from .checkpoints import (
 from .disk import Space, needed_space, require_space
 from .recipe import Recipe, may_change
 from .recipe_model import base_of
-from .recipe_trainer import is_longer, length_of, total_steps
+from .recipe_trainer import TrainerFields, is_longer, length_of, steps_in_epoch, total_steps
 from .run_folder import CHECKED_DATA, PLAN
 
 # How much longer a row of a stream may be than the longest that was looked at before.
@@ -66,6 +66,7 @@ class Plan:
         rows: That are learned in an epoch; packed ones, if they are packed; of a stream those that
             were looked at.
         steps: All that are trained, those before the checkpoint among them.
+        steps_an_epoch: In which all rows are learned once.
         free: Bytes free on each GPU when this was decided, the least of them; 0 on a CPU.
         needed: Bytes of each GPU that a step takes at most, as estimated.
         space: Of the disk.
@@ -83,6 +84,7 @@ class Plan:
     batch: Batch
     rows: int
     steps: int
+    steps_an_epoch: int
     free: float
     needed: float
     space: Space
@@ -92,6 +94,13 @@ class Plan:
     @property
     def path(self) -> Path:
         return Path(self.recipe.out, PLAN)
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows of an update of the weights, of all processes."""
+        asked = self.recipe.trainer
+        each = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
+        return each * self.placement.processes
 
     def write(self) -> None:
         write_atomically(self.path, _adapter().dump_json(self, indent=2) + b"\n")
@@ -113,7 +122,7 @@ class Plan:
 
     def origin(self, checked: CheckedData) -> Origin:
         settings = settings_of(self.recipe, self.placement.processes)
-        return Origin(settings, self.files, rows_of(self.recipe, checked))
+        return Origin(settings, self.files, rows_of(self.recipe.trainer, checked))
 
     def require_room(self) -> None:
         """Raise ``ValueError`` where the training surely does not fit into this machine's memory,
@@ -178,14 +187,15 @@ def make_plan(
     config = config_of(base)
     rows = checked.batch_rows()
     batch = batch_of(recipe, rows, placement.processes)
-    steps = total_steps(recipe.trainer, len(rows.lengths), placement.processes)
+    steps_an_epoch = steps_in_epoch(recipe.trainer, len(rows.lengths), placement.processes)
+    steps = total_steps(recipe.trainer, steps_an_epoch)
     here = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
     free = within_limit(free, recipe.engine.memory_limit)
     options = decide(config, recipe.engine_options(), batch, free, steps)
     changes: list[str] = []
     if checkpoint is not None:
-        changes = changes_of_data(checkpoint, rows_of(recipe, checked), accept_changed_data)
+        changes = changes_of_data(checkpoint, rows_of(recipe.trainer, checked), accept_changed_data)
     return Plan(
         recipe=recipe,
         base=base,
@@ -196,6 +206,7 @@ def make_plan(
         batch=batch,
         rows=len(rows.lengths),
         steps=steps,
+        steps_an_epoch=steps_an_epoch,
         free=free,
         needed=estimate(config, options, batch),
         space=needed_space(recipe, config, steps),
@@ -281,10 +292,9 @@ def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
     )
 
 
-def rows_of(recipe: Recipe, checked: CheckedData) -> Rows:
+def rows_of(asked: TrainerFields, checked: CheckedData) -> Rows:
     """What a run that continues has to have the same; rows for evaluation where they decide what
     is saved, or when the run ends."""
-    asked = recipe.trainer
     decide = asked.load_best_model_at_end or asked.early_stopping_patience is not None
     evaluated = None
     if checked.eval is not None and (decide or asked.save_strategy == "best"):

@@ -15,7 +15,7 @@ from ..data.source import Source, fault_of_path, fault_of_set, make_sources
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
-from ..engine.nvidia_driver import compute_capabilities, fault_of_fp8
+from ..engine.nvidia_driver import fault_of_fp8
 from ..engine.options import require_packages
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
@@ -153,8 +153,7 @@ def _fault_of_fp8(device: Device, processes: int | None) -> str | None:
     if device == "cpu":
         return "engine.fp8 is true, which runs on a GPU, and --device is cpu; expected false"
     gpus = find_gpus().found[:processes]  # where there is none, that is told elsewhere
-    capabilities = compute_capabilities(len(gpus)) if gpus else []
-    faults = (fault_of_fp8(g.name, c) for g, c in zip(gpus, capabilities, strict=True))
+    faults = (fault_of_fp8(gpu.name, gpu.capability) for gpu in gpus)
     return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)
 
 

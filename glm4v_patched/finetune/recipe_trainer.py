@@ -279,11 +279,11 @@ def steps_in_epoch(trainer: TrainerFields, rows: int, processes: int) -> int:
     return max(math.ceil(of_process / trainer.gradient_accumulation_steps), 1)
 
 
-def total_steps(trainer: TrainerFields, rows: int, processes: int) -> int:
+def total_steps(trainer: TrainerFields, steps_an_epoch: int) -> int:
     """Updates of the weights in a run."""
     if trainer.max_steps is not None:
         return trainer.max_steps
-    return max(math.ceil(trainer.num_train_epochs * steps_in_epoch(trainer, rows, processes)), 1)
+    return max(math.ceil(trainer.num_train_epochs * steps_an_epoch), 1)
 
 
 def length_of(trainer: TrainerFields) -> dict[str, float]:
@@ -307,6 +307,18 @@ def warmup(trainer: TrainerFields, steps: int) -> int:
     # A share may be a hair below a whole number. A single step with warm-up would learn nothing.
     share = min(max(int(steps * asked + 1e-9), 1), steps - 1)
     return int(asked) if asked >= 1 or asked == 0 else share
+
+
+def logging_steps(trainer: TrainerFields, steps: int, steps_an_epoch: int = 0) -> int:
+    """If the recipe leaves it open: for about 50 entries in so many steps, none across a
+    checkpoint, where a resumption would cut it."""
+    if trainer.logging_steps is not None:
+        return trainer.logging_steps
+    wanted = max(steps // 50, 1)
+    saved_every = trainer.save_steps
+    if saved_every is None and trainer.save_strategy in ("epoch", "best"):
+        saved_every = steps_an_epoch
+    return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
 
 
 def save_strategy(trainer: TrainerFields) -> str:

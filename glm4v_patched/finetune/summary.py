@@ -21,7 +21,7 @@ from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import in_bytes
 from .plan import Plan
 from .recipe import Recipe
-from .recipe_trainer import eval_strategy, highest_rate, rate_of, steps_in_epoch, warmup
+from .recipe_trainer import eval_strategy, highest_rate, rate_of, warmup
 
 GIB = 2**30
 LONGEST_SAMPLE = 1500  # characters
@@ -47,7 +47,7 @@ def describe(plan: Plan, checked: CheckedData) -> str:
         "disk": _describe_disk(plan),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
-    doubts = find_doubts(recipe, plan.rows, plan.steps, plan.placement.processes)
+    doubts = find_doubts(plan)
     lines += [f"{'doubtful':<12}{text}" for text in doubts]
     sample = show_sample(load_processor(base), checked.conversations()[0])
     return "\n".join(
@@ -128,15 +128,14 @@ def _describe_evaluation(recipe: Recipe, checked: CheckedData) -> str:
 
 
 def _describe_steps(plan: Plan) -> str:
-    asked, processes = plan.recipe.trainer, plan.placement.processes
-    per_epoch = steps_in_epoch(asked, plan.rows, processes)
-    each, times = asked.per_device_train_batch_size, asked.gradient_accumulation_steps
-    told = f"{plan.steps:,}"
+    asked, told = plan.recipe.trainer, f"{plan.steps:,}"
     if not plan.recipe.data.is_streamed:
-        told += f", {per_epoch:,} an epoch: {plan.steps / per_epoch:.2f} epochs"
+        epochs = plan.steps / plan.steps_an_epoch
+        told += f", {plan.steps_an_epoch:,} an epoch: {epochs:.2f} epochs"
     return (
-        f"{told}; effective batch {each * times * processes} (per_device_train_batch_size {each} x "
-        f"gradient_accumulation_steps {times} x {processes} processes)"
+        f"{told}; effective batch {plan.effective_batch} (per_device_train_batch_size "
+        f"{asked.per_device_train_batch_size} x gradient_accumulation_steps "
+        f"{asked.gradient_accumulation_steps} x {plan.placement.processes} processes)"
     )
 
 
@@ -187,14 +186,9 @@ def _describe_disk(plan: Plan) -> str:
     return f"{told}; {in_bytes(space.free)} are free"
 
 
-def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterator[str]:
-    """What is told of each such value.
-
-    Args:
-        rows: That are trained on; of packed rows, those that samples are packed to.
-        steps: Of the run.
-    """
-    trainer = recipe.trainer
+def find_doubts(plan: Plan) -> Iterator[str]:
+    """What is told of each such value."""
+    recipe, trainer, steps = plan.recipe, plan.recipe.trainer, plan.steps
     if (rate := highest_rate(trainer)) > HIGHEST_RATE:
         yield (
             f"trainer.learning_rate is {rate:g}: AdamW moves a weight by up to that in a step, and "
@@ -211,17 +205,14 @@ def find_doubts(recipe: Recipe, rows: int, steps: int, processes: int) -> Iterat
             f"trainer.warmup_steps is {warm:,} and the run has {steps:,} steps: its learning rate "
             f"ends at {steps / warm:.0%} of trainer.learning_rate"
         )
-    each = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * processes
-    if recipe.data.is_streamed:
-        rows = max(rows, each * steps)  # it is not known how often each comes
-    if each > rows:
-        yield (
-            f"the effective batch, {each:,}, is larger than the number of rows, {rows:,}: an epoch "
-            "is one step"
-        )
-    epochs = steps / steps_in_epoch(trainer, rows, processes)
-    if epochs > MOST_EPOCHS:
-        yield f"each row is learned {epochs:,.0f} times"
+    if not recipe.data.is_streamed:  # else it is not known how many rows there are
+        if plan.effective_batch > plan.rows:
+            yield (
+                f"the effective batch, {plan.effective_batch:,}, is larger than the number of "
+                f"rows, {plan.rows:,}: an epoch is one step"
+            )
+        if (epochs := steps / plan.steps_an_epoch) > MOST_EPOCHS:
+            yield f"each row is learned {epochs:,.0f} times"
     yield from _doubts_of_lora(recipe)
     if isinstance(recipe.data.eval, float) and recipe.data.eval > 0.5:
         yield f"data.eval is {recipe.data.eval:g}: most rows are held out and not learned"

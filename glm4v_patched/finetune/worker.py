@@ -42,14 +42,13 @@ from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .plan import Plan
 from .progress import LossPlot, Progress, quiet_transformers
-from .recipe import Recipe
 from .recipe_trainer import (
     eval_batch_size,
     eval_strategy,
     highest_rate,
     length_of,
+    logging_steps,
     save_strategy,
-    steps_in_epoch,
     warmup,
 )
 from .row_faults import BadRow
@@ -64,22 +63,9 @@ OF_CALLBACKS = {"early_stopping_patience", "early_stopping_threshold", "save_tot
 OF_CALLBACKS |= {"num_train_epochs"}
 
 
-def features_of(recipe: Recipe, model: nn.Module) -> TowerFeatures | None:
-    """What keeps the tower's features, if they are to be kept."""
-    reuse = recipe.data.reuse_features
+def features_of(reuse: bool | str, model: nn.Module) -> TowerFeatures | None:
+    """What keeps the tower's features, if they are to be kept: ``data.reuse_features``."""
     return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
-
-
-def logging_steps(recipe: Recipe, steps: int, steps_an_epoch: int = 0) -> int:
-    """If the recipe leaves it open: for about 50 entries in so many steps, none across a
-    checkpoint, where a resumption would cut it."""
-    if recipe.trainer.logging_steps is not None:
-        return recipe.trainer.logging_steps
-    wanted = max(steps // 50, 1)
-    saved_every = recipe.trainer.save_steps
-    if saved_every is None and recipe.trainer.save_strategy in ("epoch", "best"):
-        saved_every = steps_an_epoch
-    return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
 
 
 def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> TrainingArguments:
@@ -90,7 +76,6 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         loading: Of :func:`loader_options`.
     """
     recipe, asked = plan.recipe, plan.recipe.trainer
-    steps_an_epoch = steps_in_epoch(asked, plan.rows, plan.placement.processes)
     given = {k: v for k, v in asked.model_dump().items() if k not in OF_CALLBACKS and v is not None}
     decided: dict[str, Any] = {
         "output_dir": recipe.out,
@@ -110,7 +95,7 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         "eval_strategy": eval_strategy(asked, evaluates),
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
-        "logging_steps": logging_steps(recipe, plan.steps, steps_an_epoch),
+        "logging_steps": logging_steps(asked, plan.steps, plan.steps_an_epoch),
         "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         "logging_nan_inf_filter": False,
@@ -152,7 +137,7 @@ def train(plan: Plan) -> None:
     except BadRow as bad:
         error, kind = str(bad), BadRow
     except Diverged as diverged:
-        error = f"training diverged: {diverged}{_how_to_go_on(recipe)}"
+        error = f"training diverged: {diverged}{_how_to_go_on(plan)}"
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
@@ -161,8 +146,9 @@ def train(plan: Plan) -> None:
             measured["predicted_gib"] = plan.needed / GIB
         known = {"measured": measured, "policies": plan.options.policies}
         known |= {"base": identify(replace(plan.base, adapters=None))}
+        known |= {"length": length_of(recipe.trainer)}
         known |= {"left_out": trainer.faults.number} if recipe.data.is_streamed else {}
-        _write_report(trainer, error, recipe, known)
+        _write_report(trainer, error, known)
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         trainer.args.distributed_state.wait_for_everyone()
@@ -217,7 +203,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
             of_process * (0 if plan.checkpoint is None else step_of(plan.checkpoint)),
         )
         collator = StreamCollator(eval_collator, plan.batch.row_length, config.seq_length)
-    batch = of_process * arguments.world_size * rows_of_batches.samples_per_row
+    batch = plan.effective_batch * rows_of_batches.samples_per_row
     told = not arguments.disable_tqdm, not recipe.data.is_streamed
     progress = Progress(batch, options.compile is True, *told)
     marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)
@@ -226,7 +212,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         callbacks.append(EarlyStoppingCallback(patience, asked.early_stopping_threshold))
     trainer = RecipeTrainer(
         model,
-        features=features_of(recipe, model),
+        features=features_of(recipe.data.reuse_features, model),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
         rates=asked.learning_rate if isinstance(asked.learning_rate, dict) else None,
         eval_collator=eval_collator,
@@ -247,9 +233,9 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     return trainer, progress
 
 
-def _how_to_go_on(recipe: Recipe) -> str:
-    checkpoint = last_complete_checkpoint(Path(recipe.out))
-    lower = f"a lower trainer.learning_rate than {highest_rate(recipe.trainer):g}"
+def _how_to_go_on(plan: Plan) -> str:
+    checkpoint = last_complete_checkpoint(plan.path.parent)
+    lower = f"a lower trainer.learning_rate than {highest_rate(plan.recipe.trainer):g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -258,9 +244,7 @@ def _how_to_go_on(recipe: Recipe) -> str:
     )
 
 
-def _write_report(
-    trainer: Trainer, error: str | None, recipe: Recipe, known: Mapping[str, Any]
-) -> None:
+def _write_report(trainer: Trainer, error: str | None, known: Mapping[str, Any]) -> None:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
         for entry in trainer.state.log_history
@@ -278,7 +262,7 @@ def _write_report(
     report["steps"] = {"asked": trainer.args.max_steps, "done": trainer.state.global_step}
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    report |= {"world_size": trainer.args.world_size, "length": length_of(recipe.trainer), **known}
+    report |= {"world_size": trainer.args.world_size, **known}
     text = json.dumps(report, indent=2, allow_nan=False)
     write_atomically(Path(cast(str, trainer.args.output_dir), REPORT), text)
 

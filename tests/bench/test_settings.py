@@ -161,7 +161,7 @@ def give_machine(monkeypatch, gpus: Gpus, ram: float) -> None:
 def test_a_machine_that_cannot_measure_is_refused_before_anything_is_built(
     number, arguments, message, monkeypatch, capsys
 ):
-    found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * number, "none here")
+    found = Gpus((Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),) * number, "none here")
     give_machine(monkeypatch, found, 100e9)
     monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("processes were started"))
     assert main(["bench", *arguments]) == 1
@@ -241,7 +241,7 @@ def test_why_processes_failed_is_what_they_printed(code, error, tmp_path):
 
 
 def test_a_machine_that_may_do_it_is_tried(monkeypatch):
-    found = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * 2)
+    found = Gpus((Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),) * 2)
     give_machine(monkeypatch, found, 270e9)
     asked = [Settings(trained=name) for name in TRAINED if name != "qlora"]
     machine.require_machine([*asked, replace(asked[0], offload=True)], 2, on_cpu=False)

@@ -736,12 +736,9 @@ def test_a_trainer_predicts_logits_and_no_features(conversations, processor, tmp
 
 def test_a_recipe_says_where_features_are_kept(tmp_path):
     model = frozen_model()
-    assert features_of(recipe(), model) is None
-    assert features_of(recipe({"trained": "lm", "data.reuse_features": True}), model).folder is None
-    assert (
-        features_of(recipe({"trained": "lm", "data.reuse_features": str(tmp_path)}), model).folder
-        == tmp_path
-    )
+    assert features_of(False, model) is None
+    assert features_of(True, model).folder is None
+    assert features_of(str(tmp_path), model).folder == tmp_path
 
 
 def test_a_continued_run_may_reuse_features_or_not(tmp_path):

@@ -38,11 +38,10 @@ TWO_OF_FOUR_JOINED = (
 @pytest.fixture
 def sound(monkeypatch, tmp_path):
     """A machine with two GPUs on which nothing is wrong."""
-    gpus = Gpus((Gpu("NVIDIA H200", 150 * 10**9),) * 2)
+    gpus = Gpus((Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),) * 2)
     monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
     monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: (13, 0))
     monkeypatch.setattr(nvidia_driver, "cuda_of_torch", lambda: (12, 8))
-    monkeypatch.setattr(nvidia_driver, "compute_capabilities", lambda number: [(9, 0)] * number)
     monkeypatch.setattr(
         nvidia_driver, "memory_in_use", lambda: [Use(0, 0, 10**11), Use(1, 0, 10**11)]
     )
@@ -81,7 +80,8 @@ def older_driver(monkeypatch):
 
 
 def volta(monkeypatch):
-    monkeypatch.setattr(nvidia_driver, "compute_capabilities", lambda number: [(7, 0)] * number)
+    gpus = Gpus((Gpu("Tesla V100", 32 * 10**9, (7, 0)),) * 2)
+    monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
 
 
 def taken(monkeypatch):

@@ -5,13 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, checkpointed_layers
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.compilation import compile_layers
-from glm4v_patched.engine.options import TRAINED, LoraOptions
-from glm4v_patched.engine.trainable import continue_adapters, select_weights
+from glm4v_patched.engine.options import LoraOptions
+from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -42,6 +41,7 @@ class Counted(TorchDispatchMode):
 
 
 def train_once(tower, language, trained="full", compiled=False):
+    """Loss, gradients, and what is computed in the backward pass where that is not compiled."""
     torch.manual_seed(0)
     model = select_weights(tiny_model(), trained).train()
     checkpoint_layers(model, tower, language)
@@ -50,53 +50,42 @@ def train_once(tower, language, trained="full", compiled=False):
         compile_layers(model)
     ids = torch.tensor([text(5) + grown_image() + text(9)])
     loss = model(input_ids=ids, labels=ids, pixel_values=pictures(1)).loss
+    counted = Counted()
     if compiled:
         loss.backward()
-        counted = None
     else:
-        with Counted() as counted:
+        with counted:
             loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients, counted
 
 
 @pytest.mark.parametrize("policies", [*AGAIN, ("every 2", "every 2")])
-def test_every_policy_gives_the_gradients_of_keeping_everything(policies):
-    loss, gradients, _ = train_once("none", "none")
-    other_loss, others, _ = train_once(*policies)
-    assert torch.equal(loss, other_loss)
-    assert gradients.keys() == others.keys()
+def test_every_policy_gives_the_gradients_of_keeping_everything_and_computes_again_what_it_must(
+    policies,
+):
+    loss, gradients, plain = train_once("none", "none")
+    other_loss, others, counted = train_once(*policies)
+    assert torch.equal(loss, other_loss) and gradients.keys() == others.keys()
     assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+    if policies in AGAIN:
+        again = counted.linears - plain.linears, counted.attention
+        assert again == tuple(LAYERS * number for number in AGAIN[policies])
 
 
-@pytest.mark.parametrize("policies", AGAIN)
-def test_a_policy_computes_again_what_it_does_not_keep(policies):
-    _, _, plain = train_once("none", "none")
-    _, _, counted = train_once(*policies)
-    again = counted.linears - plain.linears, counted.attention
-    assert again == tuple(LAYERS * number for number in AGAIN[policies])
-
-
-def test_every_second_layer_is_checkpointed():
+def test_every_second_layer_is_checkpointed_from_the_first():
     model = tiny_model(num_layers=5)
     checkpoint_layers(model, "none", "every 2")
-    layers = [layer.gradient_checkpointing for layer in checkpointed_layers(model)]
-    assert layers.count(True) == 3
-    assert [layer.gradient_checkpointing for layer in model.transformer.encoder.layers] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    layers = model.transformer.encoder.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False, True, False, True]
+    tower = model.transformer.vision.transformer.layers
+    assert not any(layer.gradient_checkpointing for layer in tower)
 
 
-@pytest.mark.parametrize("policy", ["some", "every", "every 0", "every two", "full 2", ""])
+@pytest.mark.parametrize("policy", ["some", "every 0", "every two", "full 2", ""])
 def test_a_policy_that_there_is_not_is_refused(policy):
-    model = tiny_model()
-    expected = "expected none, linear, selective, attention, full or 'every N'"
-    with pytest.raises(ValueError, match=expected):
-        checkpoint_layers(model, "full", policy)
+    with pytest.raises(ValueError, match="expected none, linear, selective, .* or 'every N'"):
+        checkpoint_layers(tiny_model(), "full", policy)
 
 
 @pytest.mark.newest
@@ -114,50 +103,21 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(trained, monkeypatch):
         torch.testing.assert_close(others[name], gradients[name], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("trained", "inside", "outside"),
-    [
-        ("full", "vision", None),
-        ("lm", "encoder", "vision"),
-        ("lora_lm", "encoder", "vision"),
-        ("lora_all", "vision", None),
-    ],
-)
-def test_what_is_trained(trained, inside, outside):
-    model = select_weights(tiny_model(), trained)
-    learned = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert any(inside in name for name in learned)
-    assert not any(outside and outside in name for name in learned)
-    assert all("lora_" in name for name in learned) == trained.startswith("lora")
-
-
-@pytest.mark.parametrize(
-    ("said", "alpha"), [({}, 6), ({"alpha": 5}, 5), ({"dropout": 0.25, "use_rslora": True}, 6)]
-)
-def test_what_is_said_of_lora_reaches_peft(said, alpha):
-    model = select_weights(tiny_model(), "lora_lm", LoraOptions(rank=3, **said))
-    config = model.peft_config["default"]
-    assert (config.r, config.lora_alpha) == (3, alpha)
-    assert config.lora_dropout == said.get("dropout", 0)
-    assert config.use_rslora is said.get("use_rslora", False) and not config.use_dora
-
-
-@pytest.mark.parametrize("change", ["more", "fewer"])
-def test_adapters_that_do_not_fit_their_config_are_refused(tmp_path, change):
-    """peft would warn, and leave what it does not find as new adapters begin."""
-    select_weights(tiny_model(), "lora_lm").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    name = next(iter(tensors))
-    if change == "more":
-        tensors[name.replace("lora", "lara")] = tensors[name].clone()
-    else:
-        del tensors[name]
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    told = f"holds {len(tensors)} tensors, of which 1 do not fit its adapter_config.json"
-    with pytest.raises(ValueError, match=told):
-        continue_adapters(tiny_model(), tmp_path)
-
-
-def test_an_unknown_choice_of_weights_is_refused():
-    with pytest.raises(ValueError, match=f"'all'; expected one of {', '.join(TRAINED)}"):
-        select_weights(tiny_model(), "all")
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_dropout_is_the_same_when_a_layer_is_computed_again(policy):
+    """Else gradients would be of another network than the loss."""
+    ids = torch.tensor([text(9) + grown_image() + text(9)])
+    found = []
+    for asked in ("none", policy):
+        torch.manual_seed(0)
+        lora = LoraOptions(dropout=0.5, targets=("query_key_value", "dense_h_to_4h"))
+        model = select_weights(tiny_model(), "lora_lm", lora)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        checkpoint_layers(model.train(), asked, asked)
+        torch.manual_seed(1)
+        model(input_ids=ids, labels=ids, pixel_values=pictures(1)).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)

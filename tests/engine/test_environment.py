@@ -1,4 +1,4 @@
-"""Processes of Python import nothing from the folder that they are started in."""
+"""Training processes have one environment, and import nothing from the folder they start in."""
 
 import ast
 import shutil
@@ -15,9 +15,6 @@ from glm4v_patched.engine.environment import (
     python_module,
     training_environment,
 )
-
-PACKAGE = ROOT / "glm4v_patched"
-TO_BE_PRINTED = {"terminal_text.py"}
 
 
 @pytest.fixture
@@ -56,13 +53,13 @@ def test_what_lies_beside_the_package_is_found_where_it_is_not_installed(monkeyp
 
 def test_all_commands_are_made_by_one_function():
     found = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
+        path.name
+        for path in (ROOT / "glm4v_patched").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.List | ast.Tuple)
         and [ast.unparse(each) for each in node.elts[:2]] == ["sys.executable", "'-m'"]
     }
-    assert found == TO_BE_PRINTED
+    assert found == {"terminal_text.py"}  # which prints one
 
 
 def test_programs_of_an_environment_that_is_not_activated_are_found(tmp_path, monkeypatch):
@@ -71,3 +68,17 @@ def test_programs_of_an_environment_that_is_not_activated_are_found(tmp_path, mo
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
     assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")
+
+
+def test_what_the_reader_sets_stays(monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    found = training_environment(2)
+    assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert found["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = training_environment(2, on_cpu=True)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in found and found["OMP_NUM_THREADS"] == "1"
+    assert (found["CUDA_VISIBLE_DEVICES"], found["DS_ACCELERATOR"]) == ("", "cpu")

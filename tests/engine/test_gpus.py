@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm4v_patched.engine import gpus
-from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus
+from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus, free_on_gpus
 
 
 class Driver:
@@ -14,6 +14,7 @@ class Driver:
 
     def __init__(self, names: list[str], fails: str = "", status: int = 999):
         self.names, self.fails, self.status = names, fails, status
+        self.contexts = 0
 
     def __getattr__(self, function: str):
         return lambda *arguments: self.call(function, arguments)
@@ -22,17 +23,28 @@ class Driver:
         if function == self.fails:
             return self.status
         match function, arguments:
-            case "cuInit", (0,):
+            case (("cuInit" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2"), (_,)):
                 pass
             case "cuDeviceGetCount", (number,):
                 number._obj.value = len(self.names)
             case "cuDeviceGet", (device, index):
+                if index >= len(self.names):
+                    return 101
                 device._obj.value = index + 10
             case "cuDeviceGetName", (name, size, device):
                 assert size == 256
                 name.value = self.names[device.value - 10].encode()
             case "cuDeviceTotalMem_v2", (memory, device):
                 memory._obj.value = 2**40 + device.value
+            case "cuDeviceGetAttribute", (number, asked, device):
+                number._obj.value = {75: 9, 76: device.value}[asked]
+            case "cuDevicePrimaryCtxRetain", (_, device):
+                self.contexts += 1
+                self.current = device.value
+            case "cuDevicePrimaryCtxRelease_v2", (_,):
+                self.contexts -= 1
+            case "cuMemGetInfo_v2", (free, total):
+                free._obj.value, total._obj.value = 2**30 + self.current, 2**40
             case _:
                 pytest.fail(f"{function}{arguments}")
         return 0
@@ -47,17 +59,23 @@ def has_driver(monkeypatch):
                 raise OSError("cannot open shared object file")
             return driver
 
-        monkeypatch.setattr(gpus, "torch_without_cuda", lambda: False)
+        monkeypatch.setattr(gpus, "cuda_of_torch", lambda: (13, 0))
         monkeypatch.setattr(ctypes, "CDLL", load)
 
     return have
 
 
-def test_gpus_are_those_of_the_driver(has_driver):
-    has_driver(Driver(["NVIDIA H200", "NVIDIA A100"]))
+def test_gpus_are_those_of_the_driver_and_no_memory_of_them_is_kept(has_driver):
+    driver = Driver(["NVIDIA H200", "NVIDIA A100"])
+    has_driver(driver)
     found = find_gpus()
-    assert found.found == (Gpu("NVIDIA H200", 2**40 + 10), Gpu("NVIDIA A100", 2**40 + 11))
+    assert found == Gpus(
+        (Gpu("NVIDIA H200", 2**40 + 10, (9, 10)), Gpu("NVIDIA A100", 2**40 + 11, (9, 11)))
+    )
     assert len(found) == 2 and not found.reason
+    assert free_on_gpus(2) == [2**30 + 10, 2**30 + 11] and driver.contexts == 0
+    with pytest.raises(RuntimeError, match="error 101 about GPU 2's memory"):
+        free_on_gpus(3)
 
 
 def test_why_there_is_no_gpu_is_said(has_driver, monkeypatch):
@@ -79,14 +97,12 @@ def test_a_driver_that_does_not_know_its_gpu_is_an_error(has_driver):
         find_gpus()
 
 
-def test_the_driver_counts_as_torch_does():
+def test_the_driver_counts_and_names_as_torch_does():
+    found = find_gpus()
     if torch.version.cuda is None:
-        assert find_gpus().reason.startswith("this torch was built without CUDA")
-    assert len(find_gpus()) == torch.cuda.device_count()
-
-
-@pytest.mark.gpu
-def test_the_driver_names_what_torch_names():
-    first = find_gpus().found[0]
-    assert first.name == torch.cuda.get_device_name()
-    assert first.memory == torch.cuda.get_device_properties(0).total_memory
+        assert found.reason.startswith("this torch was built without CUDA")
+    assert len(found) == torch.cuda.device_count()
+    if found:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        capability = torch.cuda.get_device_capability()
+        assert found.found[0] == Gpu(torch.cuda.get_device_name(), memory, capability)

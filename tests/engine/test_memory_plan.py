@@ -1,4 +1,5 @@
-"""Estimates of memory against real models and measured peaks, and what is chosen by them."""
+"""Estimates of memory against real models and measured peaks, what is chosen by them, and what is
+refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,9 @@ import torch
 
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.bench.table import read_rows
+from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.activation_policies import POLICIES
+from glm4v_patched.engine.memory_check import fault_of_memory
 from glm4v_patched.engine.memory_plan import (
     CANDIDATES,
     GIB,
@@ -33,65 +36,26 @@ from tests.helpers.tiny import tiny_config, tiny_model
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REAL = ChatGLMConfig()
 TWO_ROWS = Batch(rows=2, row_length=2114, processes=2)
+ONE_ROW = replace(TWO_ROWS, rows=1)
 
 
 def asked(trained="full", tower="auto", language="auto", live=None, **options) -> EngineOptions:
     """Nothing offloaded and all compiled, where a test does not say otherwise."""
-    options = {"compile": True, "offload": False} | options
-    return EngineOptions(
-        trained=trained,
-        tower=tower,
-        language=language,
-        stage3_max_live_parameters=live,
-        **options,
-    )
+    given = {"trained": trained, "tower": tower, "language": language}
+    given |= {"stage3_max_live_parameters": live, "compile": True, "offload": False}
+    return EngineOptions(**given | options)
 
 
 def decided(trained="full", tower="full", language="full", live=1e9, **options) -> EngineOptions:
     return asked(trained, tower, language, live, **options)
 
 
-def measured_rows():
-    """Rows of real GPUs, each as what was trained, what was kept, and the measured peak."""
-    for path in sorted(RESULTS.glob("bench_*.json")):
-        for number, row in enumerate(read_rows(path), 1):
-            settings = row["settings"]
-            if "error" in row or settings["against"] is not None:
-                continue
-            if settings.get("attn_implementation", "sdpa") == "eager":
-                continue  # its scores are not estimated: nobody is to choose it for its memory
-            longest = 1602 + row["text_tokens"]
-            lengths = [longest] * row["micro_batch"]
-            if settings.get("packed"):
-                texts = Settings(**settings).text_lengths()
-                lengths = [sum(1602 + text for text in texts)]
-            chosen = row.get("policies") or {
-                "tower": settings["tower"],
-                "language": settings["language"],
-                "gathered": settings["stage3_max_live_parameters"],
-            }
-            batch = Batch(
-                rows=len(lengths),
-                row_length=lengths[0],
-                images_per_row=row["micro_batch"] / len(lengths),
-                processes=row["gpus"],
-            )
-            options = decided(
-                row["workload"],
-                chosen["tower"],
-                chosen["language"],
-                chosen["gathered"],
-                zero_stage=row["zero_stage"],
-                optimizer=settings.get("optimizer", "adamw"),
-                offload=row["offload"],
-                loss_chunk_size=settings["loss_chunk_size"],
-                compile=settings["compile"],
-            )
-            peak = row["peak_allocated_gib"]
-            if options.offload is True:
-                # Since then gradients wait on the GPUs (engine/deepspeed/gradient_buffer.py).
-                peak += 2 * count_trained(REAL, options) / batch.processes / GIB
-            yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
+def chosen(options: EngineOptions, free: float, steps: int | None = None) -> EngineOptions:
+    """For the real model and so many GiB."""
+    return decide(REAL, options, TWO_ROWS, free * GIB, steps)
+
+
+# What there is
 
 
 @pytest.mark.parametrize("trained", ["lora_lm", "lora_all"])
@@ -110,11 +74,49 @@ def test_parameters_are_counted_as_the_model_has_them(changes):
     tower = sum(p.numel() for p in model.transformer.vision.parameters())
     everything = sum(p.numel() for p in model.parameters())
     assert count_parameters(config) == (tower, everything - tower)
-
-
-def test_the_real_models_parameters():
     # As many as the published checkpoint has.
     assert sum(count_parameters(REAL)) == 13_906_320_896
+
+
+# What a step takes
+
+
+def measured_rows():
+    """Rows of real GPUs, each as what was trained, what was kept, and the measured peak."""
+    for path in sorted(RESULTS.glob("bench_*.json")):
+        for number, row in enumerate(read_rows(path), 1):
+            settings = row["settings"]
+            if "error" in row or settings["against"] is not None:
+                continue
+            if settings.get("attn_implementation", "sdpa") == "eager":
+                continue  # its scores are not estimated: nobody is to choose it for its memory
+            lengths = [1602 + row["text_tokens"]] * row["micro_batch"]
+            if settings.get("packed"):
+                lengths = [sum(1602 + text for text in Settings(**settings).text_lengths())]
+            policies = row.get("policies") or {
+                **{name: settings[name] for name in ("tower", "language")},
+                "gathered": settings["stage3_max_live_parameters"],
+            }
+            batch = Batch(
+                rows=len(lengths),
+                row_length=lengths[0],
+                images_per_row=row["micro_batch"] / len(lengths),
+                processes=row["gpus"],
+            )
+            options = decided(
+                row["workload"],
+                *(policies[name] for name in ("tower", "language", "gathered")),
+                zero_stage=row["zero_stage"],
+                optimizer=settings.get("optimizer", "adamw"),
+                offload=row["offload"],
+                loss_chunk_size=settings["loss_chunk_size"],
+                compile=settings["compile"],
+            )
+            peak = row["peak_allocated_gib"]
+            if options.offload is True:
+                # Since then gradients wait on the GPUs (engine/deepspeed/gradient_buffer.py).
+                peak += 2 * count_trained(REAL, options) / batch.processes / GIB
+            yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
 
 
 @pytest.mark.parametrize(("options", "batch", "peak"), list(measured_rows()))
@@ -137,9 +139,9 @@ def test_states_by_stage_optimizer_and_offload():
     tower, language = count_parameters(REAL)
     weights = tower + language
 
-    def bytes_a_weight(**options):
-        batch = Batch(rows=1, row_length=9, processes=options.pop("processes", 2))
-        return states(REAL, decided(**options), batch) / weights
+    def bytes_a_weight(trained="full", processes=2, **options):
+        batch = replace(ONE_ROW, processes=processes)
+        return states(REAL, decided(trained, **options), batch) / weights
 
     # bf16 weights and gradients, fp32 weights and two moments: 2 + 2 + 4 + 8.
     assert bytes_a_weight(zero_stage=3) == 16 / 2
@@ -148,51 +150,80 @@ def test_states_by_stage_optimizer_and_offload():
     assert bytes_a_weight(zero_stage=3, optimizer="adamw_8bit") == 10 / 2
     assert bytes_a_weight(zero_stage=3, offload=True) == 4 / 2
     assert bytes_a_weight(zero_stage=2, offload=True) == 2
+    # A second copy of the weights (hpZ).
+    assert bytes_a_weight(zero_stage=3, processes=16, zero_hpz_partition_size=8) == 1 + 2 / 8
     # What waits on the CPU: fp32 weights, gradients and moments, and at first bf16 gradients.
     for trained, number in (("full", weights), ("lm", language), ("lora_all", 0)):
         assert offloaded(REAL, decided(trained, offload=True)) == 16 * number
     assert offloaded(REAL, decided("full")) == 0
-    assert bytes_a_weight(zero_stage=3, trained="lora_all") == 2 / 2
+    assert bytes_a_weight("lora_all", zero_stage=3) == 2 / 2
     # In fp32 all of it takes 4 bytes, and DeepSpeed keeps its own copies all the same.
     assert bytes_a_weight(zero_stage=3, precision="fp32") == 20 / 2
     # Without ZeRO all in fp32.
     assert bytes_a_weight(zero_stage=0, processes=1) == 4 + 4 + 8
-    trained = bytes_a_weight(zero_stage=3, trained="lm") - 2 / 2
-    assert trained == pytest.approx(14 / 2 * language / weights)
+    for trained, number in (("lm", language), ("tower+adapter", tower)):
+        found = bytes_a_weight(trained, zero_stage=3) - 2 / 2
+        assert found == pytest.approx(14 / 2 * number / weights)
 
 
-def test_more_memory_never_means_more_work():
-    for trained in ("full", "lm", "lora_lm", "lora_all"):
-        work = [
-            recomputed_flop(REAL, decide(REAL, asked(trained), TWO_ROWS, free * GIB), TWO_ROWS)
-            for free in (16, 24, 32, 48, 80, 96, 120, 141, 180, 288)
-        ]
-        assert work == sorted(work, reverse=True), trained
-        assert work[-1] == 0 and work[0] > 0
+def test_large_adapters_are_counted_and_small_ones_are_not():
+    small, lora = (
+        decided("lora_lm"),
+        LoraOptions(rank=64, targets=("query_key_value", "dense_4h_to_h")),
+    )
+    large = replace(small, lora=lora)
+    added = states(REAL, large, ONE_ROW) - states(REAL, small, ONE_ROW)
+    # Its value, its gradient, fp32 copy and two moments, shared by two processes.
+    weights = 40 * 64 * (2 * 4096 + 512 + 13696 + 4096)
+    assert added == pytest.approx(weights * (2 + 2 + 4 + 8) / 2)
+
+
+def test_every_policy_computes_more_and_keeps_less_than_the_one_before():
+    assert [name for name in CANDIDATES if not name.startswith("every")] == list(POLICIES)
+    policies = [decided(tower=name, language=name) for name in POLICIES]
+    work = [recomputed_flop(REAL, options, TWO_ROWS) for options in policies]
+    sizes = [estimate(REAL, options, TWO_ROWS) for options in policies]
+    assert work == sorted(set(work)) and sizes == sorted(set(sizes), reverse=True)
+    # Every Nth layer lies between.
+    names = ("none", "every 4", "every 2", "full")
+    work = [recomputed_flop(REAL, decided("lm", language=name), TWO_ROWS) for name in names]
+    assert work == sorted(work) and work[2] == pytest.approx(work[3] / 2)
+
+
+def test_a_row_of_four_samples_keeps_what_four_rows_do():
+    four = Batch(rows=4, row_length=2114)
+    packed = Batch(rows=1, row_length=4 * 2114, images_per_row=4)
+    for policies in (("none", "none"), ("full", "none"), ("attention", "full")):
+        options = decided("lora_all", *policies)
+        assert estimate(REAL, options, packed) == estimate(REAL, options, four)
+
+
+# What is chosen
 
 
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all"])
-@pytest.mark.parametrize("free", [24.5, 80, 141])
-def test_what_is_chosen_fits_or_is_the_smallest_there_is(trained, free):
-    chosen = decide(REAL, asked(trained), TWO_ROWS, free * GIB)
-    size = estimate(REAL, chosen, TWO_ROWS)
+def test_more_memory_never_means_more_work_and_what_is_chosen_fits_if_anything_does(trained):
+    work = []
     smallest = estimate(REAL, decided(trained, live=5e8), TWO_ROWS)
-    assert size < (free - 2) * GIB or size == smallest
+    for free in (16, 24.5, 32, 48, 80, 96, 120, 141, 180, 288):
+        options = chosen(asked(trained), free)
+        size = estimate(REAL, options, TWO_ROWS)
+        assert size < (free - 2) * GIB or size == smallest
+        work.append(recomputed_flop(REAL, options, TWO_ROWS))
+    assert work == sorted(work, reverse=True) and work[-1] == 0 and work[0] > 0
 
 
 def test_a_policy_that_is_asked_for_stays():
-    for free in (0, 60 * GIB, 1000 * GIB):
-        chosen = decide(REAL, asked(tower="selective", live=7e8), TWO_ROWS, free)
-        assert (chosen.tower, chosen.stage3_max_live_parameters) == ("selective", 7e8)
-        assert decide(REAL, asked(language="every 3"), TWO_ROWS, free).language == "every 3"
+    for free in (0, 60, 1000):
+        found = chosen(asked(tower="selective", live=7e8), free)
+        assert (found.tower, found.stage3_max_live_parameters) == ("selective", 7e8)
+        assert chosen(asked(language="every 3"), free).language == "every 3"
 
 
 def test_all_weights_stay_gathered_where_they_fit():
-    chosen = decide(REAL, asked("lora_all"), TWO_ROWS, 141 * GIB)
-    assert chosen == decided("lora_all", "none", "none", ALL_WEIGHTS)
+    assert chosen(asked("lora_all"), 141) == decided("lora_all", "none", "none", ALL_WEIGHTS)
     # Those of a frozen tower are not needed again.
-    chosen = decide(REAL, asked("lora_lm"), TWO_ROWS, 141 * GIB)
-    assert chosen == decided("lora_lm", "full", "none", 9_399_951_360)
+    assert chosen(asked("lora_lm"), 141) == decided("lora_lm", "full", "none", 9_399_951_360)
 
 
 @pytest.mark.parametrize(
@@ -206,45 +237,10 @@ def test_all_weights_stay_gathered_where_they_fit():
     ],
 )
 def test_layers_are_compiled_where_that_pays(steps, free, trained, compiled):
-    stage = 0 if trained == "qlora" else 3
-    options = asked(trained, compile="auto", zero_stage=stage)
-    assert decide(REAL, options, TWO_ROWS, free * GIB, steps).compile == compiled
+    options = asked(trained, compile="auto", zero_stage=0 if trained == "qlora" else 3)
+    assert chosen(options, free, steps).compile == compiled
     for said in (True, False):
-        options = replace(options, compile=said)
-        assert decide(REAL, options, TWO_ROWS, free * GIB, steps).compile == said
-
-
-def test_every_policy_computes_more_and_keeps_less_than_the_one_before():
-    assert [name for name in CANDIDATES if not name.startswith("every")] == list(POLICIES)
-    policies = [decided(tower=name, language=name) for name in POLICIES]
-    work = [recomputed_flop(REAL, options, TWO_ROWS) for options in policies]
-    sizes = [estimate(REAL, options, TWO_ROWS) for options in policies]
-    assert work == sorted(set(work)) and sizes == sorted(set(sizes), reverse=True)
-
-
-def test_every_nth_lies_between_none_and_full():
-    work = [
-        recomputed_flop(REAL, decided(tower="none", language=name), TWO_ROWS)
-        for name in ("none", "every 4", "every 2", "full")
-    ]
-    assert work == sorted(work) and work[2] == pytest.approx(work[3] / 2)
-
-
-def test_a_row_of_four_samples_keeps_what_four_rows_do():
-    four = Batch(rows=4, row_length=2114)
-    packed = Batch(rows=1, row_length=4 * 2114, images_per_row=4)
-    for policies in (("none", "none"), ("full", "none"), ("attention", "full")):
-        options = decided("lora_all", *policies)
-        assert estimate(REAL, options, packed) == estimate(REAL, options, four)
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="this machine has a GPU: run with CUDA_VISIBLE_DEVICES="
-)
-def test_without_a_gpu_nothing_is_known_to_be_free_and_most_is_computed_again():
-    assert free_memory() == 0
-    chosen = decide(tiny_model().config, asked(), TWO_ROWS, free_memory())
-    assert (chosen.tower, chosen.language) == ("full", "full")
+        assert chosen(replace(options, compile=said), free, steps).compile == said
 
 
 @pytest.mark.parametrize("mine", [10 * GIB, 50 * GIB])
@@ -264,7 +260,48 @@ def test_free_memory_is_the_least_of_all_processes(mine, monkeypatch):
     monkeypatch.setattr(torch, "tensor", lambda value, dtype, device: tensor(value, dtype=dtype))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    assert free_memory() == min(mine, other)
+    assert free_memory() == free_memory(limit=100) == min(mine, other)
     # A limit of this process is the others', too.
     assert free_memory(limit=5) == 5 * GIB + OUTSIDE_TORCH
-    assert free_memory(limit=100) == min(mine, other)
+
+
+# What is refused
+
+
+@pytest.fixture
+def ram(monkeypatch):
+    """Sets the free memory of the machine."""
+
+    def set_free(number: float) -> None:
+        monkeypatch.setattr(memory_check, "free_ram", lambda: number)
+
+    set_free(100e9)
+    return set_free
+
+
+def test_what_lies_on_a_gpu_between_two_steps_has_to_fit(ram, words):
+    options = decided(compile=False)
+    needed = states(REAL, options, ONE_ROW) + OUTSIDE_TORCH
+    told = fault_of_memory(REAL, options, ONE_ROW, free=needed - 1e9)
+    assert "111.3 GB" in told and "110.3 GB" in told
+    words(told)
+    # The rest of a step is only estimated.
+    assert fault_of_memory(REAL, options, ONE_ROW, free=needed + 1) == ""
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.0, False), (0.25, True)])
+def test_an_offloaded_optimizer_has_to_fit_into_the_memory_of_its_machine(share, fits, ram, words):
+    told = fault_of_memory(REAL, decided(offload=True), ONE_ROW, 80e9, share)
+    assert (told == "") == fits and ("222.5 GB" in told) == (not fits)
+    words(told)
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "fits"), [(1, 1.5, False), (0.5, 1, True), (1, 2, True), (1, 1.8, True)]
+)
+def test_on_a_cpu_the_steps_of_all_processes_here_have_to_fit(share, steps, fits, ram):
+    """Within the error of estimates."""
+    config, options = tiny_config(), asked("lm", compile=False)
+    ram(steps * estimate(config, decide(config, options, ONE_ROW, free=0), ONE_ROW))
+    told = fault_of_memory(config, options, ONE_ROW, 0, share)
+    assert told == "" if fits else "a step takes" in told

@@ -7,17 +7,20 @@ import yaml
 
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.models import placement
-from tests.helpers.recipes import LEAST
+from tests.helpers.recipes import LEAST, drawn_recipe
 from tests.helpers.tiny import tiny_model
 
 
 @pytest.fixture
 def has_gpus(monkeypatch):
-    """Makes this a machine with so many GPUs."""
+    """Makes this a machine with so many GPUs, or of such capabilities."""
 
-    def have(number: int, reason: str = "") -> None:
-        found = Gpus((Gpu("NVIDIA H200", 150_000_000_000),) * number, reason)
+    def have(number: int, reason: str = "", capabilities=()) -> None:
+        kinds = capabilities or ((9, 0),) * number
+        gpus = tuple(Gpu("NVIDIA H200", 150_000_000_000, capability) for capability in kinds)
+        found = Gpus(gpus, reason)
         for module in (preflight, placement):
             monkeypatch.setattr(module, "find_gpus", lambda: found)
 
@@ -42,3 +45,16 @@ def asked(tmp_path, model_folder) -> Path:
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return tmp_path / "r.yaml"
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory) -> Recipe:
+    """A tiny model and 20 rows, to be only read: ten steps of LoRA, one process without ZeRO."""
+    changes = {"trained": "lora_lm", "engine.zero_stage": 0}
+    return drawn_recipe(tmp_path_factory.mktemp("drawn"), changes)
+
+
+@pytest.fixture
+def mine(drawn, tmp_path) -> Recipe:
+    """The same, with a folder of its own for what is trained."""
+    return drawn.override({"out": str(tmp_path / "out")})

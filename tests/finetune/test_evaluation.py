@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation, trainer
-from glm4v_patched.finetune.plan import CHECKED_DATA, check_data, rows_of
+from glm4v_patched.finetune.ending import describe_end
+from glm4v_patched.finetune.plan import check_data, rows_of
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.inference.answer_worker import Answerer
@@ -43,25 +45,28 @@ def report(drawn) -> dict:
     return train_here(drawn)
 
 
-def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report, tmp_path):
+def adapters(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder, "adapter_model.safetensors"))
+
+
+def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(weight, others[name]) for name, weight in some.items())
+
+
+def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
     steps = [entry["step"] for entry in report["evaluations"]]
     assert len(steps) == 3 and steps[-1] == report["history"][-1]["step"]
-    checked = check_data(drawn)
-    checked.write(tmp_path / CHECKED_DATA)
-    rows = list(checked.eval.conversations())
+    rows = list(check_data(drawn).eval.conversations())
     batch = ConversationCollator(ChatGLMProcessor.from_pretrained(drawn.model))(rows)
     tokens = (batch["labels"][:, 1:] != -100).sum().item()
     assert {entry["eval_tokens"] for entry in report["evaluations"]} == {tokens}
-    from peft import PeftModel
-
     base = GLM4VForCausalLM.from_pretrained(drawn.model, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, drawn.out).eval()
     with torch.no_grad():
-        loss = model(**batch).loss.item()
+        loss = PeftModel.from_pretrained(base, drawn.out).eval()(**batch).loss.item()
     assert report["evaluations"][-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def test_evaluation_builds_no_logits_of_all_positions_and_no_cache(drawn, tmp_path, monkeypatch):
+def test_evaluation_builds_no_logits_of_all_positions_and_no_cache(mine, monkeypatch):
     found = []
     forward = GLM4VForCausalLM.forward
 
@@ -72,16 +77,15 @@ def test_evaluation_builds_no_logits_of_all_positions_and_no_cache(drawn, tmp_pa
         return outputs
 
     monkeypatch.setattr(GLM4VForCausalLM, "forward", watched)
-    changes = {"out": str(tmp_path / "out"), "trainer.max_steps": 1, "data.eval_answers": 0}
-    report = train_here(drawn.override(changes))
+    changes = {"trainer.max_steps": 1, "data.eval_answers": 0}
+    report = train_here(mine.override(changes))
     assert "eval_exact_match" not in report["evaluations"][0]
     assert found and {*found} == {(None, None)}
 
 
 def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, monkeypatch):
-    checked = check_data(drawn)
+    checked, answers = check_data(drawn), []
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
-    answers = []
     monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
     sheet = Path(drawn.out, "answers.png")
     sample = evaluation.Sample(checked.eval, processor, 8, 64, 4, 1024, sheet)
@@ -100,29 +104,31 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, m
 def test_rows_without_room_for_an_answer_are_passed_over(drawn):
     checked = check_data(drawn)
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
-    longest = int(checked.eval.column("in_table").max())
+    lengths = sorted(map(int, checked.eval.column("in_table")))
     sample = partial(evaluation.Sample, checked.eval, processor, 8, 64, 4, sheet=Path("unused"))
-    assert sample(longest + 64).questions and not sample(64).questions
+    for room in (lengths[-1], lengths[0], 0):
+        fitting = sum(length <= room for length in lengths)
+        assert len(sample(room + 64).questions) == min(fitting, 8)
 
 
-def test_evaluation_changes_nothing_of_the_training(drawn, report, tmp_path):
+def test_evaluation_changes_nothing_of_the_training(mine, report, tmp_path):
     """Not even LoRA's dropout: no random number is drawn."""
-    changes = {"out": str(tmp_path / "out"), "trainer.eval_strategy": "steps"}
-    other = train_here(drawn.override(changes | {"trainer.eval_steps": 2}))
+    other = train_here(mine.override({"trainer.eval_strategy": "steps", "trainer.eval_steps": 2}))
     assert other["history"] == report["history"]
     last = report["history"][-1]["step"]
     assert [e["step"] for e in other["evaluations"]] == [*range(2, last, 2), last]
     quiet = {"out": str(tmp_path / "quiet"), "trainer.eval_strategy": "no"}
-    assert train_here(drawn.override(quiet))["history"] == report["history"]
+    assert train_here(mine.override(quiet))["history"] == report["history"]
 
 
-def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path, monkeypatch):
+@pytest.fixture
+def stopped_early(mine, monkeypatch) -> Recipe:
+    """Its second evaluation is the best, and the fourth the last of patience 2."""
     # Given, for whether a small model gets worse again depends on the machine's rounding.
-    given = iter([3.0, 2.0, 2.5, 2.25, 1.0])
+    given = iter([3.0, 2.0, 2.5, 2.25, 2.1, 1.0])
     monkeypatch.setattr(trainer, "mean_loss", lambda *_: (next(given), 1))
-    asked = drawn.override(
+    return mine.override(
         {
-            "out": str(tmp_path / "out"),
             "trainer.num_train_epochs": 5.0,
             "trainer.save_strategy": "epoch",
             "trainer.save_total_limit": 1,
@@ -130,60 +136,61 @@ def test_the_best_weights_are_saved_and_patience_ends_the_run(drawn, tmp_path, m
             "trainer.early_stopping_patience": 2,
         }
     )
-    found = train_here(asked)
+
+
+def test_the_best_weights_are_saved_patience_ends_the_run_and_both_are_said(stopped_early):
+    found = train_here(stopped_early)
     losses = {entry["step"]: entry["eval_loss"] for entry in found["evaluations"]}
     assert [*losses.values()] == [3.0, 2.0, 2.5, 2.25]
-    _, best, _, last = losses
+    first, best, _, last = losses
     assert found["best_step"] == best
-    kept = {path.name for path in Path(asked.out).glob("checkpoint-*")}
+    out = Path(stopped_early.out)
+    kept = {path.name for path in out.glob("checkpoint-*")}
     assert kept == {f"checkpoint-{best}", f"checkpoint-{last}"}
-    saved = load_file(Path(asked.out, "adapter_model.safetensors"))
     for step, is_saved in ((best, True), (last, False)):
-        there = load_file(Path(asked.out, f"checkpoint-{step}", "adapter_model.safetensors"))
-        assert all(torch.equal(weight, there[name]) for name, weight in saved.items()) == is_saved
+        assert are_equal(adapters(out), adapters(out / f"checkpoint-{step}")) == is_saved
+    ended, saved, measured, files, following = describe_end(stopped_early, True).splitlines()
+    assert f"early, after step {last} of {5 * first}: 2 evaluations without a better" in ended
+    assert f"the adapters of step {best}, the best by eval_loss: eval_loss 2, eval_e" in saved
+    for name in ("", "loss.png", "answers.png", "training.json"):
+        assert str(out / name).rstrip("/") in files
+    assert following.endswith(f"chat {out} --device cpu")
 
 
-def test_where_the_last_step_is_best_its_weights_stay(drawn, tmp_path):
-    asked = drawn.override(
-        {
-            "out": str(tmp_path / "out"),
-            "trainer.num_train_epochs": 2.0,
-            "trainer.save_strategy": "epoch",
-            "trainer.load_best_model_at_end": True,
-        }
-    )
-    found = train_here(asked)
-    losses = [entry["eval_loss"] for entry in found["evaluations"]]
-    assert losses[1] < losses[0] and found["best_step"] == found["history"][-1]["step"]
-    [checkpoint] = Path(asked.out).glob("checkpoint-*")
-    saved = load_file(Path(asked.out, "adapter_model.safetensors"))
-    there = load_file(checkpoint / "adapter_model.safetensors")
-    assert any(not torch.equal(weight, there[name]) for name, weight in saved.items())
+def test_patience_goes_on_where_it_was_when_a_run_was_stopped(stopped_early):
+    """One evaluation without a better one before the stop, and one after it."""
+    asked = stopped_early.override({"trainer.save_total_limit": None})
+    steps = [entry["step"] for entry in train_here(asked)["evaluations"]]
+    again = train_here(asked, Path(asked.out, f"checkpoint-{steps[2]}"))
+    assert [entry["eval_loss"] for entry in again["evaluations"]] == [3.0, 2.0, 2.5, 2.1]
 
 
-def test_the_best_step_of_all_leaves_no_checkpoint_to_train_a_step_too_many_from(drawn, tmp_path):
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(mine, strategy):
+    """From which a step too many would be trained."""
     asked = {
-        "out": str(tmp_path / "out"),
         "trainer.num_train_epochs": 2.0,
-        "trainer.save_strategy": "best",
+        "trainer.save_strategy": strategy,
         "trainer.load_best_model_at_end": True,
     }
-    found = train_here(drawn.override(asked))
+    found = train_here(mine.override(asked))
     first, last = [entry["step"] for entry in found["evaluations"]]
-    assert found["best_step"] == last == found["history"][-1]["step"]
-    [checkpoint] = tmp_path.glob("out/checkpoint-*")
+    losses = [entry["eval_loss"] for entry in found["evaluations"]]
+    assert losses[1] < losses[0] and found["best_step"] == last == found["history"][-1]["step"]
+    [checkpoint] = Path(mine.out).glob("checkpoint-*")
     assert checkpoint.name == f"checkpoint-{first}"
+    assert not are_equal(adapters(mine.out), adapters(checkpoint))
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_model_checkpoint"]) == (first, str(checkpoint))
 
 
 def test_rows_that_decide_what_is_best_belong_to_a_run(drawn):
     checked = check_data(drawn)
-    others = check_data(drawn.override({"data.eval": drawn.data.train}))
-    others = replace(checked, eval=others.eval)
+    others = replace(checked, eval=check_data(drawn.override({"data.eval": drawn.data.train})).eval)
     best = drawn.override({"trainer.save_strategy": "best"})
     for asked, changes in ((drawn, 0), (best, 1)):
-        assert len(rows_of(asked, checked).changes_to(rows_of(asked, others))) == changes
+        found = rows_of(asked.trainer, checked).changes_to(rows_of(asked.trainer, others))
+        assert len(found) == changes
 
 
 @pytest.mark.parametrize(

@@ -17,38 +17,38 @@ from glm4v_patched.finetune.__main__ import VARIABLES, Process, main
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import recipe
 
-OPTIONS = Namespace(
-    recipe=Path("r.json"),
-    overrides=[],
-    device="cpu",
-    resume=False,
-    resume_from=None,
-    overwrite=False,
-    accept_changed_data=False,
-)
+OPTIONS = {"overrides": [], "device": "cpu", "resume": False, "resume_from": None}
+OPTIONS |= {"overwrite": False, "accept_changed_data": False}
 
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """Three processes, of which the first is made to prepare a folder or to fail; what each ended
-    with and trained."""
+    """Three processes, of which the first prepares a folder, or fails; what each ended with, and
+    what was trained."""
     store, ended, trained = HashStore(), {}, []
-    asked = recipe({"out": str(tmp_path / "out")})
+    out = tmp_path / "out"
+    asked = recipe({"out": str(out)})
 
     def run(rank: int) -> None:
         try:
-            ended[rank] = machines._run(OPTIONS, Process(rank, 3, 1))
+            ended[rank] = machines._run(Namespace(**OPTIONS), Process(rank, 3, 1))
         except SystemExit as end:
             ended[rank] = end.code
         except Exception as error:
             ended[rank] = error
 
-    def start(prepare, read=None) -> tuple[dict, list]:
+    def start(fault: Exception | None = None) -> tuple[dict, list]:
         @contextmanager
         def prepared(*_, **__):
-            prepare(tmp_path / "out")
-            path = tmp_path / "out" / "plan.json"
-            yield SimpleNamespace(path=path, recipe=asked, placement=Placement(3, True, 1)), None
+            if fault is not None:
+                raise fault
+            out.mkdir()
+            asked.write(out / "recipe.json")
+            (out / "plan.json").write_text("{}")
+            plan = SimpleNamespace(
+                path=out / "plan.json", recipe=asked, placement=Placement(3, True, 1)
+            )
+            yield plan, None
 
         monkeypatch.setattr(machines, "prepared", prepared)
         threads = [
@@ -66,44 +66,30 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "run", lambda plan: trained.append(plan) or 0)
     monkeypatch.setattr(machines, "describe_end", lambda recipe, on_cpu: f"saved {recipe.out}")
     monkeypatch.setattr(machines, "leave", sys.exit)
-    return SimpleNamespace(start=start, recipe=asked)
+    return start
 
 
 def test_all_begin_when_the_first_has_prepared_with_its_plan(world, capsys):
-    def prepare(out: Path) -> None:
-        out.mkdir()
-        world.recipe.write(out / "recipe.json")
-        (out / "plan.json").write_text("{}")
-
-    ended, trained = world.start(prepare)
+    ended, trained = world()
     assert ended == {0: 0, 1: 0, 2: 0}
     assert [path.name for path in trained] == ["plan.json"] * 3
     assert capsys.readouterr().out.count("saved ") == 1
 
 
 def test_none_begins_where_the_first_finds_a_fault(world, capsys):
-    def prepare(out: Path) -> None:
-        raise ValueError("the data cannot be used")
-
-    ended, trained = world.start(prepare)
+    ended, trained = world(ValueError("the data cannot be used"))
     assert str(ended[0]) == "the data cannot be used" and (ended[1], ended[2]) == (1, 1)
-    assert trained == []
-    assert capsys.readouterr().err.count("process 0 says why") == 2
+    assert trained == [] and capsys.readouterr().err.count("process 0 says why") == 2
 
 
 def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
     real = machines._text
 
-    def prepare(out: Path) -> None:
-        out.mkdir()
-        world.recipe.write(out / "recipe.json")
-        (out / "plan.json").write_text("{}")
-
     def text(file: Path) -> str | None:
         return real(file) if threading.current_thread().name == "rank 0" else None
 
     monkeypatch.setattr(machines, "_text", text)
-    ended, trained = world.start(prepare)
+    ended, trained = world()
     assert "out has to be on a disk that all machines see" in str(ended[0])
     assert "plan.json is not there, or another file" in str(ended[0])
     assert (ended[1], ended[2]) == (1, 1) and trained == []
@@ -117,7 +103,7 @@ def test_without_a_launcher_it_is_told_how_to_start(monkeypatch, capsys):
     assert "RANK, WORLD_SIZE" in told and "glm4v-patched train RECIPE" in told
 
 
-def test_each_launcher_s_variables_are_understood(monkeypatch):
+def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
     for name, value in zip(VARIABLES, ("3", "4", "1", "node0", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
@@ -126,14 +112,11 @@ def test_each_launcher_s_variables_are_understood(monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "2")  # DeepSpeed's
     assert Process.of_environment() == Process(3, 4, 2)
     # DeepSpeed's launcher adds this to every process's arguments.
-    assert machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"]).overrides == [
-        "engine.compile=true"
-    ]
+    options = machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"])
+    assert options.overrides == ["engine.compile=true"]
 
 
-def test_faults_of_the_recipe_are_told_by_the_first_process(world, monkeypatch, tmp_path):
-    monkeypatch.undo()
+def test_faults_of_the_recipe_are_told_by_the_first_process(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"trained": "all"}))
-    options = Namespace(**vars(OPTIONS) | {"recipe": tmp_path / "r.json"})
     with pytest.raises(ValueError, match='trained is "all"'):
-        machines._read(options, Process(0, 2, 1))
+        machines._read(Namespace(**OPTIONS, recipe=tmp_path / "r.json"), Process(0, 2, 1))

@@ -7,40 +7,32 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.engine.memory_plan import GIB, Batch
+from glm4v_patched.engine.memory_plan import GIB, OUTSIDE_TORCH, Batch
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.plan import Plan, check_data, make_plan
-from glm4v_patched.finetune.recipe import Recipe, may_change
+from glm4v_patched.finetune.recipe import may_change
 from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.finetune.summary import describe_policies
+from glm4v_patched.finetune.summary import _describe_memory, describe_policies
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from tests.helpers.recipes import drawn_recipe, planned
-
-HERE = Placement(1, on_cpu=True)
+from tests.helpers.recipes import planned
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Recipe:
-    changes = {"trainer.max_steps": 2, "engine.zero_stage": 0, "trained": "lora_lm"}
-    return drawn_recipe(tmp_path_factory.mktemp("plan"), changes)
-
-
-def test_a_plan_reads_back_as_it_was_written(drawn, tmp_path):
-    recipe = drawn.override({"out": str(tmp_path), "lora.targets": ["dense"]})
-    for accelerator in (HERE, Placement(4, local_processes=2, on_cpu=True)):
-        plan = make_plan(recipe, accelerator, check_data(recipe), base_of(recipe))
+def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
+    recipe = mine.override({"out": str(tmp_path), "lora.targets": ["dense"]})
+    for placement in (Placement(1, on_cpu=True), Placement(4, local_processes=2, on_cpu=True)):
+        plan = make_plan(recipe, placement, check_data(recipe), base_of(recipe))
         plan = replace(plan, checkpoint=tmp_path / "checkpoint-4", changes=("rows: others",))
         plan.write()
         assert Plan.read(plan.path) == plan
     assert json.loads(plan.path.read_text())["options"]["lora"]["targets"] == ["dense"]
 
 
-def test_it_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(drawn, tmp_path, monkeypatch):
+def test_it_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monkeypatch):
     """Of the real size, on GPUs of which others use some."""
-    recipe = drawn.override({"out": str(tmp_path), "engine.language": "auto"})
+    recipe = mine.override({"engine.language": "auto"})
     checked = check_data(recipe)
     real = ChatGLMConfig()
     monkeypatch.setattr(planning, "config_of", lambda base: real)
@@ -53,12 +45,14 @@ def test_it_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(drawn, tmp_path
         assert plan.free == free >= plan.needed
         found.append(plan.options.language)
     assert found[0] != found[1]
+    # What is outside of torch is not free.
+    assert "may not suffice" not in _describe_memory(replace(plan, needed=free - OUTSIDE_TORCH))
+    assert "may not suffice" in _describe_memory(replace(plan, needed=free - OUTSIDE_TORCH + GIB))
 
 
-def test_what_is_printed_is_what_runs(drawn, tmp_path, monkeypatch, capsys):
+def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):
     """The summary, --dry-run and doctor, and the engine of the process that trains."""
-    recipe = drawn.override({"out": str(tmp_path / "out")})
-    recipe.write(tmp_path / "recipe.json")
+    mine.write(tmp_path / "recipe.json")
     command = [str(tmp_path / "recipe.json"), "--device", "cpu"]
     assert main(["train", *command, "--dry-run"]) == 0
     dry = capsys.readouterr().out
@@ -68,7 +62,7 @@ def test_what_is_printed_is_what_runs(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("glm4v_patched.finetune.ending.describe_end", lambda *_: "")
     assert main(["train", *command]) == 0
     told = capsys.readouterr().out
-    plan = Plan.read(tmp_path / "out" / "plan.json")
+    plan = Plan.read(Path(mine.out, "plan.json"))
     for text in (dry, told, told_by_doctor):
         assert describe_policies(plan) in text
     options = []
@@ -78,30 +72,28 @@ def test_what_is_printed_is_what_runs(drawn, tmp_path, monkeypatch, capsys):
     assert options == [plan.options]
 
 
-def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(drawn, tmp_path, monkeypatch):
-    plan = Plan.read(planned(drawn.override({"out": str(tmp_path)})))
+def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(mine, monkeypatch, words):
+    plan = Plan.read(planned(mine))
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "3")
-        with pytest.raises(ValueError, match="planned for 1 processes, and 3 take part"):
+        with words.refused(ValueError, "1 processes", "3 take part"):
             plan.require_true()
     other = replace(plan, files=plan.files | {"model.safetensors": "another"})
     with pytest.raises(ValueError, match=r"model\.safetensors: another planned, [0-9a-f]+ here"):
         other.require_true()
     monkeypatch.setattr(planning, "free_memory", lambda limit: 40 * GIB)
     replace(plan, free=41 * GIB).require_true()
-    with pytest.raises(RuntimeError, match=r"with 78\.0 GiB free .* has 40\.0 GiB now"):
+    with words.refused(RuntimeError, "78.0 GiB", "40.0 GiB"):
         replace(plan, free=78 * GIB).require_true()
 
 
-def test_rows_that_were_checked_again_are_no_longer_those_of_the_plan(drawn, tmp_path):
-    plan = Plan.read(planned(drawn.override({"out": str(tmp_path)})))
-    rows = Path(drawn.data.train).read_text().splitlines()
-    other = tmp_path / "others.jsonl"
-    other.write_text(
-        "\n".join(rows[:5]).replace("pictures/", f"{Path(drawn.model).parent}/pictures/")
-    )
-    recipe = drawn.override({"out": str(tmp_path), "data.train": str(other)})
-    check_data(recipe).write(tmp_path / planning.CHECKED_DATA)
+def test_rows_that_were_checked_again_are_no_longer_those_of_the_plan(mine, drawn, tmp_path):
+    plan = Plan.read(planned(mine))
+    pictures = Path(drawn.data.train).parent / "pictures"
+    rows = Path(drawn.data.train).read_text().splitlines()[:5]
+    (tmp_path / "others.jsonl").write_text("\n".join(rows).replace("pictures", str(pictures)))
+    others = mine.override({"data.train": str(tmp_path / "others.jsonl")})
+    check_data(others).write(Path(mine.out, planning.CHECKED_DATA))
     with pytest.raises(ValueError, match="data.json has rows with digest .* was planned with"):
         plan.checked_data()
 

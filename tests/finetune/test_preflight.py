@@ -37,69 +37,64 @@ def told(asked: Path, *overrides: str, **options) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "processes", "zero_stage", "expected"),
-    [(8, None, 3, 8), (8, None, 0, 1), (8, 3, 2, 3), (1, None, 3, 1), (2, 2, 1, 2), (2, 1, 0, 1)],
+    ("number", "asked", "expected"),
+    [
+        (8, (None, "cuda", 3), Placement(8)),
+        (8, (None, "cuda", 0), Placement(1)),
+        (8, (3, "cuda", 2), Placement(3)),
+        (8, (None, "cpu"), Placement(1, on_cpu=True)),
+        (8, (3, "cpu"), Placement(3, on_cpu=True)),
+        (0, (None, "cuda", 3), "there is no GPU: none here; .*--device cpu"),
+        (2, (4, "cuda", 3), "4 processes on 2 GPUs: .* expected --processes 2 or fewer, or --dev"),
+        (1, (2, "cuda", 3), "2 processes on 1 GPUs: .* expected --processes 1, or --device cpu"),
+        (8, (2, "cuda", 0), "engine.zero_stage 0 on 2 processes: .*; expected --processes 1, or"),
+        (8, (3, "cpu", 0), "engine.zero_stage 0 on 3 processes"),
+    ],
 )
-def test_each_process_has_a_gpu_and_by_default_all_are_used(
-    has_gpus, number, processes, zero_stage, expected
+def test_each_process_has_a_gpu_and_the_cpu_is_taken_only_where_it_is_asked_for(
+    has_gpus, number, asked, expected
 ):
-    has_gpus(number)
-    assert place(processes, zero_stage=zero_stage) == Placement(expected)
+    has_gpus(number, "none here")
+    if isinstance(expected, Placement):
+        assert place(*asked) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            place(*asked)
 
 
 @pytest.mark.parametrize(
-    ("number", "processes", "zero_stage", "message"),
+    ("number", "processes", "device", "expected"),
     [
-        (0, None, 3, "there is no GPU: none here; to use the CPU all the same: --device cpu"),
-        (0, 1, 0, "there is no GPU: none here"),
-        (2, 4, 3, "4 processes on 2 GPUs: .* expected --processes 2 or fewer, or --device cpu"),
-        (1, 2, 3, "2 processes on 1 GPUs: .* expected --processes 1, or --device cpu"),
-        (8, 2, 0, "engine.zero_stage 0 on 2 processes: .*; expected --processes 1, or"),
+        (0, None, None, Placement(2, on_cpu=True)),
+        (1, None, None, Placement(1)),
+        (8, None, None, Placement(2)),
+        (8, 4, None, Placement(4)),
+        (8, None, "cpu", Placement(2, on_cpu=True)),
     ],
 )
-def test_too_few_gpus_are_refused_and_never_replaced_by_the_cpu(
-    has_gpus, number, processes, zero_stage, message
+def test_the_demo_runs_without_options_wherever_it_can_and_leaves_no_gpu_unasked(
+    has_gpus, monkeypatch, capsys, number, processes, device, expected
 ):
     has_gpus(number, "none here")
-    with pytest.raises(ValueError, match=message):
-        place(processes, zero_stage=zero_stage)
-
-
-def test_the_cpu_is_taken_where_it_is_asked_for(has_gpus):
-    has_gpus(8)
-    assert place(None, "cpu") == Placement(1, on_cpu=True)
-    assert place(3, "cpu") == Placement(3, on_cpu=True)
-    with pytest.raises(ValueError, match="zero_stage 0 on 3 processes"):
-        place(3, "cpu", zero_stage=0)
+    monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
+    assert demo.place_demo(processes, device) == expected
+    said = capsys.readouterr().out
+    assert ("the demo runs on the CPU, as there is no GPU: none here" in said) == (number == 0)
 
 
 # The command line
 
 
-def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path):
+def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path, words):
     has_gpus(2)
-    text = asked.read_text().replace("learning_rate: 1.0", "learning_rate: -1")
-    asked.write_text(text)
+    asked.write_text(asked.read_text().replace("learning_rate: 1.0", "learning_rate: -1"))
     fields = ["engine.compile=1", "--processes", "4", "data.train=none.jsonl", "model=modle"]
     assert main(["train", str(asked), *fields]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert sorted(lines) == [
-        f"{asked}:8: trainer.learning_rate is -1; expected a number above 0, or one for each part",
-        "command line: 4 processes on 2 GPUs: each needs one of its own; expected --processes 2 or "
-        "fewer, or --device cpu",
-        'command line: data.train is "none.jsonl": there is no such file',
-        "command line: engine.compile is 1; expected true, false or auto",
-        'command line: model is "modle": there is no such folder; expected a folder, or an id of '
-        "the Hub as zai-org/glm-4v-9b",
-    ]
+    lines = sorted(capsys.readouterr().err.splitlines())
+    named = ["trainer.learning_rate", "4 processes", "data.train", "engine.compile", "model"]
+    assert all(name in line for name, line in zip(named, lines, strict=True))
+    words("\n".join(lines))
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("arguments", [["--procesess", "1"], ["x", "--foo"]])
-def test_an_option_that_is_not_known_is_refused(asked, arguments, capsys):
-    with pytest.raises(SystemExit):
-        main(["train", str(asked), *arguments])
-    assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_a_mistake_is_answered_at_once(asked):
@@ -110,33 +105,26 @@ def test_a_mistake_is_answered_at_once(asked):
     after = os.times()
     assert done.returncode == 1 and done.stderr.startswith("command line: lora.rank is 0")
     used = after.children_user + after.children_system
-    used -= before.children_user + before.children_system
-    assert used < 1
+    assert used - before.children_user - before.children_system < 1
 
 
 # The model
 
 
-def test_a_recipe_that_can_be_run_has_no_faults(asked):
-    assert told(asked) == []
-    assert {path.name for path in asked.parent.iterdir()} == {"r.yaml", "train.jsonl"}
-
-
-@pytest.mark.parametrize("name", ["our-org/glm-4v-tiny", "a/b", "zai-org/glm-4v-9b", "o/n_a.me"])
+@pytest.mark.parametrize("name", ["our-org/glm-4v-tiny", "a/b", "o/n_a.me"])
 def test_ids_of_the_hub_are_not_looked_up(asked, name):
-    assert told(asked, f"model={name}") == []
+    assert told(asked) == told(asked, f"model={name}") == []
 
 
 @pytest.mark.parametrize(
     "name",
-    ["modle", "/no/such", "./org/name", "../x", "a/b/c", "a//b", "-a/b", "a/b-", "a/b.", "a--b/c"]
-    + ["a/b..c", "a/b c", "ä/b", "~/model", "a/" + "b" * 95, "a/b.git", "x" * 5000],
+    ["modle", "/no/such", "./org/name", "a/b/c", "-a/b", "a/b-", "a--b/c", "a/b..c", "a/b c"]
+    + ["ä/b", "~/model", "a/" + "b" * 95, "a/b.git", "x" * 5000],
 )
 def test_a_folder_that_is_not_there_is_told_as_such(asked, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [line] = told(asked, f"model={name}")
     assert "there is no such folder; expected a folder, or an id of the Hub" in line
-    assert "Repo id" not in line
 
 
 def index_of(*names: object) -> str:
@@ -151,10 +139,8 @@ OUTSIDE = ["../other/model.safetensors", "/etc/model.safetensors", "..", "", 5, 
     ("name", "content", "message"),
     [
         ("config.json", None, "a folder without config.json"),
-        ("config.json", "{", "its config.json cannot be read"),
         ("config.json", "[" * 100_000, "its config.json cannot be read"),
         ("config.json", "[]", "has model_type [] and is not a glm-4v's"),
-        ("config.json", '{"model_type": "llama"}', 'has model_type "llama" and is not'),
         ("config.json", '{"model_type": "chatglm"}', "expected chatglm, with a vision_config"),
         (WEIGHTS, None, "a folder without weights; expected model.safetensors"),
         (WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid", "pointer of git-lfs and has"),
@@ -162,8 +148,6 @@ OUTSIDE = ["../other/model.safetensors", "/etc/model.safetensors", "..", "", 5, 
         *[(INDEX, index_of(WEIGHTS, n), f"names {n!r}; expected names of files") for n in OUTSIDE],
         # What loading will tell is at least no traceback here.
         (INDEX, "{", ""),
-        (WEIGHTS, "\xff" * 9, ""),
-        (WEIGHTS, "", ""),
         (WEIGHTS, "\x02\0\0\0\0\0\0\0[]", ""),
     ],
 )
@@ -181,81 +165,51 @@ def test_a_folder_that_is_no_model_is_refused(
 
 
 def test_adapters_are_a_model_and_looked_at_before_anything_starts(asked, tmp_path, model_folder):
-    (tmp_path / "adapter").mkdir()
+    folder = tmp_path / "adapter"
+    folder.mkdir()
     config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": str(model_folder)}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     name = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
-    save_file({f"{name}.lora_A.weight": torch.ones(2)}, tmp_path / "adapter" / ADAPTER_WEIGHTS)
-    on_them = [f"model={tmp_path / 'adapter'}", "trained=lora_lm"]
+    save_file({f"{name}.lora_A.weight": torch.ones(2)}, folder / ADAPTER_WEIGHTS)
+    on_them = [f"model={folder}", "trained=lora_lm"]
     assert told(asked, *on_them) == []
     lines = told(asked, *on_them, "lora.rank=4", "data.train=none.jsonl")
     assert len(lines) == 2 and "have rank 8, and lora.rank is 4" in "".join(lines)
     config["base_model_name_or_path"] = "../gone"
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     [line] = told(asked, *on_them)
     assert 'the model under the adapters is "../gone": there is no such folder' in line
-
-
-def test_a_file_is_no_model(asked):
-    [line] = told(asked, f"model={asked}")
-    assert "a file, or a link to nothing; expected a folder, or an id" in line
 
 
 # Files and folders
 
 
-def test_data_must_be_a_file_with_something_in_it(asked, tmp_path):
+def test_files_and_folders_that_cannot_be_are_told_of_each_field(
+    asked, tmp_path, monkeypatch, words
+):
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "folder").mkdir()
-    for name, message in [
-        ("none", "there is no such file"),
-        ("empty", "it is empty"),
-        ("folder", "a folder without a data set; expected a file, or a folder that datasets has"),
-        ("link", "no file, but a link to nothing"),
-    ]:
-        for field in ("data.train", "data.eval"):
-            [line] = told(asked, f"{field}={tmp_path / name}")
-            assert f": {message}" in line and f"{field} is " in line
-            [line] = told(asked, f"{field}=[{{path: {tmp_path / name}, format: auto}}]")
-            assert f": {message}" in line and f"{field} has " in line
-
-
-def test_out_must_be_a_folder_that_can_be_made(asked, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    for name, message in [
-        ("file", "no folder, but a file or a link to nothing"),
-        ("link", "no folder, but a file or a link to nothing"),
-        ("file/out", f"{tmp_path / 'file'} is no folder"),
-    ]:
-        [line] = told(asked, f"out={tmp_path / name}")
-        assert line == f'out is "{tmp_path / name}": {message}'
-        [line] = told(asked, f"data.reuse_features={tmp_path / name}", "trained=lm")
-        assert line.startswith("data.reuse_features is ") and line.endswith(message)
+    given = [f"model={asked}", f"out={tmp_path}/link", f"out={tmp_path}/link/out"]
+    given.append(f"data.reuse_features={tmp_path}/link")
+    for name in ("none", "empty", "folder", "link"):
+        given += [f"data.train={tmp_path}/{name}", f"data.eval={tmp_path}/{name}"]
+        given.append(f"data.train=[{{path: {tmp_path}/{name}, format: auto}}]")
+    lines = []
+    for assignment in given:
+        [line] = told(asked, assignment, "trained=lm")
+        assert line.startswith(assignment.split("=")[0])
+        lines.append(line)
+    words("\n".join(lines))
     # The superuser, as whom tests may run, is let in everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
     [line] = told(asked)
-    assert line.endswith(f"{tmp_path} may not be written")
-    assert not (tmp_path / "new").exists()
-
-
-def test_eight_bits_and_missing_packages_are_told_here(asked, monkeypatch):
-    def missing(choice):
-        if choice == "adamw_8bit":
-            raise RuntimeError("adamw_8bit needs bitsandbytes: pip install bitsandbytes")
-
-    monkeypatch.setattr(preflight, "require_packages", missing)
-    assert told(asked, "engine.optimizer=adamw_8bit") == [
-        "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected adamw",
-        "adamw_8bit needs bitsandbytes: pip install bitsandbytes",
-    ]
+    assert line.endswith(f"{tmp_path} may not be written") and not (tmp_path / "new").exists()
 
 
 def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
     out = tmp_path / "photos"
     out.mkdir()
-    assert told(asked, f"out={out}") == []
     (out / "loss.png").touch()  # a run's own
     assert told(asked, f"out={out}") == []
     for name in ("b.JPG", "a.png", "c.webp", "notes.txt"):
@@ -286,17 +240,15 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
     folder = tmp_path_factory.mktemp("any")
     (folder / "train.jsonl").write_text("{}\n")
     right = {"model": str(model_folder), "out": str(folder / "out")}
-    right |= {"data.train": str(folder / "train.jsonl")}
+    right |= {"data.train": str(folder / "train.jsonl"), "trainer.save_steps": 2}
     right |= {f"trainer.{name}": value for name, value in LEAST["trainer"].items()}
-    right |= {"trainer.save_steps": 2}
+    names = [name for name, _ in fields(whole_recipe())]
     has_gpus(2)
 
     @profile
     @given(
         st.sets(st.sampled_from(sorted(right)), max_size=2),
-        st.dictionaries(
-            st.sampled_from([name for name, _ in fields(whole_recipe())]), ANYTHING, max_size=2
-        ),
+        st.dictionaries(st.sampled_from(names), ANYTHING, max_size=2),
         st.none() | st.integers(1, 4),
         st.sampled_from(["cuda", "cpu"]),
     )
@@ -313,32 +265,3 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
         assert not (folder / "out").exists()
 
     attempt()
-
-
-# The demo
-
-
-@pytest.mark.parametrize(
-    ("number", "processes", "device", "expected"),
-    [
-        (0, None, None, Placement(2, on_cpu=True)),
-        (0, 3, None, Placement(3, on_cpu=True)),
-        (1, None, None, Placement(1)),
-        (8, None, None, Placement(2)),
-        (8, 4, None, Placement(4)),
-        (8, None, "cpu", Placement(2, on_cpu=True)),
-        (2, 4, None, None),
-    ],
-)
-def test_the_demo_runs_without_options_wherever_it_can_and_leaves_no_gpu_unasked(
-    has_gpus, monkeypatch, capsys, number, processes, device, expected
-):
-    has_gpus(number, "none here")
-    monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
-    if expected is None:
-        with pytest.raises(ValueError, match="4 processes on 2 GPUs"):
-            demo.place_demo(processes, device)
-        return
-    assert demo.place_demo(processes, device) == expected
-    said = capsys.readouterr().out
-    assert ("the demo runs on the CPU, as there is no GPU: none here" in said) == (number == 0)

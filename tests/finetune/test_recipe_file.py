@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.finetune.recipe import (
-    EngineFields,
     Recipe,
     RecipeError,
     check_values,
@@ -23,7 +22,7 @@ from glm4v_patched.finetune.recipe import (
     located,
     whole_recipe,
 )
-from glm4v_patched.finetune.recipe_file import place_all, read_document
+from glm4v_patched.finetune.recipe_file import MOST_BYTES, place_all, read_document
 from tests.helpers.recipes import LEAST, recipe
 
 RIGHT = """\
@@ -38,45 +37,38 @@ trainer:
 """
 
 
-def read(tmp_path: Path, content: str | bytes, name: str = "r.yaml") -> Recipe:
+def read(tmp_path: Path, content: str | bytes, name: str = "r.yaml", *overrides: str) -> Recipe:
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return Recipe.read(path)
+    return Recipe.read(path, overrides)
 
 
-def faults(tmp_path: Path, content: str | bytes, name: str = "r.yaml") -> list[str]:
+def faults(tmp_path: Path, content: str | bytes, *rest: str) -> list[str]:
     """Lines of the error, without the folder."""
     with pytest.raises(RecipeError) as told:
-        read(tmp_path, content, name)
+        read(tmp_path, content, *rest)
     return str(told.value).replace(f"{tmp_path}/", "").split("\n")
 
 
 def test_numbers_are_what_they_look_like(tmp_path):
     """YAML 1.1, which PyYAML reads, takes 1e-4 for text and 010 for 8."""
-    assert read(tmp_path, RIGHT).trainer.learning_rate == 1e-4
-    for text, value in [("1.0e-4", 1e-4), ("2.5E3", 2500.0), (".5", 0.5), ("+1", 1), ("3", 3)]:
+    numbers = [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("2.5E3", 2500), (".5", 0.5), ("+1", 1), ("3", 3)]
+    for text, value in numbers:
         assert read(tmp_path, RIGHT.replace("1e-4", text)).trainer.learning_rate == value
     for text in ("010", "1_000", "1:30", "0x10", "2024-01-01", ".nan", ".inf", "-.inf"):
         [told] = faults(tmp_path, RIGHT.replace("max_steps: 100", f"max_steps: {text}"))
         assert told.startswith("r.yaml:6: trainer.max_steps is ")
-    assert read(tmp_path, RIGHT + "revision: 2024-01-01").revision == "2024-01-01"
-    assert read(tmp_path, RIGHT + "revision: 0012").revision == "0012"
+    for text in ("2024-01-01", "0012"):
+        assert read(tmp_path, RIGHT + f"revision: {text}").revision == text
 
 
-def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path):
+def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path, words):
     wrong = RIGHT.replace("100", "0").replace("1e-4", "'1e-4'").replace("out: out\n", "")
     wrong += "engine:\n  zero_stage: 0\n  offload: true\n  towr: none\n  compile: 1\nmodel: m\n"
-    assert faults(tmp_path, wrong) == [
-        "r.yaml: out is missing; expected a folder",
-        "r.yaml:1: model is there twice, in lines 1 and 13",
-        "r.yaml:5: trainer.max_steps is 0; expected a whole number from 1 to 2147483647 or null",
-        'r.yaml:7: trainer.learning_rate is "1e-4"; expected a number above 0, or one for each '
-        "part (without quotes)",
-        "r.yaml:10: engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
-        "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
-        "r.yaml:11: engine.towr is not a field of a recipe; did you mean engine.tower?",
-        "r.yaml:12: engine.compile is 1; expected true, false or auto",
-    ]
+    told = faults(tmp_path, wrong)
+    lines = ["", "1:", "5:", "7:", "10:", "11:", "12:"]
+    assert [line.split()[0] for line in told] == [f"r.yaml:{line}" for line in lines]
+    words("\n".join(told))
 
 
 def test_what_goes_together_is_not_judged_by_a_value_that_is_wrong(tmp_path):
@@ -86,40 +78,31 @@ def test_what_goes_together_is_not_judged_by_a_value_that_is_wrong(tmp_path):
 
 def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
     told = faults(tmp_path, "model: m\nout: o\ndata: {train: d}\n")
-    assert told == [
-        "r.yaml: trainer.per_device_train_batch_size is missing; expected a whole number from 1 "
-        "to 2147483647",
-        "r.yaml: trainer.learning_rate is missing; expected a number above 0, or one for each part",
-    ]
+    missing = ("trainer.per_device_train_batch_size", "trainer.learning_rate")
+    assert all(line.startswith(f"r.yaml: {f} is m") for line, f in zip(told, missing, strict=True))
 
 
+# The words are PyYAML's and json's where they are not ours.
 BROKEN = {
     "r.yaml": [
         ("", ": the recipe is empty; expected sections and fields, as in model: FOLDER"),
-        ("5", ": the recipe is 5; expected"),
         ("[]", ": the recipe is []; expected"),
-        ("a: 1\n---\nb: 2", ":2: expected a single document in the stream, but found"),
-        ("a:\n\tb: 1", r":2: while scanning for the next token, found character '\t'"),
-        ("a: [1\nb: 2", ":2: while parsing a flow sequence, expected ',' or ']'"),
+        ("a: 1\n---\nb: 2", ":2: expected a single document"),
+        ("a:\n\tb: 1", ":2: while scanning"),
         ("a: &x 1\nb: *x", ":2: *x is an alias; write the value itself"),
         ("a: &x [*x]", ":1: *x is an alias"),
         ("a: 1\n1: 2", ":2: a key is not text"),
         ("? [a]\n: 2", ":1: a key is not text"),
         ("a: !!python/object/apply:os.getcwd []", ":1: tag:yaml.org,2002:python/o"),
-        ("a: !!set {b}", ":1: tag:yaml.org,2002:set is a tag, which recipes do not have"),
         ("a: 1\nb: \x07", r":2: the character \x07 cannot be in YAML"),
         ("a:\n " + "[" * 1000, ":2: more than 20 levels inside of each other"),
         ("a: " + "9" * 5000, ":1: Exceeds the limit"),
         ("a: 1\n".encode("utf-16"), ":1: is UTF-16 or UTF-32; save it as UTF-8"),
         ("a: 1\n".encode("utf-32-be"), ":1: is UTF-16 or UTF-32"),
-        ("a: 1\n".encode("utf-16-le"), ":1: is UTF-16 or UTF-32"),
         (b"a: 1\nb: \xe4", ":2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
-        (b"a" * 2**16 + b"a", ": has over 65,536 bytes"),
+        (b"a" * (MOST_BYTES + 1), ": has over 65,536 bytes"),
         # Of faults, one on a line, whatever is in them.
-        (
-            RIGHT + "engine.tower: none\n",
-            ":9: engine.tower is one key; expected tower under",
-        ),
+        (RIGHT + "engine.tower: none\n", ":9: engine.tower is one key; expected tower under"),
         (RIGHT + "--device: cpu\n", ":9: --device is not a field of a recipe"),
         (RIGHT + '"e\\e[31m\\n": 1\n', r":9: e\x1b[31m\n is not a field"),
     ],
@@ -129,7 +112,6 @@ BROKEN = {
         ('{"a": ' + "9" * 5000 + "}", ": is not JSON: Exceeds the limit"),
         ('{"a":\n' + "[" * 60_000, ":2: more than 20 levels inside of each other"),
         ('{"a":\n' + "[" * 30 + "]" * 30 + "}", ":2: more than 20 levels inside"),
-        ("5", ": the recipe is 5; expected"),
     ],
 }
 
@@ -144,6 +126,10 @@ def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, name, content, told)
     assert line.startswith(name + told) and len(line) < 350
 
 
+def test_a_file_may_have_the_most_bytes(tmp_path):
+    assert read(tmp_path, RIGHT.ljust(MOST_BYTES)) == read(tmp_path, RIGHT)
+
+
 def test_of_a_key_that_is_there_twice_the_value_that_counts_is_told_with_its_line(tmp_path):
     """Also where the command line says another value."""
     lines = faults(tmp_path, RIGHT + "trained: full\ntrained: everything\n")
@@ -151,26 +137,21 @@ def test_of_a_key_that_is_there_twice_the_value_that_counts_is_told_with_its_lin
         "r.yaml:9: trained is there twice, in lines 9 and 10",
         'r.yaml:10: trained is "everything"',
     ]
-    (tmp_path / "r.yaml").write_text(RIGHT + "out: there\n")
-    with pytest.raises(RecipeError, match="r.yaml:2: out is there twice, in lines 2 and 9"):
-        Recipe.read(tmp_path / "r.yaml", ["out=elsewhere"])
+    told = faults(tmp_path, RIGHT + "out: there\n", "r.yaml", "out=elsewhere")
+    assert told == ["r.yaml:2: out is there twice, in lines 2 and 9"]
 
 
 def test_lines_of_json_are_those_of_its_keys(tmp_path):
     text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}, "engine":\n{"x": 1}}'
     told = faults(tmp_path, text, "r.json")
     assert "r.json:3: a.1.b is there twice, in lines 3 and 3" in told
-    assert [line.split(";")[0] for line in told if "is not a field" in line] == [
-        "r.json:2: a is not a field of a recipe",
-        "r.json:4: d is not a field of a recipe",
-        "r.json:5: engine.x is not a field of a recipe",
-    ]
+    unknown = [line.split()[:2] for line in told if "is not a field" in line]
+    assert unknown == [["r.json:2:", "a"], ["r.json:4:", "d"], ["r.json:5:", "engine.x"]]
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path):
     assert read(tmp_path, "\ufeff" + RIGHT) == read(tmp_path, RIGHT)
-    text = json.dumps(LEAST)
-    assert read(tmp_path, "\ufeff" + text, "r.json") == Recipe.of(LEAST)
+    assert read(tmp_path, "\ufeff" + json.dumps(LEAST), "r.json") == Recipe.of(LEAST)
 
 
 @pytest.mark.parametrize("name", ["none.yaml", ".", "a\0b"])
@@ -187,75 +168,45 @@ def test_many_faults_are_cut(tmp_path):
 # Overrides
 
 
-def overridden(tmp_path: Path, *assignments: str, content: str = RIGHT) -> Recipe:
-    path = tmp_path / "r.yaml"
-    path.write_text(content)
-    return Recipe.read(path, assignments)
-
-
 def test_the_command_line_is_laid_over_the_file(tmp_path):
     given = ["engine.compile=true", "trainer.learning_rate=2e-5", "model=a=b", "revision="]
-    content = RIGHT + "revision: v1\n"
-    found = overridden(tmp_path, *given, "lora={rank: 4}", content=content)
+    found = read(tmp_path, RIGHT + "revision: v1\n", "r.yaml", *given, "lora={rank: 4}")
     assert found.engine.compile is True and found.trainer.learning_rate == 2e-5
     assert found.model == "a=b" and found.revision is None and found.lora.rank == 4
     assert found.trainer.max_steps == 100
 
 
 def test_faults_of_the_command_line_come_with_those_of_the_file(tmp_path):
-    with pytest.raises(RecipeError) as error:
-        overridden(tmp_path, "lora.rank=0", content=RIGHT.replace("100", "0"))
-    first, second = str(error.value).split("\n")
+    first, second = faults(tmp_path, RIGHT.replace("100", "0"), "r.yaml", "lora.rank=0")
     assert first.startswith("command line: lora.rank is 0")
-    assert second.startswith(f"{tmp_path / 'r.yaml'}:6: trainer.max_steps is 0")
-
-
-def test_a_section_that_is_none_stays_a_fault_under_the_command_line(tmp_path):
-    with pytest.raises(RecipeError) as error:
-        overridden(tmp_path, "engine.compile=true", content=RIGHT + "engine: 5\n")
-    first, second = str(error.value).split("\n")
+    assert second.startswith("r.yaml:6: trainer.max_steps is 0")
+    first, second = faults(tmp_path, RIGHT + "engine: 5\n", "r.yaml", "engine.compile=true")
     assert first == "command line: engine.compile cannot be: engine is 5, and no section"
-    sections = ", ".join(EngineFields.model_fields)
-    assert second.endswith(f"engine is 5; expected a section with {sections}")
-
-
-# Help
+    assert second.startswith("r.yaml:9: engine is 5; expected a section with zero_stage")
+    [told] = faults(tmp_path, RIGHT, "r.yaml", "engine={compile: true, compile: true}")
+    assert told.startswith("command line: compile is there twice")
 
 
 def test_every_field_has_a_line_in_the_help():
     told = describe_fields()
     for name, field in fields():
-        assert field.description, name
-        assert f"{name}: " in told
+        assert field.description and f"{name}: " in told, name
     assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told
     assert "``" not in told and ":mod:" not in told
 
 
-# Without torch
+# Without a package
+
+MISSING = "which cannot be imported: "
 
 
 @pytest.mark.parametrize(
     ("command", "without", "added", "told"),
     [
-        (
-            ["train"],
-            "torch",
-            "engine: {zero_stage: 9}\n",
-            "engine.zero_stage is 9; expected 0",
-        ),
+        (["train"], "torch", "engine: {zero_stage: 9}\n", "engine.zero_stage is 9; expected 0"),
         (["train", "trainer.bf16=true"], "transformers", "", "trainer.bf16 is set by the recipe"),
-        (
-            ["train"],
-            "transformers",
-            "  tf32: true\n",
-            "which cannot be imported: ",
-        ),
-        (
-            ["doctor"],
-            "transformers",
-            "  tf32: true\n",
-            "which cannot be imported: ",
-        ),
+        (["train"], "transformers", "  tf32: true\n", MISSING),
+        (["doctor"], "transformers", "  tf32: true\n", MISSING),
         (["train"], "yaml", "", "recipes need PyYAML and pydantic: "),
         (["train"], "pydantic", "", "recipes need PyYAML and pydantic: "),
     ],
@@ -277,15 +228,16 @@ sys.exit(status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 1 and "Traceback" not in said, said
-    assert told in said
+    assert done.returncode == 1 and "Traceback" not in said and told in said, said
 
 
 # Properties
 
 FEW = settings(max_examples=150, derandomize=True, deadline=None)
 MANY = settings(max_examples=5000, derandomize=True, deadline=None)
-PROFILES = [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)]
+each_profile = pytest.mark.parametrize(
+    "profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+)
 
 names = [name for name, _ in fields(whole_recipe())]
 parts = sorted({part for name in names for part in name.split(".")})
@@ -302,23 +254,20 @@ documents = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=6)
 )
 right_values = {
-    "model": st.sampled_from(["m", "org/name", "ä b/ü", "\U0001f600", "a\u2028b", "1e5", "null"]),
+    "model": st.sampled_from(["m", "org/name", "ä b/ü", "\U0001f600", "1e5", "null"]),
     "out": st.text(string.printable.strip(), min_size=1),
     "data.train": st.text(min_size=1).filter(str.isprintable),
     "data.pack_to": st.none() | st.integers(1, 2**31 - 1),
     "trainer.max_steps": st.integers(1, 2**31 - 1),
     "trainer.learning_rate": st.floats(0, 1e30, exclude_min=True),
     "trainer.seed": st.integers(0, 2**32 - 1),
-    "trainer.save_steps": st.none() | st.integers(1, 2**31 - 1),
     "trained": st.sampled_from(TRAINED[:-1]),
     "lora.rank": st.integers(1, 512),
     "engine.zero_stage": st.sampled_from([1, 2, 3]),
     "engine.tower": st.sampled_from(["auto", "none", "every 3", "full"]),
-    "engine.compile": st.booleans(),
     "engine.offload": st.sampled_from([True, False, "auto"]),
     "revision": st.none() | st.sampled_from(["v1", "123456", "2024-01-01", "true", "0x1", "1e4"]),
 }
-right_values["model"] = right_values["model"].filter(str.isprintable)
 right_recipes = st.fixed_dictionaries({}, optional=right_values).map(recipe)
 
 
@@ -338,7 +287,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("documents")
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+@each_profile
 def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, folder):
     @profile
     @given(documents)
@@ -353,16 +302,13 @@ def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, folde
     check()
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+@each_profile
 def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, folder):
     """Bytes are cut out, put in or changed."""
-    written = [recipe({"model": "ä/\U0001f600", "trained": "lora_all"})]
-    sources = []
-    for index, found in enumerate(written):
-        for suffix in (".json", ".yaml"):
-            found.write(folder / f"source{index}{suffix}")
-            sources.append((suffix, (folder / f"source{index}{suffix}").read_bytes()))
-    sources.append((".yaml", RIGHT.encode()))
+    written = folder / "source.json"
+    recipe({"model": "ä/\U0001f600", "trained": "lora_all"}).write(written)
+    json_, yaml_ = written.read_bytes(), RIGHT.encode()
+    sources = [(".json", json_), (".yaml", json_), (".yaml", yaml_)]
 
     @profile
     @given(st.data())
@@ -383,7 +329,7 @@ def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, folder):
     check()
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+@each_profile
 def test_a_recipe_that_is_written_reads_back(profile, folder):
     @profile
     @given(right_recipes, st.sampled_from(["back.json", "back.yaml", "back"]))
@@ -401,7 +347,7 @@ def in_yaml(value: object) -> str:
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=["few", "many"])
+@each_profile
 def test_an_override_is_what_the_file_could_have_said(profile, folder):
     """A value means the same in both, and is refused with the same words."""
     path = folder / "base.yaml"

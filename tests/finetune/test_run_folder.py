@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.atomic import give_usual_modes
 from glm4v_patched.finetune import run_folder
 from glm4v_patched.finetune.run_folder import (
     LOCK,
@@ -53,12 +51,20 @@ def usable(folder: Path, resume=False, overwrite=False, inputs=(), adapters=True
     return require_usable(folder, [*inputs], adapters, resume, overwrite)
 
 
-def ended_run(folder: Path, names: list[str]) -> Path:
+def begun_run(folder: Path, *names: str) -> Path:
     files(folder)
     begin(folder, usable(folder))
-    files(folder, *names)
+    return files(folder, *names)
+
+
+def ended_run(folder: Path, *names: str) -> Path:
+    begun_run(folder, *names)
     close_record(folder, adapters=True)
     return folder
+
+
+def finish(folder: Path, finished: bool = True) -> None:
+    (folder / "training.json").write_text(json.dumps({"finished": finished}))
 
 
 @pytest.mark.parametrize("names", [MODEL, ADAPTERS, TRAINING, ["modeling_chatglm.py"]])
@@ -72,36 +78,26 @@ def test_what_no_run_wrote_is_never_replaced(tmp_path, names, overwrite):
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("names", [MODEL, ADAPTERS])
-def test_resuming_replaces_no_foreign_model(tmp_path, names):
-    with pytest.raises(ValueError, match="which no run wrote and this one would replace"):
-        usable(files(tmp_path, *names), resume=True)
-
-
 @pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (MODEL + TRAINING, "holds a finished training, a model; give"),
-        (ADAPTERS + TRAINING, "holds a finished training, adapters; give"),
-    ],
+    ("names", "said"), [(MODEL, "a model; give"), (ADAPTERS, "adapters; give")]
 )
 def test_a_finished_run_goes_only_when_asked_and_with_it_nothing_else(tmp_path, names, said):
-    out = ended_run(tmp_path / "out", names)
-    (out / "training.json").write_text('{"finished": true}')
+    out = ended_run(tmp_path / "out", *names, *TRAINING)
+    finish(out)
     files(out, "notes.txt", "notes.png")
     files(out / "checkpoint-x", "mine.txt")
-    with pytest.raises(ValueError, match=rf"{said}.*\(--overwrite\)"):
+    with pytest.raises(ValueError, match=rf"holds a finished training, {said}.*\(--overwrite\)"):
         usable(out)
+    with pytest.raises(ValueError, match="is finished .*, there is nothing to continue"):
+        usable(out, resume=True)
     begin(out, usable(out, overwrite=True))
-    left = {name for name in contents(out)}
-    assert left == {"notes.txt", "notes.png", "checkpoint-x/mine.txt", RECORD} | (
-        {*names} & {"recipe.json", "data.json"}
-    )
+    notes = {"notes.txt", "notes.png", "checkpoint-x/mine.txt"}
+    assert {*contents(out)} == {*notes, RECORD, "recipe.json", "data.json"}
 
 
 def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):
-    out = files(tmp_path / "out")
-    begin(out, usable(out))
+    """Its record is not closed, as after SIGKILL."""
+    out = begun_run(tmp_path / "out")
     files(out / "checkpoint-4", "model.safetensors")
     files(out / "incomplete-checkpoint-8-2", "model.safetensors")
     with pytest.raises(ValueError, match=r"checkpoint-4.*\(--overwrite\), or .* \(--resume\)"):
@@ -112,43 +108,27 @@ def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):
 
 
 def test_a_run_that_was_stopped_before_it_had_a_checkpoint_is_in_nobody_s_way(tmp_path):
-    out = files(tmp_path / "out")
-    begin(out, usable(out))
-    files(out, "recipe.json", "data.json")
-    (out / "training.json").write_text('{"finished": false, "error": "training diverged"}')
-    assert usable(out) == []
+    out = begun_run(tmp_path / "out", "recipe.json", "data.json")
+    finish(out, False)
+    assert usable(out) == usable(out, resume=True) == []
     begin(out, [])
     assert not (out / "training.json").exists()
 
 
-def test_a_file_that_came_after_the_end_of_a_run_is_not_the_run_s(tmp_path):
-    out = ended_run(tmp_path / "out", MODEL)
-    files(out, "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="only what runs wrote, .* holds adapter_model.safeten"):
-        usable(out, overwrite=True)
-
-
-def test_resuming_replaces_nothing_that_came_after_the_stop(tmp_path):
-    out = ended_run(tmp_path / "out", ["adapter_config.json", "recipe.json"])
+def test_what_came_after_a_run_is_neither_replaced_nor_removed(tmp_path):
+    out = ended_run(tmp_path / "out", "adapter_config.json", "recipe.json")
     files(out / "checkpoint-4", "model.safetensors")
     assert usable(out, resume=True) == []
     files(out, "README.md")
     with pytest.raises(ValueError, match="holds README.md, which no run wrote and this one"):
         usable(out, resume=True)
+    with pytest.raises(ValueError, match="only what runs wrote, .* holds README.md, checkpoint-4,"):
+        usable(out, overwrite=True)
 
 
-def test_a_finished_run_is_not_continued(tmp_path):
-    out = ended_run(tmp_path / "out", MODEL)
-    (out / "training.json").write_text('{"finished": true}')
-    with pytest.raises(ValueError, match="is finished .*, there is nothing to continue"):
-        usable(out, resume=True)
-    (out / "training.json").write_text('{"finished": false}')
-    assert usable(out, resume=True) == []
-
-
-@pytest.mark.parametrize("damage", ["", "null", "[]", '{"written": 5}', "[" * 99_999, "{"])
+@pytest.mark.parametrize("damage", ["", "null", '{"written": 5}', "[" * 99_999])
 def test_a_damaged_record_says_nothing(tmp_path, damage):
-    out = ended_run(tmp_path / "out", MODEL)
+    out = ended_run(tmp_path / "out", *MODEL)
     (out / RECORD).write_text(damage)
     with pytest.raises(ValueError, match="of which no run says so"):
         usable(out, overwrite=True)
@@ -158,17 +138,15 @@ def test_what_a_run_reads_is_not_replaced_by_it(tmp_path):
     out = files(tmp_path / "out", "mine.jsonl")
     assert usable(out, inputs=[out / "mine.jsonl"]) == []
     for name in ("data.json", "recipe.json"):
-        link = tmp_path / "link.jsonl"
-        link.unlink(missing_ok=True)
+        link = tmp_path / f"link to {name}"
         link.symlink_to(out / name)
-        with pytest.raises(ValueError, match=f"reads .*link.jsonl, and would replace .*{name}"):
+        with pytest.raises(ValueError, match=f"reads .*link to {name}, and would replace .*{name}"):
             usable(out, inputs=[link], resume=True)
 
 
 def test_links_in_a_folder_go_and_what_they_lead_to_stays(tmp_path):
     elsewhere = files(tmp_path / "elsewhere", "model.safetensors")
-    out = ended_run(tmp_path / "out", ["config.json"])
-    (out / RECORD).write_text('{"written": null}')
+    out = begun_run(tmp_path / "out", "config.json")
     (out / "checkpoint-4").symlink_to(elsewhere)
     (out / "model.safetensors").symlink_to(elsewhere / "model.safetensors")
     begin(out, usable(out, overwrite=True))
@@ -176,28 +154,21 @@ def test_links_in_a_folder_go_and_what_they_lead_to_stays(tmp_path):
     assert {*contents(elsewhere)} == {"model.safetensors"}
 
 
-def start_holder(folder: Path) -> subprocess.Popen:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert holder.stdout.readline() == b"held\n"
-    return holder
+# The lock
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_second_run_is_refused_naming_the_first_until_that_has_died(tmp_path, number):
-    out = tmp_path / "new" / "out"
-    holder = start_holder(out)
+    out, link = tmp_path / "new" / "out", tmp_path / "link"
+    command = [sys.executable, "-c", HOLD, str(out)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
     try:
-        link = tmp_path / "link"
+        assert holder.stdout.readline() == b"held\n"
         link.symlink_to(out)
         for folder in (out, link):
-            with (
-                pytest.raises(ValueError, match=rf"process {holder.pid} on .*, since .*: .*-c"),
-                locked(folder),
-            ):
+            told = rf"process {holder.pid} on .*, since .*: .*-c"
+            with pytest.raises(ValueError, match=told), locked(folder):
                 pass
         assert (out / LOCK).exists()
     finally:
@@ -206,6 +177,20 @@ def test_a_second_run_is_refused_naming_the_first_until_that_has_died(tmp_path, 
     with locked(out):
         assert json.loads((out / LOCK).read_text())["pid"] == os.getpid()
     assert not (out / LOCK).exists()
+
+
+def test_a_lock_that_no_run_wrote_or_that_is_a_link_is_left_as_it_is(tmp_path):
+    out = files(tmp_path / "out", LOCK)
+    mine = files(tmp_path, "mine")
+    linked = files(tmp_path / "linked")
+    (linked / LOCK).symlink_to(mine / "mine")
+    hard = files(tmp_path / "hard")
+    (hard / LOCK).hardlink_to(mine / "mine")
+    before = contents(tmp_path)
+    for folder in (out, linked, hard):
+        with pytest.raises(ValueError, match=LOCK), locked(folder):
+            pass
+    assert contents(tmp_path) == before
 
 
 def test_a_folder_that_was_made_for_nothing_goes(tmp_path):
@@ -241,31 +226,24 @@ def test_of_many_at_once_one_holds_a_folder(tmp_path):
     assert {*most} == {1}
 
 
-def test_places_that_cannot_be_a_folder_are_named(tmp_path):
+def test_places_that_cannot_be_a_folder_are_named(tmp_path, monkeypatch, words):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for out, message in (
-        (tmp_path / "file", "file is a file"),
-        (tmp_path / "file" / "out", "file is a file"),
-        (tmp_path / "dangling", "dangling is a link to .*nowhere, which is not there"),
-        (tmp_path / "dangling" / "out", "dangling is a link to .*nowhere, which is not there"),
-        (tmp_path / ("x" * 300), "cannot be used: .*too long"),
-    ):
-        with pytest.raises(ValueError, match=message), locked(out):
+    for name in ("file", "file/out", "dangling", "dangling/out", "x" * 300):
+        out = tmp_path / name
+        with words.refused(ValueError, str(tmp_path / name.split("/")[0])), locked(out):
             pass
     assert {path.name for path in tmp_path.iterdir()} == {"file", "dangling"}
 
-
-def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     def refuse(*args):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)  # root may write anywhere
-    with (
-        pytest.raises(ValueError, match="nothing can be written to .*out .Permission denied"),
-        locked(tmp_path / "out"),
-    ):
+    with words.refused(ValueError, str(tmp_path / "out")), locked(tmp_path / "out"):
         pass
+
+
+# Files
 
 
 def test_weights_of_a_run_that_came_to_nothing_go(tmp_path):
@@ -273,17 +251,6 @@ def test_weights_of_a_run_that_came_to_nothing_go(tmp_path):
     remove_weights(tmp_path)
     left = {"config.json", "adapter_config.json", "README.md", "training.json"}
     assert {*contents(tmp_path)} == left
-
-
-def test_weights_have_the_mode_of_other_new_files(tmp_path):
-    files(tmp_path, "model.safetensors", "config.json")
-    (tmp_path / "model.safetensors").chmod(0o600)
-    before = os.umask(0o027)
-    try:
-        give_usual_modes(tmp_path)
-    finally:
-        assert os.umask(before) == 0o027
-    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
 
 
 def test_every_file_of_code_beside_a_model_is_known():

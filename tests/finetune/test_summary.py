@@ -1,6 +1,5 @@
-"""What is told before the first step."""
+"""What is told before the first step, and of values that are allowed and most likely mistakes."""
 
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,36 +13,61 @@ from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import disk, plan
 from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.summary import show_sample
+from glm4v_patched.finetune.recipe_trainer import steps_in_epoch
+from glm4v_patched.finetune.summary import find_doubts, show_sample
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.loading import config_of
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import drawn_recipe, recipe
+from tests.helpers.recipes import recipe
+
+# Four steps an epoch of 14 rows; six are held out.
+EPOCHS = {
+    "trainer.max_steps": None,
+    "trainer.num_train_epochs": 2.0,
+    "trainer.gradient_accumulation_steps": 2,
+    "trainer.save_steps": 3,
+    "data.eval": 0.2,
+}
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Recipe:
-    changes = {
-        "trainer.max_steps": None,
-        "trainer.num_train_epochs": 2.0,
-        "trainer.gradient_accumulation_steps": 2,
-        "trainer.save_steps": 3,
-        "trained": "lora_lm",
-        "engine.zero_stage": 0,
-        "data.eval": 0.2,
-    }
-    return drawn_recipe(tmp_path_factory.mktemp("summary"), changes)
+@pytest.fixture
+def saving(mine) -> Recipe:
+    return mine.override(EPOCHS)
 
 
-def test_a_dry_run_says_all_and_writes_nothing(drawn, tmp_path, capsys):
-    drawn.write(tmp_path / "recipe.json")
-    before = sorted(Path(drawn.model).parent.rglob("*"))
-    assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu", "--dry-run"]) == 0
+def train(asked: Recipe, *options: str) -> int:
+    file = Path(asked.out).parent / "recipe.json"
+    asked.write(file)
+    return main(["train", str(file), "--device", "cpu", *options])
+
+
+def planned(asked: Recipe, rows=64, steps=100, processes=2, local=None, **decided) -> Plan:
+    """A run that is decided, of a model that need not be there."""
+    return Plan(
+        recipe=asked,
+        base=Base("m"),
+        files={},
+        data="",
+        placement=Placement(processes, local_processes=local),
+        options=EngineOptions(**decided),
+        batch=Batch(rows=1, row_length=9, processes=processes),
+        rows=rows,
+        steps=steps,
+        steps_an_epoch=steps_in_epoch(asked.trainer, rows, processes),
+        free=80e9,
+        needed=0,
+        space=disk.Space(0, 0, 0, total=1, free=1),
+    )
+
+
+def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
+    before = sorted(Path(saving.model).parent.rglob("*"))
+    assert train(saving, "--dry-run") == 0
     told = capsys.readouterr().out
-    counts = check_data(drawn).counts
-    assert counts.rows == counts.pictures == 14  # of 20, which batches of 4 take in 4 steps
+    counts = check_data(saving).counts
+    assert counts.rows == counts.pictures == 14
     for line in [
         f"data        14 rows, 14 pictures; {counts.positions} positions, of which "
         f"{counts.learned} are learned",
@@ -54,93 +78,108 @@ def test_a_dry_run_says_all_and_writes_nothing(drawn, tmp_path, capsys):
         "kept        tower full, language full, offload False, compile False",
         ", 2 checkpoints at once of ",
         "(4 positions of a picture)<|end_of_image|>Which",
-        "<|assistant|>[[",
         "<|endoftext|>]]",
         "nothing was trained, and nothing written (--dry-run)",
     ]:
         assert line in told, told
-    assert sorted(Path(drawn.model).parent.rglob("*")) == before
-
-
-def test_a_dry_run_tells_of_doubtful_values(drawn, tmp_path, capsys):
-    drawn.write(tmp_path / "recipe.json")
-    command = ["train", str(tmp_path / "recipe.json"), "--device", "cpu", "--dry-run"]
-    assert main(command) == 0
-    assert "doubtful" not in capsys.readouterr().out
-    assert main([*command, "trainer.learning_rate=10"]) == 0
+    assert "doubtful" not in told
+    assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
     assert "\ndoubtful    trainer.learning_rate is 10: " in capsys.readouterr().out
+    assert sorted(Path(saving.model).parent.rglob("*")) == before
+    assert not Path(saving.out).exists()
 
 
-def test_each_learned_turn_of_the_sample_is_marked_and_no_other(drawn):
-    messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
-    later = [{"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}]
-    shown = show_sample(ChatGLMProcessor.from_pretrained(drawn.model), [*messages, *later])
+def test_learned_turns_of_the_sample_are_marked_and_repeated_words_are_no_picture(drawn):
+    turns = [("user", "A ? ? ????"), ("assistant", "B"), ("user", "C"), ("assistant", "D")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    shown = show_sample(ChatGLMProcessor.from_pretrained(drawn.model), messages)
     inside = [part.split("]]")[0] for part in shown.split("[[")[1:]]
     assert len(inside) == 2 and "B" in inside[0] and "D" in inside[1]
     assert not any(letter in "".join(inside) for letter in "AC")
-
-
-def test_words_that_come_many_times_are_no_picture(drawn):
-    messages = [
-        {"role": "user", "content": "? ? ? ????????"},
-        {"role": "assistant", "content": "B"},
-    ]
-    shown = show_sample(ChatGLMProcessor.from_pretrained(drawn.model), messages)
-    assert "? ? ? ????????" in shown and "positions of a picture" not in shown
+    assert "A ? ? ????" in shown and "positions of a picture" not in shown
 
 
 def test_a_disk_that_is_too_small_for_the_epochs_is_told_before_anything_is_written(
-    drawn, tmp_path, capsys, monkeypatch
+    saving, capsys, monkeypatch
 ):
     """How many steps an epoch has is known only once the rows are read."""
-    mine = drawn.override({"out": str(tmp_path / "out")})
-    mine.write(tmp_path / "recipe.json")
-    needed = disk.needed_space(mine, config_of(Base(mine.model)), 8)
+    needed = disk.needed_space(saving, config_of(Base(saving.model)), 8)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed.total - 1))
-    assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
+    assert train(saving) == 1
     assert "and up to 2 checkpoints at once" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not Path(saving.out).exists()
+
+
+def test_no_optimizer_is_started_that_does_not_fit(mine, capsys, monkeypatch):
+    changes = {"engine.zero_stage": 2, "engine.offload": True, "trained": "full"}
+    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
+    assert train(mine.override(changes)) == 1
+    told = capsys.readouterr()
+    assert "\noptimizer   " in told.out
+    assert "engine.offload is true, and the optimizer takes" in told.err
+    assert not Path(mine.out).exists()
 
 
 @pytest.mark.parametrize(("local", "needed"), [(None, 222), (2, 111)])
-def test_a_machine_with_too_little_memory_for_an_offloaded_optimizer_is_told(
-    local, needed, monkeypatch
-):
-    """16 bytes for each of 13.9 billion weights; the processes of two machines share them."""
-    options = EngineOptions(trained="full", zero_stage=3, offload=True)
-    batch = Batch(rows=1, row_length=9, processes=4)
-    planned = Plan(
-        recipe=recipe(),
-        base=Base("m"),
-        files={},
-        data="",
-        placement=Placement(4, local_processes=local),
-        options=options,
-        batch=batch,
-        rows=1,
-        steps=1,
-        free=80e9,
-        needed=0,
-        space=disk.Space(0, 0, 0, total=1, free=1),
-    )
+def test_machines_share_what_an_offloaded_optimizer_takes(local, needed, monkeypatch):
+    """16 bytes for each of 13.9 billion weights."""
+    offloading = planned(recipe(), processes=4, local=local, trained="full", offload=True)
     monkeypatch.setattr(plan, "config_of", lambda base: ChatGLMConfig())
     monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
-    least = rf"takes {needed}\.\d GB of the machine's memory, of which {needed - 1}\.0 GB are free"
-    with pytest.raises(ValueError, match=least):
-        planned.require_room()
+    with pytest.raises(ValueError, match=rf"takes {needed}\.\d GB .* {needed - 1}\.0 GB are free"):
+        offloading.require_room()
     monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
-    planned.require_room()
+    offloading.require_room()
 
 
-def test_no_optimizer_is_started_that_does_not_fit(drawn, tmp_path, capsys, monkeypatch):
-    mine = drawn.override(
-        {"out": str(tmp_path / "out"), "engine.zero_stage": 2, "engine.offload": True}
-        | {"trained": "full"}
-    )
-    mine.write(tmp_path / "recipe.json")
-    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
-    assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 1
-    told = capsys.readouterr()
-    assert re.search(r"optimizer   [\d.]+ MB of the machine's memory", told.out)
-    assert "engine.offload is true, and the optimizer takes" in told.err
-    assert not (tmp_path / "out").exists()
+# Doubts
+
+SANE = {
+    "trained": "lora_lm",
+    "trainer.learning_rate": 1e-3,
+    "trainer.per_device_train_batch_size": 4,
+    "trainer.gradient_accumulation_steps": 2,
+}
+RATES = {"tower": 1e-5, "adapter": 2, "language_model": 1}
+
+
+def doubts(changes, **sizes) -> list[str]:
+    return list(find_doubts(planned(recipe(SANE | changes), **sizes)))
+
+
+def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
+    told = []
+    for changes in [
+        {"trainer.learning_rate": 10.0},
+        {"trained": "full", "trainer.learning_rate": RATES},
+        {"trainer.weight_decay": 100.0},
+        {"trainer.warmup_steps": 500},
+        {"trainer.gradient_accumulation_steps": 9},
+        {"data.eval": 0.95},
+        {"lora.alpha": 10**5},
+        {"lora.alpha": 200, "lora.rank": 4, "lora.use_rslora": True},
+    ]:
+        (doubt,) = doubts(changes)
+        told.append(doubt)
+    long = {"trainer.max_steps": None, "trainer.num_train_epochs": 101.0}
+    told += doubts(long, steps=404)
+    assert doubts(long, steps=400) == []
+    words("\n".join(told))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer.learning_rate": 1e-2},
+        {"trainer.warmup_steps": 99},
+        {"trainer.warmup_steps": 500, "trainer.lr_scheduler_type": "constant"},
+        {"trained": "full", "lora.alpha": 10**5},
+        {"lora.alpha": 512},
+        {"data.eval": 0.5},
+        {"data.eval": "held_out.jsonl"},
+        {"trainer.gradient_accumulation_steps": 8},
+    ],
+)
+def test_nothing_is_said_of_what_people_do(changes):
+    assert doubts(changes) == []
+    assert doubts({"trainer.max_steps": 1}, rows=16, steps=1) == []

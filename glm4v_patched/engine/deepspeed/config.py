@@ -51,7 +51,7 @@ def deepspeed_config(
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
         }
-    zero |= _zero_plus_plus(options)
+    zero |= zero_plus_plus(options)
     config = {
         "bf16": {"enabled": options.precision == "bf16"},
         "zero_optimization": zero,
@@ -68,7 +68,7 @@ def deepspeed_config(
     return config
 
 
-def _zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
+def zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
     """What is asked for of ZeRO++, by DeepSpeed's names; nothing by default."""
     asked: dict[str, Any] = {}
     if options.zero_hpz_partition_size > 1:
@@ -79,13 +79,10 @@ def _zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
     return asked
 
 
-def require_zero_plus_plus(size: int, quantized: bool, processes: int, on_cpu: bool) -> None:
-    """Raise ``ValueError`` if ZeRO++ cannot do what is asked for on these processes.
-
-    Args:
-        size: ``zero_hpz_partition_size``.
-        quantized: Whether weights or gradients travel quantised.
-    """
+def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool) -> None:
+    """Raise ``ValueError`` if ZeRO++ cannot do what is asked for on these processes."""
+    size = options.zero_hpz_partition_size
+    quantized = options.zero_quantized_weights or options.zero_quantized_gradients
     if processes % size:
         raise ValueError(
             f"engine.zero_hpz_partition_size is {size}, and there are {processes} processes; "

@@ -14,10 +14,8 @@ from torch import nn
 
 from ..activation_checkpointing import checkpointed_layers
 
-LAYERS_AHEAD = 3
 
-
-def limit_run_ahead(model: nn.Module, layers: int = LAYERS_AHEAD) -> None:
+def limit_run_ahead(model: nn.Module, layers: int) -> None:
     """Have the CPU wait, forward and backward, until the GPU is at most so many layers behind.
 
     Does nothing on a CPU. Call it after ``deepspeed.initialize`` or before.
