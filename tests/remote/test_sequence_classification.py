@@ -90,7 +90,7 @@ def test_rows_end_where_the_mask_says_if_there_is_no_padding_id():
     one = torch.tensor([text(6)])
     assert model(one).logits.shape == (1, 3)
     for number in (2, len(want)):
-        told = f"{number} rows .* without attention_mask .* pad_token_id is None"
+        told = f"{number} rows .* without attention_mask .*pad_token_id is None"
         with pytest.raises(ValueError, match=told):
             model(given["input_ids"][:number])
 
