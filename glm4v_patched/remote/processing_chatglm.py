@@ -15,7 +15,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 # What these import themselves has to be imported here, too: transformers 4.57 looks no further.
 from .configuration_chatglm import ChatGLMConfig  # noqa: F401
 from .image_processing_chatglm import ChatGLMImageProcessor
-from .tokenization_chatglm import PROMPT_PREFIX, ChatGLM4Tokenizer, as_batch, find_images
+from .tokenization_chatglm import ChatGLM4Tokenizer, as_batch, find_images
 
 DOWNLOAD_OPTIONS = (
     "cache_dir",
@@ -260,7 +260,7 @@ class ChatGLMProcessor(ProcessorMixin):
     def _encode(self, text: str | list, add_special_tokens: bool) -> list[list[int]]:
         if isinstance(text, str) or (len(text) > 0 and isinstance(text[0], int)):
             text = [text]
-        prefix = self.tokenizer.convert_tokens_to_ids(list(PROMPT_PREFIX))
+        prefix = self.tokenizer.get_prefix_tokens()
         rows = []
         for item in text:
             if not isinstance(item, str):

@@ -58,6 +58,9 @@ PROMPT_PREFIX = ("[gMASK]", "<sop>")
 UNTIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
 
+# What rows may have beside their ids and mask, of the same length.
+PADDED_WITH_0 = {"position_ids", "assistant_masks"}
+
 # The ranks were learned on pieces cut by this pattern (that of cl100k_base): part of the format.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -668,7 +671,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         padding_side=None,
         return_attention_mask=None,
     ) -> dict:
-        """As transformers', and ``position_ids``, if there are any, get 0 at padding."""
+        """As transformers', with 0 at padding in :data:`PADDED_WITH_0`."""
         padded = super()._pad(
             encoded_inputs,
             max_length=max_length,
@@ -677,11 +680,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             padding_side=padding_side,
             return_attention_mask=return_attention_mask,
         )
-        if "position_ids" in padded:
-            positions = list(padded["position_ids"])
-            fill = [0] * (len(padded["input_ids"]) - len(positions))
-            on_left = (padding_side or self.padding_side) == "left"
-            padded["position_ids"] = fill + positions if on_left else positions + fill
+        on_left = (padding_side or self.padding_side) == "left"
+        for name in padded.keys() & PADDED_WITH_0:
+            values = list(padded[name])
+            fill = [0] * (len(padded["input_ids"]) - len(values))
+            padded[name] = fill + values if on_left else values + fill
         return padded
 
     def truncation_limit(self, truncation: bool | str | None, max_length: int | None) -> int | None:
@@ -703,30 +706,23 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Pad rows of ids and make their attention mask.
 
         Args:
-            rows: ``input_ids`` and possibly ``assistant_masks``, one list of ints per row.
+            rows: ``input_ids`` and possibly what :data:`PADDED_WITH_0` names, one list of ints
+                per row.
             max_length: Length for ``padding="max_length"``.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` ``[B, L]`` (int64 tensors with
-            ``return_tensors="pt"``, else lists), and the other names of ``rows`` filled with 0.
+            ``input_ids``, ``attention_mask`` and the other names of ``rows`` ``[B, L]``: int64
+            tensors with ``return_tensors="pt"``, else lists.
         """
-        encoding = self.pad(
-            {"input_ids": rows["input_ids"]},
+        return self.pad(
+            dict(rows),
             padding=padding,
             # The base class takes a length without this strategy for a request to truncate.
             max_length=max_length if padding == "max_length" else None,
             pad_to_multiple_of=pad_to_multiple_of,
             padding_side=padding_side,
+            return_tensors=return_tensors,
         )
-        on_left = (padding_side or self.padding_side) == "left"
-        for name, values in rows.items():
-            if name == "input_ids":
-                continue
-            encoding[name] = []
-            for value, ids in zip(values, encoding["input_ids"], strict=True):
-                fill = [0] * (len(ids) - len(value))
-                encoding[name].append(fill + value if on_left else value + fill)
-        return encoding.convert_to_tensors(return_tensors)
 
     def _special_ids(self) -> dict[str, int]:
         return {str(t): i for i, t in self.added_tokens_decoder.items() if t.special}

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from glm4v_patched.models import base as base_of_models
-from glm4v_patched.models.base import Base, digest, identify, pin
+from glm4v_patched.models.base import Base, digest, identify, pin, time_limit
 
 
 def model(folder: Path, **changes) -> Path:
@@ -50,22 +52,35 @@ def test_a_model_is_known_by_its_pickled_weights(tmp_path, name):
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(base_of_models, "WHOLE_UP_TO", 1000)
     monkeypatch.setattr(base_of_models, "BLOCK", 10)
-    file = tmp_path / "file"
-    content = bytearray(torch.arange(256).repeat(100).to(torch.uint8).numpy().tobytes())
-    file.write_bytes(content)
-    found = digest(file)
-    assert found.endswith("(of samples)")
+    file, content = tmp_path / "file", bytearray(range(256)) * 100
+
+    def digest_of(content: bytes) -> str:
+        file.write_bytes(content)
+        return digest(file)
+
+    found = digest_of(content)
+    assert found.endswith("(of samples)") and not digest_of(b"0" * 1000).endswith(")")
     for at in (0, len(content) - 1):
         changed = content.copy()
         changed[at] ^= 1
-        file.write_bytes(changed)
-        assert digest(file) != found
-    file.write_bytes(b"0" * 30_000)
-    zeros = digest(file)
-    file.write_bytes(b"0" * 30_001)
-    assert digest(file) != zeros
-    file.write_bytes(bytes(x ^ 1 for x in content))
-    assert digest(file) != found
+        assert digest_of(changed) != found
+    assert digest_of(b"0" * 30_000) != digest_of(b"0" * 30_001)
+
+
+def test_a_time_limit_leaves_the_clock_as_it_was():
+    def mine(*_: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGALRM, mine)
+    try:
+        with pytest.raises(TimeoutError), time_limit(0.01):
+            time.sleep(5)
+        with time_limit(60):
+            pass
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):

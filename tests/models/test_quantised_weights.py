@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from math import ceil
 
 import pytest
@@ -20,31 +21,29 @@ from glm4v_patched.cli import main
 from glm4v_patched.engine import trainable
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation, read_questions
-from glm4v_patched.models import loading
+from glm4v_patched.models import find, loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
-from glm4v_patched.models.quantised_weights import WEIGHTS
+from glm4v_patched.models.quantised_weights import WEIGHTS, kept_cache
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
-PACKAGE = dict.fromkeys(("int8", "fp8"), "torchao") | dict.fromkeys(
-    ("4bit", "8bit"), "bitsandbytes"
-)
+
+def needs(weights: str) -> None:
+    package = "torchao" if WEIGHTS[weights].package == "torchao" else "bitsandbytes"
+    pytest.importorskip(package, reason=f"{package} is missing: pip install {package}")
 
 
-def has_package(monkeypatch) -> None:
-    from glm4v_patched.models import find
-
-    monkeypatch.setattr(find, "require_packages", lambda *choice: None)
+def asked(files) -> list:
+    return [question.prompt for question in read_questions(files.data)][:2]
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_layers_have_8_bits_and_the_rest_stays_as_it_is(files, weights):
-    pytest.importorskip("torchao", reason="torchao is missing: pip install torchao")
+    needs(weights)
     base = find_source(str(files.model), weights=weights)
     held, plain = load(base, "cpu", weights), load(base, "cpu")
-    generation = Generation(max_new_tokens=4)
-    answerers = [Answerer(loaded, generation) for loaded in (held, plain)]
-    prompts = [question.prompt for question in read_questions(files.data)][:2]
+    answerers = [Answerer(loaded, Generation(max_new_tokens=4)) for loaded in (held, plain)]
     changed = set()
     for name, module in plain.model.named_modules():
         if isinstance(module, Linear):
@@ -54,17 +53,11 @@ def test_layers_have_8_bits_and_the_rest_stays_as_it_is(files, weights):
             else:
                 assert torch.equal(weight, module.weight), name
     assert changed == {"transformer.encoder", "transformer.vision.transformer"}
-    batch = answerers[0].encode(prompts)
+    batch = answerers[0].encode(asked(files))
     with torch.no_grad():
         got, want = (answerer.model(**batch).logits for answerer in answerers)
-    error = (got - want).norm() / want.norm()
-    assert 0 < error < 0.1
-    assert len(answerers[0].answer(prompts)) == 2
-
-
-def needs(weights: str) -> None:
-    package = PACKAGE[weights]
-    pytest.importorskip(package, reason=f"{package} is missing: pip install {package}")
+    assert 0 < (got - want).norm() / want.norm() < 0.1
+    assert len(answerers[0].answer(asked(files))) == 2
 
 
 def built(tmp_path, weights: str | None):
@@ -97,11 +90,9 @@ def test_bytes_are_counted_with_scales(tmp_path, weights):
             ), name
             counted += bytes_of(weights, *module.weight.shape) - 4 * module.weight.numel()
     assert generation_worker.bytes_a_token(held) == counted
-    # Rows and columns of the first layer's projection: 128 and 64.
-    assert (
-        bytes_of(weights, 128, 64)
-        == {"int8": 8832, "fp8": 8704, "8bit": 8704, "4bit": 5316}[weights]
-    )
+    # By hand: 128 rows of 64 numbers, with their scales.
+    told = {"int8": 8832, "fp8": 8704, "8bit": 8704, "4bit": 5316}
+    assert bytes_of(weights, 128, 64) == told[weights]
 
 
 def test_bytes_of_an_unknown_class_are_not_guessed():
@@ -116,21 +107,14 @@ def test_bytes_of_an_unknown_class_are_not_guessed():
 def test_what_is_built_holds_its_weights_as_what_is_loaded(tmp_path, weights):
     needs(weights)
     tiny_model().save_pretrained(tmp_path / "model")
-    base = loading.Base(str(tmp_path / "model"))
-    options = {"dtype": "auto"}
-    loaded = loading.hold(
-        lambda **given: loading.GLM4VForCausalLM.from_pretrained(base.model, **options | given),
-        "cpu",
-        weights,
-    )
-    own = built(tmp_path, weights)
+    build = partial(GLM4VForCausalLM.from_pretrained, tmp_path / "model", dtype="auto")
 
     def kinds(model) -> dict[str, tuple]:
         linear = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
         of = generation_worker.bytes_held
         return {n: (type(m), type(m.weight), of(m.weight)) for n, m in linear.items()}
 
-    assert kinds(own) == kinds(loaded)
+    assert kinds(built(tmp_path, weights)) == kinds(loading.hold(build, "cpu", weights))
 
 
 @contextmanager
@@ -215,28 +199,34 @@ def test_llm_int8_does_not_say_in_each_product_that_it_casts(tmp_path, caplog):
     assert "cast" not in caplog.text
 
 
-@pytest.mark.parametrize("command", ["chat", "answer"])
-def test_a_static_cache_is_refused_where_nothing_is_compiled(files, tmp_path, capsys, command):
-    asked = ["--cache", "static", "--load-in-4bit"]
+STATIC = ["--cache", "static", "--load-in-4bit"]  # serve has no --cache
+ON_CPU = ["--device", "cpu", "--load-in-8bit"]
+REFUSED = [(c, STATIC, "--cache static with --load-in-4bit") for c in ("chat", "answer")]
+REFUSED += [(c, ON_CPU, "--load-in-8bit needs a GPU") for c in ("chat", "answer", "serve")]
+
+
+@pytest.mark.parametrize(("command", "arguments", "named"), REFUSED)
+def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
+    files, tmp_path, monkeypatch, capsys, command, arguments, named
+):
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
     if command == "answer":
-        asked += ["--data", str(files.data), "--out", str(tmp_path / "out.jsonl")]
-    assert main([command, str(files.model), *asked]) == 1
-    told = "--cache static with --load-in-4bit: static is for compiled steps"
-    assert told in capsys.readouterr().err
+        arguments = [*arguments, "--data", str(files.data), "--out", str(tmp_path / "out.jsonl")]
+    assert main([command, str(files.model), *arguments]) == 1
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("cache", "weights", "kept"),
     [
-        (["--load-in-8bit"], "--load-in-8bit needs a GPU, and --device is cpu"),
-        (["--load-in-4bit"], "--load-in-4bit needs a GPU, and --device is cpu"),
+        ("auto", None, "static"),
+        ("auto", "int8", "static"),
+        ("auto", "8bit", "dynamic"),
+        ("dynamic", "int8", "dynamic"),
     ],
 )
-@pytest.mark.parametrize("command", ["chat", "serve"])
-def test_what_needs_a_gpu_is_told(files, monkeypatch, capsys, command, arguments, message):
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
-    assert main([command, str(files.model), "--device", "cpu", *arguments]) == 1
-    assert message in capsys.readouterr().err
+def test_steps_that_are_not_compiled_keep_a_dynamic_cache(cache, weights, kept):
+    assert kept_cache(cache, weights, otherwise="static") == kept
 
 
 def test_two_ways_at_once_are_refused(files, capsys):
@@ -246,7 +236,7 @@ def test_two_ways_at_once_are_refused(files, capsys):
 
 
 def test_torchao_under_adapters_is_refused(files, monkeypatch):
-    has_package(monkeypatch)
+    monkeypatch.setattr(find, "require_packages", lambda *choice: None)
     with pytest.raises(ValueError, match="--torchao int8 does not take adapters .*: merge them"):
         find_source(str(files.adapters), weights="int8")
     assert find_source(str(files.adapters), weights="8bit").adapters == files.adapters
@@ -254,9 +244,7 @@ def test_torchao_under_adapters_is_refused(files, monkeypatch):
 
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_a_missing_package_is_named(files, monkeypatch, weights):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     package = "torchao" if weights in ("int8", "fp8") else "bitsandbytes"
     with pytest.raises(RuntimeError, match=f"^{WEIGHTS[weights].option} needs .*{package}"):
         find_source(str(files.model), weights=weights)
@@ -265,10 +253,7 @@ def test_a_missing_package_is_named(files, monkeypatch, weights):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_each_way_answers_on_a_gpu(files, weights):
-    package = "torchao" if weights in ("int8", "fp8") else "bitsandbytes"
-    pytest.importorskip(package, reason=f"{package} is missing: pip install {package}")
-    base = find_source(str(files.model), weights=weights)
-    loaded = load(base, "cuda", weights)
-    prompts = [question.prompt for question in read_questions(files.data)][:2]
-    assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(prompts)) == 2
+    needs(weights)
+    loaded = load(find_source(str(files.model), weights=weights), "cuda", weights)
+    assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(asked(files))) == 2
     assert type(loaded.model.transformer.output_layer) is torch.nn.Linear

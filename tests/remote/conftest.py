@@ -1,11 +1,17 @@
-"""What most files of this folder set up: the tiny model, once a file."""
+"""The tiny model, made once a file, and both forms of an image."""
 
 import pytest
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import tiny_model
+from tests.helpers.tiny import grown_image, three_id_image, tiny_model
 
 
 @pytest.fixture(scope="module")
 def model() -> GLM4VForCausalLM:
     return tiny_model()
+
+
+@pytest.fixture(params=["three ids", "grown"])
+def image(request) -> list[int]:
+    """The ids of an image, in either form."""
+    return three_id_image() if request.param == "three ids" else grown_image()

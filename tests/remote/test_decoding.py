@@ -18,11 +18,6 @@ from tests.helpers.waits import Calls, Operators
 
 FIXED = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
 GREEDY = FIXED | {"do_sample": False}
-MODES = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "top_k": 20},
-    "two samples": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
-}
 IMAGES = {"text": [], "three ids": three_id_image(), "grown": grown_image()}
 
 
@@ -130,8 +125,8 @@ def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, num_rows
     static = {"cache_implementation": "static", "compile_config": compiling()}
     for image in IMAGES.values():
         batch = batch_of(image, num_rows)
-        for mode in ("greedy", "sampled"):
-            options = FIXED | MODES[mode]
+        for mode in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            options = FIXED | mode
             torch.manual_seed(0)
             want = model.generate(**batch, **options)
             torch.manual_seed(0)
@@ -179,24 +174,22 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
                 assert value is after[name] or value == after[name], name
 
 
-def test_a_static_cache_holds_rows_that_grow():
+def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
     model = tiny_model()  # generate makes no smaller cache than one before
     batch = batch_of(three_id_image())
-    output = model.generate(
-        **batch, **GREEDY, cache_implementation="static", return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, model.generate(**batch, **GREEDY))
-    grown = model(**batch).logits.shape[1]
-    assert int(output.past_key_values.get_seq_length()) == grown + 5
-    room = output.past_key_values.layers[0].max_cache_len
-    assert room == grown + 5 and grown > batch["input_ids"].shape[1]
-
-
-def test_a_cache_that_is_too_small_is_refused(model):
-    batch = batch_of(three_id_image(), 1)
-    grown = model(**batch).logits.shape[1]
-    for room in (grown - 1, grown + 2):
+    options = GREEDY | {"return_dict_in_generate": True}
+    want = model.generate(**batch, **GREEDY)
+    output = model.generate(**batch, **options, cache_implementation="static")
+    assert torch.equal(output.sequences, want)
+    needed = model(**batch).logits.shape[1] + 5
+    assert int(output.past_key_values.get_seq_length()) == needed
+    assert output.past_key_values.layers[0].max_cache_len == needed
+    assert needed - 5 > batch["input_ids"].shape[1]
+    for room in (needed, needed - 1, needed - 6):
         cache = StaticCache(config=model.config, max_cache_len=room)
+        if room == needed:
+            assert torch.equal(model.generate(**batch, **GREEDY, past_key_values=cache), want)
+            continue
         with pytest.raises(ValueError, match=f"has room for {room} positions but the rows take"):
             model.generate(**batch, **GREEDY, past_key_values=cache)
 
@@ -205,16 +198,6 @@ def test_prompts_that_are_padded_on_the_right_are_refused(model):
     batch = padded([text(9), text(4), text(7)], "right")
     with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
         model.generate(**batch, **GREEDY)
-
-
-def test_an_answer_ends_where_the_position_table_does():
-    model = tiny_model(seq_length=16)
-    ids = torch.tensor([text(13)])
-    longest = model.generate(ids, **GREEDY)
-    assert longest.shape[1] == 17
-    assert torch.equal(model.generate(ids, **(GREEDY | {"max_new_tokens": 4})), longest)
-    with pytest.raises(ValueError, match="reaches position 16, but the position table ends at 15"):
-        model.generate(torch.tensor([text(17)]), **GREEDY)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -4,9 +4,10 @@ That is a slow tokenizer: its base in transformers 4 puts spaces around added to
 the bytes between them each for itself.
 """
 
-import sys
+from itertools import groupby
 
 import pytest
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,20 +47,21 @@ def tokenizer(folder):
     return ChatGLM4Tokenizer.from_pretrained(folder)
 
 
+OF_RANKS = ranks()
+
+
 def expected(ids, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
     """By the description above, from the bytes of the ranks."""
-    pieces, pending = [], b""
-    for token in [token for token in ids if not (skip_special_tokens and token in SPECIAL)]:
-        if token in SPECIAL:
-            pieces += [pending.decode(errors="replace")] * bool(pending) + [SPECIAL[token]]
-            pending = b""
+    kept = [token for token in ids if not (skip_special_tokens and token in SPECIAL)]
+    pieces = []
+    for is_special, run in groupby(kept, SPECIAL.__contains__):
+        if is_special:
+            pieces += [SPECIAL[token] for token in run]
         else:
-            pending += ranks_of_all[token]
-    pieces += [pending.decode(errors="replace")] * bool(pending)
+            pieces.append(b"".join(OF_RANKS[token] for token in run).decode(errors="replace"))
     return (" " if spaces_between_special_tokens else "").join(pieces)
 
 
-ranks_of_all = ranks()
 SWITCHES = st.fixed_dictionaries(
     {"skip_special_tokens": st.booleans(), "spaces_between_special_tokens": st.booleans()}
 )
@@ -99,17 +101,13 @@ def test_decoding_is_that_of_the_published_code(folder, tokenizer, ids, switches
     )
 
 
-def test_what_takes_off_the_end_token_takes_off_no_letters(tokenizer):
+def test_streamers_and_what_takes_off_the_end_token_give_the_same(tokenizer, capsys):
     """MMTrustEval ends with ``rstrip("<|endoftext|>")``, which is a set of letters."""
     ids = [*tokenizer.encode("a red square", add_special_tokens=False), tokenizer.eos_token_id]
     assert tokenizer.decode(ids).rstrip("<|endoftext|>").rstrip() == "a red square"  # noqa: B005
-
-
-def test_a_streamer_prints_the_same(tokenizer, capsys):
-    ids = [*tokenizer.encode("a red square", add_special_tokens=False), tokenizer.eos_token_id]
     streamer = TextStreamer(tokenizer)
     for token in ids:
-        streamer.put(sys.modules["torch"].tensor([token]))
+        streamer.put(torch.tensor([token]))
     streamer.end()
     assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
 

@@ -13,23 +13,25 @@ from glm4v_patched.remote.checkpointing import frozen_parameters_held
 OUTER_MODULE = 99  # the id of a module outside of the layer
 
 
-def shard(module: nn.Module) -> nn.Module:
-    """Give a module and its own parameters the attributes that ZeRO-3 gives them."""
-    for number, part in enumerate(module.modules()):
+@pytest.fixture
+def layer() -> nn.Sequential:
+    """Frozen, with the attributes that ZeRO-3 gives to modules and their parameters."""
+    layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
+    for number, part in enumerate(layer.modules()):
         part.ds_id = number
         part.ds_recompute_parameters = set()
         for parameter in part.parameters(recurse=False):
             parameter.ds_active_sub_modules = set()
-    return module
-
-
-def frozen_layer() -> nn.Sequential:
-    layer = shard(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
-    return layer.requires_grad_(False)
+    return layer
 
 
 def users(layer: nn.Module) -> list[set[int]]:
-    return [parameter.ds_active_sub_modules for parameter in layer.parameters()]
+    return [set(parameter.ds_active_sub_modules) for parameter in layer.parameters()]
+
+
+def enter(module_id: int, parameters) -> None:
+    for parameter in parameters:
+        parameter.ds_active_sub_modules.add(module_id)
 
 
 def in_backward(function) -> None:
@@ -54,115 +56,75 @@ def in_backward(function) -> None:
 @contextmanager
 def forward_hooks(module: nn.Module):
     """What ZeRO-3's hooks do around a module's forward: enter it as a user, and take it away."""
-    for parameter in module.parameters(recurse=False):
-        parameter.ds_active_sub_modules.add(module.ds_id)
+    enter(module.ds_id, module.parameters(recurse=False))
     yield
     for parameter in module.parameters(recurse=False):
         parameter.ds_active_sub_modules.discard(module.ds_id)
 
 
-def is_partitioned_after_forward(module: nn.Module) -> bool:
+def test_frozen_parameters_stay_gathered_through_the_recomputation_and_no_longer(layer):
     """ZeRO-3 partitions a parameter after a module's forward unless it still has a user."""
-    return not any(
-        parameter.ds_active_sub_modules for parameter in module.parameters(recurse=False)
-    )
-
-
-def test_frozen_parameters_stay_gathered_through_the_recomputation():
-    layer = frozen_layer()
-    partitioned = []
 
     def recompute():
         with frozen_parameters_held(layer):
             for module in layer:
                 with forward_hooks(module):
                     pass
-                partitioned.append(is_partitioned_after_forward(module))
-
-    in_backward(recompute)
-    assert partitioned == [False, False]
-
-
-def test_nobody_is_left_as_a_user_afterwards():
-    layer = frozen_layer()
-
-    def recompute():
-        with frozen_parameters_held(layer):
-            assert all(users(layer))
+                assert all(users(module))
 
     in_backward(recompute)
     assert users(layer) == [set()] * 4
 
 
-def test_the_modules_that_own_a_parameter_stay_its_users():
-    layer = frozen_layer()
+def test_the_modules_that_own_a_parameter_stay_its_users(layer):
     linear, norm = layer
+    norm.register_parameter("shared", linear.weight)
 
     def recompute():
         with frozen_parameters_held(layer):
             for module in layer:
-                for parameter in module.parameters():
-                    parameter.ds_active_sub_modules.add(module.ds_id)
+                enter(module.ds_id, module.parameters())
 
     in_backward(recompute)
-    assert users(linear) == [{linear.ds_id}] * 2
-    assert users(norm) == [{norm.ds_id}] * 2
-
-
-def test_a_parameter_of_two_modules_keeps_both():
-    layer = shard(nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2))).requires_grad_(False)
-    layer[1].weight = layer[0].weight
-    shared = layer[0].weight
-
-    def recompute():
-        with frozen_parameters_held(layer):
-            shared.ds_active_sub_modules |= {layer[0].ds_id, layer[1].ds_id}
-
-    in_backward(recompute)
-    assert shared.ds_active_sub_modules == {layer[0].ds_id, layer[1].ds_id}
+    assert users(linear) == [{linear.ds_id, norm.ds_id}, {linear.ds_id}]
+    assert norm.weight.ds_active_sub_modules == {norm.ds_id}
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_module_outside_of_the_layer_does_not_keep_its_parameters(when):
+def test_a_module_outside_of_the_layer_does_not_keep_its_parameters(layer, when):
     """DeepSpeed 0.19.3 enters the module whose backward is under way, and keeps a list there."""
-    layer = frozen_layer()
 
-    def enter():
+    def enter_outer():
         for module in layer:
-            for parameter in module.parameters():
-                parameter.ds_active_sub_modules.add(OUTER_MODULE)
-                module.ds_recompute_parameters.add(parameter)
+            enter(OUTER_MODULE, module.parameters())
+            module.ds_recompute_parameters.update(module.parameters())
 
     def recompute():
         if when == "before":
-            enter()
+            enter_outer()
         with frozen_parameters_held(layer):
             if when == "during":
-                enter()
+                enter_outer()
 
     in_backward(recompute)
     assert users(layer) == [set()] * 4
     assert [module.ds_recompute_parameters for module in layer.modules()] == [set()] * 3
 
 
-def test_trainable_parameters_are_left_alone():
-    layer = frozen_layer()
+def test_trainable_parameters_are_left_alone(layer):
     trainable = layer[0].weight.requires_grad_(True)
-    trainable.ds_active_sub_modules.add(OUTER_MODULE)
-    during = []
+    enter(OUTER_MODULE, [trainable])
 
     def recompute():
         with frozen_parameters_held(layer):
-            during.append(set(trainable.ds_active_sub_modules))
+            assert trainable.ds_active_sub_modules == {OUTER_MODULE}
 
     in_backward(recompute)
-    assert during == [{OUTER_MODULE}]
     assert trainable.ds_active_sub_modules == {OUTER_MODULE}
 
 
-def test_a_layer_with_nothing_frozen_keeps_what_deepspeed_entered():
-    layer = frozen_layer().requires_grad_(True)
-    layer[0].ds_recompute_parameters.add(layer[0].weight)
+def test_a_layer_with_nothing_frozen_keeps_what_deepspeed_entered(layer):
+    layer.requires_grad_(True)[0].ds_recompute_parameters.add(layer[0].weight)
 
     def recompute():
         with frozen_parameters_held(layer):
@@ -172,37 +134,31 @@ def test_a_layer_with_nothing_frozen_keeps_what_deepspeed_entered():
     assert layer[0].ds_recompute_parameters == {layer[0].weight}
 
 
-def test_nothing_happens_outside_of_a_backward_pass():
-    layer = frozen_layer()
-    layer[0].weight.ds_active_sub_modules.add(OUTER_MODULE)
+def test_nothing_happens_outside_of_a_backward_pass(layer):
+    enter(OUTER_MODULE, [layer[0].weight])
     with frozen_parameters_held(layer):
-        during = [set(of_one) for of_one in users(layer)]
+        during = users(layer)
     assert during == users(layer) == [{OUTER_MODULE}, set(), set(), set()]
 
 
-def test_parameters_that_zero3_does_not_shard_are_left_alone():
-    layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
-    sharded = layer[1].weight
-    sharded.ds_active_sub_modules, layer[1].ds_id = set(), 7
-    during = []
+def test_parameters_that_zero3_does_not_shard_are_left_alone(layer):
+    """Also those inside of a leaf module, which has no id and is gathered from outside."""
+    norm_weight, norm_bias = layer[1].parameters()
+    del norm_bias.ds_active_sub_modules, layer[0].ds_id
 
     def recompute():
         with frozen_parameters_held(layer):
-            during.append(bool(sharded.ds_active_sub_modules))
+            assert norm_weight.ds_active_sub_modules
+            assert not layer[0].weight.ds_active_sub_modules
 
     in_backward(recompute)
-    assert during == [True]
-    assert [hasattr(p, "ds_active_sub_modules") for p in layer.parameters()] == [
-        parameter is sharded for parameter in layer.parameters()
-    ]
+    assert not hasattr(norm_bias, "ds_active_sub_modules")
 
 
-def test_it_lets_go_when_the_layer_raises():
-    layer = frozen_layer()
-
+def test_it_lets_go_when_the_layer_raises(layer):
     def recompute():
         with frozen_parameters_held(layer):
-            layer[0].weight.ds_active_sub_modules.add(OUTER_MODULE)
+            enter(OUTER_MODULE, [layer[0].weight])
             layer[0].ds_recompute_parameters.add(layer[0].weight)
             raise RuntimeError("in the layer")
 

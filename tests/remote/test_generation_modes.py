@@ -3,9 +3,11 @@
 What is drawn from rows with images, padding and begin ids is in test_generation.py.
 """
 
+from itertools import product
+
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, GenerationMixin, StaticCache
+from transformers import GenerationMixin, StaticCache
 from transformers.cache_utils import Cache, QuantizedLayer
 
 from tests.helpers.tiny import (
@@ -56,16 +58,45 @@ def generated(model, batch: dict, mode: str, **options):
     return model.generate(**batch, **FIXED, **MODES[mode], return_dict_in_generate=True, **options)
 
 
+class Unrounded(QuantizedLayer):
+    """A layer of a quantized cache, but for the rounding: that is of optional packages."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.clone()
+
+    def _dequantize(self, quantized):
+        return quantized
+
+
+def quantized_cache(config) -> Cache:
+    """It keeps its last keys alone, by which rows cannot be known again."""
+    return Cache(layers=[Unrounded(residual_length=3) for _ in range(config.num_layers)])
+
+
+CACHES = {"none": None, "static": lambda of: StaticCache(of, 40), "quantized": quantized_cache}
+
+
+# Those that are reordered need all their keys.
+WITH_EACH = [(m, c) for m, c in product(MODES, CACHES) if not ("beams" in m and c == "quantized")]
+
+
 @FORMS
-@IN_EVERY_MODE
-def test_every_mode_draws_the_same_without_a_cache(model, image, mode):
+@pytest.mark.parametrize(("mode", "kind"), WITH_EACH)
+def test_every_mode_draws_the_same_with_another_cache_and_without(model, image, mode, kind):
     batch = batch_of(image)
     want = generated(model, batch, mode, output_logits=True)
-    got = generated(model, batch, mode, output_logits=True, use_cache=False)
+    options = {"use_cache": False}
+    if CACHES[kind] is not None:
+        options = {"past_key_values": CACHES[kind](model.config)}
+    got = generated(model, batch, mode, output_logits=True, **options)
     assert torch.equal(got.sequences, want.sequences)
-    assert got.past_key_values is None
     for one, other in zip(got.logits, want.logits, strict=True):
         assert (one - other).abs().max() <= ATOL
+    if kind == "none":
+        assert got.past_key_values is None
+    else:
+        length = model(**batch).logits.shape[1] + STEPS - 1
+        assert int(options["past_key_values"].get_seq_length()) == length
 
 
 @FORMS
@@ -77,22 +108,18 @@ def test_outputs_of_every_step(model, image, mode):
     options, config = MODES[mode], model.config
     answers = 2 * options.get("num_return_sequences", 1)
     rows = 2 * options.get("num_beams", options.get("num_return_sequences", 1))
-    length = batch["input_ids"].shape[1]
-    assert output.sequences.shape == (answers, length + STEPS)
-    assert all(len(output[name]) == STEPS for name in names)
+    assert output.sequences.shape == (answers, batch["input_ids"].shape[1] + STEPS)
     before = model(**batch).logits.shape[1]
-    for step in range(STEPS):
-        new = before if step == 0 else 1
+    for step, new in enumerate([before] + [1] * (STEPS - 1)):
+        weights, states = (
+            (rows, config.num_attention_heads, new, before + step),
+            (rows, new, config.hidden_size),
+        )
         assert output.scores[step].shape == output.logits[step].shape == (rows, 512)
-        assert len(output.hidden_states[step]) == config.num_hidden_layers + 1
-        assert {s.shape for s in output.hidden_states[step]} == {(rows, new, config.hidden_size)}
-        assert len(output.attentions[step]) == config.num_hidden_layers
-        wanted = rows, config.num_attention_heads, new, before + step
-        assert {tuple(weights.shape) for weights in output.attentions[step]} == {wanted}
-    cache = output.past_key_values
-    assert isinstance(cache, DynamicCache) and cache.get_seq_length() == before + STEPS - 1
+        assert [s.shape for s in output.hidden_states[step]] == [states] * (config.num_layers + 1)
+        assert [w.shape for w in output.attentions[step]] == [weights] * config.num_layers
     wanted = rows, config.num_key_value_heads, before + STEPS - 1, config.kv_channels
-    for layer in cache.layers:
+    for layer in output.past_key_values.layers:
         assert tuple(layer.keys.shape) == tuple(layer.values.shape) == wanted
 
 
@@ -114,25 +141,26 @@ def test_scores_are_the_log_probabilities_of_the_answers(model, image):
     assert (got - want).abs().max() <= ATOL
 
 
-@pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
+GROWN_OR_TEXT = pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
+
+
+def second_row(image: list[int] | None) -> dict[str, torch.Tensor]:
+    return {name: values[1:] for name, values in batch_of(image).items() if name[0] != "a"}
+
+
+@GROWN_OR_TEXT
 @pytest.mark.parametrize("by", ["model", "lookup"])
 def test_assisted_sampling_of_the_best_is_greedy(model, by, image):
-    batch = batch_of(image)
-    row = {"input_ids": batch["input_ids"][1:]}
-    if image is not None:
-        row["pixel_values"] = batch["pixel_values"][1:]
     options = FIXED | {"do_sample": True, "top_k": 1, "eos_token_id": 498}
     options |= {"assistant_model": model} if by == "model" else {"prompt_lookup_num_tokens": 2}
-    got = model.generate(**row, **options)
-    assert torch.equal(got, model.generate(**row, **(GREEDY | {"eos_token_id": 498})))
+    got = model.generate(**second_row(image), **options)
+    want = model.generate(**second_row(image), **(GREEDY | {"eos_token_id": 498}))
+    assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
+@GROWN_OR_TEXT
 def test_prompt_lookup_stops_at_an_ending_id(model, image):
-    batch = batch_of(image)
-    row = {"input_ids": batch["input_ids"][1:]}
-    if image is not None:
-        row["pixel_values"] = batch["pixel_values"][1:]
+    row = second_row(image)
     answer = model.generate(**row, **GREEDY)[0, -STEPS:].tolist()
     # The prompt says the answer already, so that several ids are accepted at once.
     row["input_ids"] = torch.cat((torch.tensor([answer]), row["input_ids"]), dim=1)
@@ -158,55 +186,6 @@ def test_an_answer_goes_on_from_its_cache(model, image, with_images):
     assert torch.equal(model.generate(**more, **(GREEDY | {"max_new_tokens": STEPS - 2})), want)
 
 
-# Caches
-
-
-class Unrounded(QuantizedLayer):
-    """A layer of a quantized cache, but for the rounding: that is of optional packages."""
-
-    def _quantize(self, tensor, axis):
-        return tensor.clone()
-
-    def _dequantize(self, quantized):
-        return quantized
-
-
-@FORMS
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_a_quantized_cache_keeps_only_its_last_keys(model, image, mode):
-    """Its rows cannot be known again by their keys; generate says the positions."""
-    batch = batch_of(image)
-    layers = [Unrounded(residual_length=3) for _ in range(model.config.num_hidden_layers)]
-    got = generated(model, batch, mode, past_key_values=Cache(layers=layers))
-    assert torch.equal(got.sequences, generated(model, batch, mode).sequences)
-    length = got.past_key_values.get_seq_length()
-    assert all(layer.keys.numel() == 0 or layer.keys.shape[2] < length for layer in layers)
-
-
-@FORMS
-@IN_EVERY_MODE
-def test_a_static_cache_in_every_mode(model, image, mode):
-    batch = batch_of(image)
-    cache = StaticCache(config=model.config, max_cache_len=40)
-    got = generated(model, batch, mode, past_key_values=cache)
-    assert torch.equal(got.sequences, generated(model, batch, mode).sequences)
-    assert int(cache.get_seq_length()) == model(**batch).logits.shape[1] + STEPS - 1
-
-
-def test_a_compiled_step_with_a_static_cache():
-    """generate compiles it by itself on a GPU."""
-    torch._dynamo.reset()
-    model, batch = tiny_model(num_layers=1), batch_of(grown_image())
-    options = GREEDY | {"max_new_tokens": 4}
-    want = model.generate(**batch, **options)
-    compiling = CompileConfig(backend="eager", mode=None)
-    compiling._compile_all_devices = True
-    options |= {"cache_implementation": "static", "compile_config": compiling}
-    assert torch.equal(model.generate(**batch, **options), want)
-    assert model._compiled_call is not None
-    torch._dynamo.reset()
-
-
 @FORMS
 def test_only_the_last_logits_are_made(model, image):
     lengths, layer = [], model.transformer.output_layer
@@ -221,24 +200,27 @@ def test_only_the_last_logits_are_made(model, image):
 # What a row begins with
 
 
-@pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
+@GROWN_OR_TEXT
 @pytest.mark.parametrize(
     "options",
-    [{}, {"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 2}],
-    ids=["a cache", "none", "static", "beams"],
+    [
+        {},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"num_beams": 2, "num_return_sequences": 2},
+    ],
+    ids=str,
 )
 def test_embeddings_generate_as_their_ids(model, image, options):
-    batch = batch_of(image)
-    want = model.generate(**batch, **(GREEDY | options))[:, -STEPS:]
+    batch, options = batch_of(image), GREEDY | options
+    want = model.generate(**batch, **options)[:, -STEPS:]
     ids = batch.pop("input_ids")
     embedded = batch | {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
-    got = model.generate(**embedded, **(GREEDY | options))
+    got = model.generate(**embedded, **options)
     assert torch.equal(got, want), "without ids only what is new is given back"
-    got = model.generate(input_ids=ids, **embedded, **(GREEDY | options))
-    assert torch.equal(got[:, : ids.shape[1]], ids) and torch.equal(got[:, -STEPS:], want)
-    changed = embedded | {"inputs_embeds": embedded["inputs_embeds"].roll(1, dims=0)}
-    if image is None:
-        assert not torch.equal(model.generate(**changed, **(GREEDY | options)), want)
+    if "num_return_sequences" not in options:
+        got = model.generate(input_ids=ids, **embedded, **options)
+        assert torch.equal(got[:, : ids.shape[1]], ids) and torch.equal(got[:, -STEPS:], want)
 
 
 def test_without_ids_an_answer_begins_with_the_beginning_id(model):
@@ -248,12 +230,7 @@ def test_without_ids_an_answer_begins_with_the_beginning_id(model):
         model.generate(**GREEDY)
 
 
-def test_a_keyword_that_nothing_takes_is_refused(model):
-    with pytest.raises(ValueError, match="no_such_option"):
-        model.generate(**batch_of(None), **GREEDY, no_such_option=1)
-
-
 def test_only_the_language_model_generates(model):
-    assert isinstance(model, GenerationMixin) and model.can_generate()
+    assert model.can_generate()
     for other in (model.transformer, tiny_classifier()):
         assert not isinstance(other, GenerationMixin) and not other.can_generate()

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import stat
+import struct
 import sys
+import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -29,79 +31,54 @@ def picture(golden):
     return Image.fromarray(golden["in.image_uint8_hwc"].numpy())
 
 
-def test_pixels_equal_upstream(image_processor, picture, golden):
+@pytest.fixture
+def pixels(image_processor):
+    return lambda image: image_processor(image)["pixel_values"]
+
+
+def test_pixels_equal_upstream(pixels, picture, golden):
     """Measured max error: 0.0 (Pillow 13.0.0, numpy 2.4; transformers 4.57.6 and 5.23.0).
 
     Equality is the right tolerance: division and subtraction of float32 are correctly rounded on
     every machine, so only the resize can differ, by at least one level of 1/255, which is 0.0142.
     """
-    got = image_processor(picture)["pixel_values"]
-    want = golden["out.image_size_56"]
-    assert got.shape == (1, 3, 56, 56)
-    assert got.dtype == torch.float32
-    assert (got[0] - want).abs().max() == 0
+    got = pixels(picture)
+    assert got.shape == (1, 3, 56, 56) and got.dtype == torch.float32
+    assert (got[0] - golden["out.image_size_56"]).abs().max() == 0
 
 
-def test_every_kind_of_input_gives_the_same_pixels(image_processor, picture, tmp_path):
-    want = image_processor(picture)["pixel_values"]
-    array = np.asarray(picture)
-    picture.save(tmp_path / "picture.png")
-    for image in [
-        array,
-        array.transpose(2, 0, 1),
-        torch.from_numpy(array.copy()),
-        torch.from_numpy(array.copy()).permute(2, 0, 1),
-        array[None],
-        str(tmp_path / "picture.png"),
-        [picture],
-        [[picture]],
-    ]:
-        assert torch.equal(image_processor(image)["pixel_values"], want)
-    for scaled in (array / 255, (array / 255).astype(np.float32), array.astype(np.float32)):
-        assert torch.equal(image_processor(scaled)["pixel_values"], want)
-
-
-def test_images_are_stacked_in_order(image_processor, picture):
+def test_images_are_stacked_in_order(image_processor, pixels, picture):
     other = Image.new("RGB", (30, 20), "red")
-    both = image_processor([[picture], [other, picture]])["pixel_values"]
-    assert both.shape == (3, 3, 56, 56)
-    assert torch.equal(both[0], both[2])
-    assert torch.equal(both[1:2], image_processor(other)["pixel_values"])
+    both = pixels([[picture], [other, picture]])
+    assert torch.equal(both, torch.cat([pixels(image) for image in (picture, other, picture)]))
+    array = np.stack([np.asarray(picture)] * 2)
+    assert torch.equal(pixels(array), pixels([picture, picture]))
     assert isinstance(image_processor(other, return_tensors="np")["pixel_values"], np.ndarray)
 
 
-def test_images_become_rgb_unless_told_otherwise(image_processor):
-    grey, clear = Image.new("L", (20, 20), 128), Image.new("RGBA", (20, 20))
-    assert image_processor([grey, clear])["pixel_values"].shape == (2, 3, 56, 56)
-    with pytest.raises(ValueError, match="mode 'L' with 1 channels, the model takes 3"):
-        image_processor(grey, do_convert_rgb=False)
-
-
-def test_size_must_be_square():
+def test_size_is_a_square_and_that_of_the_published_model_by_default(words):
+    assert ChatGLMImageProcessor().size == {"height": 1120, "width": 1120}
     assert ChatGLMImageProcessor(size=56).size == {"height": 56, "width": 56}
-    with pytest.raises(ValueError, match="square, got height 56 and width 70"):
+    with words.refused(ValueError, "height 56", "width 70"):
         ChatGLMImageProcessor(size={"height": 56, "width": 70})
     with pytest.raises(ValueError, match="square, got height None and width None"):
         ChatGLMImageProcessor(size={"shortest_edge": 56})
 
 
-def test_saved_fields(image_processor, picture, tmp_path):
+def test_saved_fields(image_processor, pixels, picture, tmp_path):
     image_processor.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    assert config["size"] == {"height": 56, "width": 56}
-    assert config["patch_size"] == 14
-    assert config["image_mean"] == [0.48145466, 0.4578275, 0.40821073]
-    assert config["image_std"] == [0.26862954, 0.26130258, 0.27577711]
-    auto = "image_processing_chatglm.ChatGLMImageProcessor"
-    assert config["auto_map"] == {"AutoImageProcessor": auto}
+    wanted = {
+        "size": {"height": 56, "width": 56},
+        "patch_size": 14,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "auto_map": {"AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor"},
+    }
+    assert {name: config[name] for name in wanted} == wanted
     assert (tmp_path / "image_processing_chatglm.py").is_file()
     again = ChatGLMImageProcessor.from_pretrained(tmp_path)
-    want = image_processor(picture)["pixel_values"]
-    assert torch.equal(again(picture)["pixel_values"], want)
-
-
-def test_defaults_are_those_of_the_published_model():
-    assert ChatGLMImageProcessor().size == {"height": 1120, "width": 1120}
+    assert torch.equal(again(picture)["pixel_values"], pixels(picture))
 
 
 # The same pixels whichever way a picture comes
@@ -109,17 +86,17 @@ def test_defaults_are_those_of_the_published_model():
 
 @pytest.fixture
 def serve(tmp_path):
-    """Serves ``tmp_path``; the base URL."""
+    """Serves ``tmp_path``; the base URL. Where it leads to another place, that is the query."""
 
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *of):
             pass
 
         def do_GET(self):
-            if self.path != "/ftp":
+            if not self.path.startswith("/to?"):
                 return super().do_GET()
             self.send_response(302)
-            self.send_header("Location", "ftp://127.0.0.1:9/a")
+            self.send_header("Location", self.path.partition("?")[2])
             self.end_headers()
 
     handler = partial(Handler, directory=str(tmp_path))
@@ -136,40 +113,36 @@ def encoded(image: Image.Image, suffix: str, **options) -> bytes:
     return file.getvalue()
 
 
-def held(image: Image.Image, orientation: int) -> bytes:
-    """A PNG that says how the camera was held."""
+# By EXIF: what the first row and the first column of the stored picture are.
+TURNS = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_every_way_of_giving_a_picture_turns_it_upright(
+    pixels, picture, tmp_path, serve, orientation
+):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return encoded(image, "PNG", exif=exif)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_every_way_of_giving_a_picture_turns_it_upright(
-    image_processor, picture, tmp_path, serve, orientation
-):
-    data = held(picture, orientation)
-    path = tmp_path / "held.png"
+    data, path = encoded(picture, "PNG", exif=exif), tmp_path / "held.png"
     path.write_bytes(data)
-    # By EXIF: what the first row and the first column of the stored picture are.
-    turned = {
-        2: [Image.Transpose.FLIP_LEFT_RIGHT],
-        3: [Image.Transpose.ROTATE_180],
-        4: [Image.Transpose.FLIP_TOP_BOTTOM],
-        5: [Image.Transpose.TRANSPOSE],
-        6: [Image.Transpose.ROTATE_270],
-        7: [Image.Transpose.TRANSVERSE],
-        8: [Image.Transpose.ROTATE_90],
-    }
-    upright = picture
-    for turn in turned.get(orientation, []):
-        upright = upright.transpose(turn)
-    want = image_processor(upright)["pixel_values"]
+    turn = TURNS[orientation]
+    upright = picture if turn is None else picture.transpose(turn)
     text = base64.b64encode(data).decode()
     with Image.open(path) as opened:
         for image in [
             str(path),
             path,
             f"{serve}/held.png",
+            f"{serve}/to?{serve}/held.png",
             data,
             bytearray(data),
             memoryview(data),
@@ -181,7 +154,7 @@ def test_every_way_of_giving_a_picture_turns_it_upright(
             np.asarray(upright),
             torch.from_numpy(np.array(upright)),
         ]:
-            assert torch.equal(image_processor(image)["pixel_values"], want), type(image)
+            assert torch.equal(pixels(image), pixels(upright)), type(image)
 
 
 MODES = ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "RGBX"]
@@ -189,41 +162,34 @@ MODES = ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "RGBX
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
-    image_processor, picture, mode
+    image_processor, pixels, picture, mode
 ):
     image = picture.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
-    want = image_processor(image.convert("RGB"))["pixel_values"]
-    assert torch.equal(image_processor(image)["pixel_values"], want)
+    assert torch.equal(pixels(image), pixels(image.convert("RGB")))
+    if mode != "RGB":
+        with pytest.raises(ValueError, match=f"mode '{mode}' with . channels, the model takes 3"):
+            image_processor(image, do_convert_rgb=False)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
 @pytest.mark.parametrize("kind", ["uint8", "int64", "float32", "float64", "float16", "bfloat16"])
-def test_arrays_have_the_pixels_of_their_picture(image_processor, picture, mode, kind):
+def test_arrays_have_the_pixels_of_their_picture(pixels, picture, mode, kind):
     image = picture.convert(mode)
-    want = image_processor(image)["pixel_values"]
     tensor = torch.from_numpy(np.array(image))
-    if "float" in kind:
-        tensor = tensor / 255
-    tensor = tensor.to(getattr(torch, kind))
+    tensor = (tensor / 255 if "float" in kind else tensor).to(getattr(torch, kind))
     first = tensor if mode == "L" else tensor.permute(2, 0, 1)
     given = [tensor, first, tensor[None] if mode != "L" else first]
     given += [t.numpy() for t in given if kind != "bfloat16"]
-    for image in given:
-        assert torch.equal(image_processor(image)["pixel_values"], want)
+    for array in given:
+        assert torch.equal(pixels(array), pixels(image))
 
 
-def test_an_array_of_truth_is_black_and_white(image_processor):
-    image = np.zeros((8, 8), dtype=bool)
-    image[2:5] = True
-    want = image_processor(Image.fromarray(image))["pixel_values"]
-    assert torch.equal(image_processor(image)["pixel_values"], want)
-    assert torch.equal(image_processor(image.astype(np.float32))["pixel_values"], want)
-
-
-def test_floating_point_is_rounded_to_the_nearest_of_8_bits(image_processor):
-    for value, level in [(0.999, 255), (0.001, 0), (0.4999, 127), (0.5001, 128)]:
-        want = image_processor(np.full((8, 8, 3), level, dtype=np.uint8))["pixel_values"]
-        assert torch.equal(image_processor(np.full((8, 8, 3), value))["pixel_values"], want)
+def test_numbers_of_floating_point_and_of_truth_are_rounded_to_8_bits(pixels):
+    for value, level in [(0.999, 255), (0.001, 0), (0.4999, 127), (0.5001, 128), (True, 255)]:
+        want = pixels(np.full((8, 8, 3), level, dtype=np.uint8))
+        assert torch.equal(pixels(np.full((8, 8, 3), value)), want)
+    whole = np.full((8, 8, 3), 200, dtype=np.float32)
+    assert torch.equal(pixels(whole), pixels(whole.astype(np.uint8)))
 
 
 DEEP = {
@@ -235,7 +201,9 @@ DEEP = {
 
 @pytest.mark.parametrize("mode", DEEP)
 @pytest.mark.parametrize("as_file", [False, True])
-def test_refuses_pictures_that_do_not_say_what_is_white(image_processor, tmp_path, mode, as_file):
+def test_pictures_that_do_not_say_what_is_white_are_refused(
+    image_processor, tmp_path, mode, as_file
+):
     image = Image.fromarray(DEEP[mode])
     assert image.mode == mode
     if as_file:
@@ -246,43 +214,55 @@ def test_refuses_pictures_that_do_not_say_what_is_white(image_processor, tmp_pat
         image_processor([Image.new("RGB", (9, 9)), image])
 
 
-@pytest.mark.parametrize(
-    "array, named",
-    [
-        (np.full((9, 7, 3), 300, dtype=np.int64), "int64 from 300 to 300"),
-        (np.full((9, 7, 3), -1, dtype=np.int16), "int16 from -1 to -1"),
-        (np.full((9, 7, 3), 65535, dtype=np.uint16), "uint16 from 65535 to 65535"),
-        (np.full((9, 7, 3), 1.5, dtype=np.float32), "float32 from 1.5 to 1.5"),
-        (np.full((9, 7, 3), -0.1), "float64 from -0.1 to -0.1"),
-        (np.full((9, 7, 3), np.nan), "float64 from nan to nan"),
-        (np.full((9, 7, 3), np.inf), "float64 from inf to inf"),
-        (np.full((9, 7, 3), 1j), "complex128, not numbers"),
-        (np.full((3, 9, 3), 5, dtype=np.uint8), r"\(3, 9, 3\).*first or the last"),
-        (np.full((9, 7, 2), 5, dtype=np.uint8), r"\(9, 7, 2\), without 1, 3 or 4 channels"),
-        (np.zeros((0, 7, 3), dtype=np.uint8), r"shape \(0, 7, 3\)"),
-        (np.zeros(5, dtype=np.uint8), r"shape \(5,\)"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_refuses_arrays_that_are_no_clear_picture(image_processor, array, named):
-    for given in (array, torch.from_numpy(array)):
-        with pytest.raises(ValueError, match=f"image 0 of 1: it .*{named}"):
-            image_processor(given)
+def of_16_bits_a_channel() -> bytes:
+    """A PNG, by hand: Pillow writes none."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        end = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + end
+
+    header = struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
+    rows = zlib.compress(b"\0" + bytes(range(12)))
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
 
 
-@pytest.mark.parametrize(
-    "wrong", [5, None, {"image": "a.png"}, pytest.param(object(), id="object")], ids=str
-)
-def test_refuses_what_is_no_picture(image_processor, wrong):
-    with pytest.raises(ValueError, match=f"image 0 of 1: it is a {type(wrong).__name__}: give"):
-        image_processor([wrong])
+def test_files_of_16_bits_a_channel_are_refused(image_processor):
+    with pytest.raises(ValueError, match="has mode 'RGB;16B', of more than 8 bits"):
+        image_processor(of_16_bits_a_channel())
+
+
+UNCLEAR = {
+    "above 255": (np.full((9, 7, 3), 300, dtype=np.int64), "int64 from 300 to 300"),
+    "below 0": (np.full((9, 7, 3), -1, dtype=np.int16), "int16 from -1 to -1"),
+    "of 16 bits": (np.full((9, 7, 3), 65535, dtype=np.uint16), "uint16 from 65535 to 65535"),
+    "above 1": (np.full((9, 7, 3), 1.5, dtype=np.float32), "float32 from 1.5 to 1.5"),
+    "below 0.0": (np.full((9, 7, 3), -0.1), "float64 from -0.1 to -0.1"),
+    "nan": (np.full((9, 7, 3), np.nan), "float64 from nan to nan"),
+    "complex": (np.full((9, 7, 3), 1j), "complex128"),
+    "of two sides": (np.full((3, 9, 3), 5, dtype=np.uint8), "(3, 9, 3)"),
+    "of two channels": (np.full((9, 7, 2), 5, dtype=np.uint8), "(9, 7, 2)"),
+    "empty": (np.zeros((0, 7, 3), dtype=np.uint8), "(0, 7, 3)"),
+    "a line": (np.zeros(5, dtype=np.uint8), "(5,)"),
+    "a number": (5, "a int"),
+    "a dict": ({"image": "a.png"}, "a dict"),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_what_is_no_clear_picture_is_refused(image_processor, case, words):
+    given, named = UNCLEAR[case]
+    with words.refused(ValueError, "image 0 of 1", named) as refused:
+        image_processor([given])
+    if isinstance(given, np.ndarray):
+        with pytest.raises(ValueError) as of_tensor:
+            image_processor(torch.from_numpy(given))
+        assert str(of_tensor.value) == str(refused.value)
     with pytest.raises(ValueError, match="0 images were given"):
         image_processor([])
 
 
-def test_refuses_files_that_cannot_be_read_and_names_them(
-    image_processor, picture, tmp_path, serve
-):
+def test_files_that_cannot_be_read_are_named(image_processor, picture, tmp_path, serve):
     (tmp_path / "cut.jpg").write_bytes(encoded(picture, "JPEG")[:300])
     (tmp_path / "text.png").write_text("no picture")
     for given, named in [
@@ -290,11 +270,11 @@ def test_refuses_files_that_cannot_be_read_and_names_them(
         (str(tmp_path / "text.png"), "text.png cannot be read as a picture"),
         (tmp_path / "none.png", "there is no file .*none.png"),
         ("none.png", "there is no file 'none.png'"),
-        ("imgs/none", "there is no file 'imgs/none'"),
         ("a b" * 1000, "there is no file '.{77}\\.\\.\\.'"),
         (b"no picture", "what the bytes hold cannot be read"),
         (encoded(picture, "PNG")[:200], "cannot be read"),
-        (f"{serve}/ftp", "ftp cannot be fetched: it leads to 'ftp://127.0.0.1:9/a'; expected http"),
+        (f"{serve}/to?ftp://127.0.0.1:9/a", "it leads to 'ftp://127.0.0.1:9/a'; expected http"),
+        (f"{serve}/to?file:///etc/passwd", "cannot be fetched"),
         (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be fetched: .*404"),
         ("http://127.0.0.1:9/a.png", "127.0.0.1:9/a.png cannot be fetched"),
         (f"{serve}/text.png", "text.png cannot be read as a picture"),
@@ -317,9 +297,12 @@ def test_no_other_program_is_run_for_a_picture(image_processor, picture, tmp_pat
     assert not (tmp_path / "was-run").exists()
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(serve, tmp_path, monkeypatch):
+def test_an_answer_without_end_is_not_read_to_its_end(
+    image_processor, serve, tmp_path, monkeypatch
+):
     module = sys.modules[ChatGLMImageProcessor.__module__]
     monkeypatch.setattr(module, "MOST_BYTES_FETCHED", 100)
-    (tmp_path / "long.png").write_bytes(b"x" * 101)
-    with pytest.raises(ValueError, match="long.png has more than 100 bytes, which is no picture"):
-        ChatGLMImageProcessor(size=28)(f"{serve}/long.png")
+    for length, told in ((101, "has more than 100 bytes, which is no"), (100, "cannot be read")):
+        (tmp_path / "long.png").write_bytes(b"x" * length)
+        with pytest.raises(ValueError, match=f"long.png {told}"):
+            image_processor(f"{serve}/long.png")

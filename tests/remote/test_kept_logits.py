@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import EOI, grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.remote.rows import gradients
 
 # fp32. The same sums in another order: measured 5e-7.
 ATOL = 5e-6
@@ -33,10 +34,8 @@ def cut(inputs: dict, way: str) -> tuple[dict, torch.Tensor]:
         labels = torch.nn.functional.pad(labels[:, is_label], (1, 0), value=-100)
         kept = torch.nn.functional.pad(is_label[1:], (0, 1), value=True)
         columns = columns[:, kept]
-        if way == "indices":
-            kept = kept.nonzero().flatten()
-        elif way == "negative indices":
-            kept = kept.nonzero().flatten() - length
+        if "indices" in way:
+            kept = kept.nonzero().flatten() - (length if way == "negative indices" else 0)
         elif way == "mask of rows":
             kept = kept.expand(len(labels), -1)
     return inputs | {"labels": labels, "logits_to_keep": kept}, columns
@@ -51,29 +50,18 @@ WAYS = ["last", "mask", "mask of rows", "indices", "negative indices"]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("divisor", [None, 20])
-def test_labels_cut_to_the_kept_positions_give_the_loss_of_whole_ones(model, way, divisor):
-    whole = batch(grown_image())
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, divisor, skip_logits):
+    model, whole = tiny_model().train(), batch(grown_image()) | {"num_items_in_batch": divisor}
     inputs, columns = cut(whole, way)
     assert inputs["labels"].shape[1] < whole["labels"].shape[1]
-    want = model(**whole, num_items_in_batch=divisor)
-    got = model(**inputs, num_items_in_batch=divisor)
-    assert (got.loss - want.loss).abs() <= ATOL
-    assert (got.logits - of_columns(want.logits, columns)).abs().max() <= ATOL
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("skip_logits", [False, True])
-def test_gradients_are_those_of_whole_labels(way, skip_logits):
-    def gradients(inputs):
-        model = tiny_model().train()
-        model(**inputs, skip_logits=skip_logits).loss.backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    whole = batch(grown_image())
-    want, got = gradients(whole), gradients(cut(whole, way)[0])
+    want = gradients(model, **whole)
+    got = gradients(model, **inputs, skip_logits=skip_logits)
     assert got.keys() == want.keys()
-    for name, gradient in want.items():
-        assert (got[name] - gradient).abs().max() <= ATOL, name
+    for name, value in want.items():
+        assert (got[name] - value).abs().max() <= ATOL, name
+    logits, every = model(**inputs).logits, model(**whole).logits
+    assert (logits - of_columns(every, columns)).abs().max() <= ATOL
 
 
 def test_rows_may_keep_unlike_positions(model):
@@ -92,7 +80,7 @@ def test_rows_may_keep_unlike_positions(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["last", "mask"])
+@pytest.mark.parametrize("way", WAYS)
 def test_whole_labels_count_everywhere_whatever_logits_are_returned(model, way):
     whole = batch(grown_image())
     kept, columns = cut(whole, way)
@@ -101,8 +89,10 @@ def test_whole_labels_count_everywhere_whatever_logits_are_returned(model, way):
     assert torch.equal(got.loss, want.loss)
     assert torch.equal(got.logits, of_columns(want.logits, columns))
     more = model(**whole, logits_to_keep=whole["labels"].shape[1] + 1)
-    assert torch.equal(more.loss, want.loss)
-    assert torch.equal(more.logits, want.logits)
+    assert torch.equal(more.loss, want.loss) and torch.equal(more.logits, want.logits)
+    # The published code's name for the last one.
+    last = model(**whole | {"labels": None}, return_last_logit=True).logits
+    assert last.shape == (2, 1, 512) and (last - want.logits[:, -1:]).abs().max() <= ATOL
 
 
 def test_three_id_rows_may_keep_the_text_behind_their_images(model):
@@ -123,36 +113,30 @@ def test_three_id_rows_whose_kept_positions_would_be_others_are_refused(model, w
         model(**inputs)
 
 
-@pytest.mark.parametrize(("labels", "kept", "keeps"), [(4, 6, 6), (20, 20, 15)])
-def test_labels_of_neither_length_are_refused(model, labels, kept, keeps):
+WHOLE, SHORT = torch.arange(15) >= 10, torch.arange(9) < 3
+UNLIKE = torch.stack((torch.arange(15) > 11, torch.arange(15) > 13))
+REFUSED = {
+    "labels of neither length": (torch.ones(2, 4, dtype=torch.long), 6, "4 positions", "keeps 6"),
+    "more labels": (torch.ones(2, 20, dtype=torch.long), 20, "20 positions", "keeps 15"),
+    "below 0": (None, -3, "-3"),
+    "more of one row": (None, UNLIKE, "[3, 1]", "2 rows"),
+    "a short mask": (None, SHORT, "9 positions", "15 ids"),
+    "a short mask of rows": (None, SHORT.expand(2, -1), "9 positions", "15 ids"),
+    "a short mask and cut labels": (batch(grown_image())["labels"][:, :3], SHORT, "9 positions"),
+    "a long mask": (None, torch.arange(17) < 3, "17 positions", "15 ids"),
+    "a mask of other rows": (None, WHOLE.expand(3, -1), "3 rows", "2 are"),
+    "indices of other rows": (None, torch.tensor([[1, 2], [3, 4], [5, 6]]), "3 rows", "2 are"),
+    "no dimension": (None, torch.tensor(1), "0 dimensions"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_positions_that_cannot_be_kept_are_refused_with_both_numbers(model, case, words):
+    labels, kept, *named = REFUSED[case]
     inputs = batch(grown_image())
-    inputs["labels"] = torch.ones(2, labels, dtype=torch.long)
-    told = f"labels have {labels} positions and the rows 15, .* keeps {keeps}:"
-    with pytest.raises(ValueError, match=told):
+    inputs["labels"] = inputs["labels"] if labels is None else labels
+    with words.refused(ValueError, *named):
         model(**inputs, logits_to_keep=kept)
-
-
-def test_a_mask_that_keeps_more_of_one_row_is_refused(model):
-    mask = torch.zeros(2, 15, dtype=torch.bool)
-    mask[0, -3:] = mask[1, -1:] = True
-    with pytest.raises(ValueError, match=r"keeps \[3, 1\] positions of 2 rows"):
-        model(**batch(grown_image()), logits_to_keep=mask)
-
-
-@pytest.mark.parametrize("labels", ["whole", "cut", None])
-@pytest.mark.parametrize(("length", "shape"), [(9, "row"), (9, "rows"), (17, "row")])
-def test_a_mask_of_another_length_is_refused(model, length, shape, labels):
-    inputs = batch(grown_image())
-    mask = torch.zeros(length, dtype=torch.bool)
-    mask[:3] = True
-    inputs["labels"] = {"whole": inputs["labels"], "cut": inputs["labels"][:, :3]}.get(labels)
-    with pytest.raises(ValueError, match=f"a mask of {length} positions, but rows of 15 ids take"):
-        model(**inputs, logits_to_keep=mask if shape == "row" else mask.expand(2, -1))
-
-
-def test_less_than_no_position_is_refused(model):
-    with pytest.raises(ValueError, match=r"logits_to_keep is -3; expected 0"):
-        model(**batch(grown_image()), logits_to_keep=-3)
 
 
 def test_labels_are_not_given_twice(model):
@@ -161,16 +145,3 @@ def test_labels_are_not_given_twice(model):
     inputs["labels"] = inputs["labels"][:, -4:]
     with pytest.raises(ValueError, match="labels were cut to 4 positions, and there are shift_la"):
         model(**inputs, shift_labels=shifted, logits_to_keep=4)
-
-
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        (torch.eye(8, dtype=torch.bool)[:2], "logits_to_keep is for 2 rows, and 1 are given"),
-        (torch.tensor([[1, 2], [3, 4]]), "logits_to_keep is for 2 rows, and 1 are given"),
-        (torch.tensor(1), "a tensor of 0 dimensions; expected a plain number"),
-    ],
-)
-def test_positions_of_more_rows_than_are_given_are_refused(model, kept, message):
-    with pytest.raises(ValueError, match=message):
-        model(torch.tensor([text(8, seed=1)]), logits_to_keep=kept)

@@ -8,10 +8,9 @@ import transformers
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OLD_CACHE
-from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, three_id_image
+from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image
+from tests.remote.rows import GREEDY
 
-NEW = 16
-GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 # What a release might call something: a name of its own, and each that is known for something else.
 OTHER_NAMES = ["of_a_future_release", *sorted(ATTENTION_KEYWORDS), "cache_position", "seq_idx"]
 OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OLD_CACHE]
@@ -94,19 +93,18 @@ def test_a_cache_under_a_name_of_something_else_is_refused_with_name_version_and
 
 
 @pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, 64)])
+@torch.no_grad()
 def test_the_cache_has_two_names_in_every_forward(model, make):
     ids = torch.tensor([text(6)])
-    called = [model, model.transformer]
-    with torch.no_grad():
-        for each in called:
-            states = []
-            for name in (CACHE, OLD_CACHE):
-                cache = make(config=model.config)
-                each(input_ids=ids[:, :4], **{name: cache})
-                output = each(input_ids=ids[:, 4:], **{name: cache})
-                assert getattr(output, CACHE) is cache
-                states.append(output[0])
-            assert torch.equal(*states)
+    for called in (model, model.transformer):
+        states = []
+        for name in (CACHE, OLD_CACHE):
+            cache = make(config=model.config)
+            called(input_ids=ids[:, :4], **{name: cache})
+            output = called(input_ids=ids[:, 4:], **{name: cache})
+            assert getattr(output, CACHE) is cache
+            states.append(output[0])
+        assert torch.equal(*states)
 
 
 def test_two_caches_are_refused(model):
@@ -152,7 +150,7 @@ def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch, n
         ([0, 0, 1, 1], [0, 1, 0, 1], True),
         ([0, 0, 1, 1], None, False),
         ([0, 0, 0, 1], [0, 1, 0, 1], False),
-        ([7, BOI, 3, 2], [0, 1, 2, 3], False),
+        ([7, 6, 6, 6], [0, 0, 1, 2], False),
     ],
 )
 def test_numbers_of_samples_must_be_those_that_positions_tell_apart(

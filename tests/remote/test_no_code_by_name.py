@@ -37,6 +37,12 @@ def quantised(**values) -> dict:
 ROWS = [
     ("config.json", {"attn_implementation": "someone/repo"}, "attn_implementation"),
     ("config.json", {"attn_implementation": "flash_attention_2"}, "attn_implementation"),
+    ("config.json", {"_attn_implementation_internal": "paged|someone/repo"}, "_internal"),
+    ("config.json", {"attn_implementation": {"": "sdpa", "vision_config": "a/b"}}, "attn_impl"),
+    ("config.json", {"attn_implementation": "paged|sdpa"}, None),
+    ("config.json", {"attn_implementation": "flex_attention"}, None),
+    ("config.json", {"attn_implementation": None}, None),
+    ("config.json", {"vision_config": {"attn_implementation": "someone/repo"}}, "vision_config"),
     ("config.json", {"experts_implementation": "someone/repo"}, "experts_implementation"),
     ("config.json", {"kernel_config": {"RMSNorm": "someone/repo"}}, "kernel_config"),
     ("config.json", {"use_kernels": True}, "use_kernels"),
@@ -117,6 +123,8 @@ def plant(file: Path, values) -> None:
         file.write_text(values.format(marker=str(file.parents[2] / "it ran")))
         return
     there = json.loads(file.read_text()) if file.is_file() else {}
+    if isinstance(inner := values.get("vision_config"), dict):
+        values = {"vision_config": there["vision_config"] | inner}
     file.write_text(json.dumps(there | values))
 
 

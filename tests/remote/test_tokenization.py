@@ -2,7 +2,6 @@
 
 import json
 import operator
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from PIL import Image
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from glm4v_patched.remote.tokenization_chatglm import (
@@ -21,9 +19,7 @@ from glm4v_patched.remote.tokenization_chatglm import (
     ChatGLM4Tokenizer,
     convert_ranks,
 )
-from tests.helpers.fresh_process import run_without_package
-
-IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
+from tests.remote.chats import IMAGE, picture, printed_without_package, user
 
 
 def chat_ids(tokenizer, conversation, **kwargs):
@@ -32,34 +28,32 @@ def chat_ids(tokenizer, conversation, **kwargs):
     return row
 
 
-def user(content, **rest):
-    return [{"role": "user", "content": content, **rest}]
-
-
 # The real vocabulary against upstream's ids
 
 
-def test_special_ids_and_sizes_are_upstreams(real_tokenizer, expected):
-    assert {t: real_tokenizer.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS} == expected[
-        "special"
-    ]
-    assert len(real_tokenizer) == expected["len"]
-    assert real_tokenizer.vocab_size == expected["vocab_size_property"]
-    assert real_tokenizer.pad_token_id == expected["pad"]
-    assert real_tokenizer.eos_token_id == expected["eos"]
-    assert real_tokenizer.padding_side == expected["padding_side"]
-    assert real_tokenizer.model_max_length == 8192
-    assert real_tokenizer.image_size == 1120
-
-
-def test_encoding_equals_upstream(real_tokenizer, expected):
+def assert_upstreams(tokenizer, expected) -> None:
+    special = {t: tokenizer.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS}
+    assert special == expected["special"]
+    assert len(tokenizer) == expected["len"]
+    assert tokenizer.vocab_size == expected["vocab_size_property"]
+    assert tokenizer.pad_token_id == expected["pad"]
+    assert tokenizer.eos_token_id == expected["eos"]
+    assert tokenizer.padding_side == expected["padding_side"]
+    assert (tokenizer.image_size, tokenizer.model_max_length) == (1120, 8192)
     for case in expected["encode"]:
         text = case["text"]
-        assert real_tokenizer.encode(text) == case["add_special_tokens_true"], text
-        plain = real_tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text) == case["add_special_tokens_true"], text
+        plain = tokenizer.encode(text, add_special_tokens=False)
         assert plain == case["add_special_tokens_false"], text
-        raw = real_tokenizer._plain_tokenizer().encode(text, add_special_tokens=False).ids
+        raw = tokenizer._plain_tokenizer().encode(text, add_special_tokens=False).ids
         assert raw == case["raw_tiktoken_no_special"], text
+
+
+def test_ids_are_upstreams_also_of_a_saved_folder(real_tokenizer, expected, tmp_path):
+    assert_upstreams(real_tokenizer, expected)
+    real_tokenizer.save_pretrained(tmp_path)
+    assert not (tmp_path / "tokenizer.model").exists()
+    assert_upstreams(ChatGLM4Tokenizer.from_pretrained(tmp_path), expected)
 
 
 def test_decoding_equals_upstream(real_tokenizer, expected):
@@ -68,76 +62,55 @@ def test_decoding_equals_upstream(real_tokenizer, expected):
         assert real_tokenizer.decode(case["ids"]) == case["text"]
 
 
-def test_chat_ids_equal_upstream(real_tokenizer, expected):
+def test_chats_equal_upstream(real_tokenizer, expected):
     for case in expected["chat"]:
         kwargs = {"add_generation_prompt": case["add_generation_prompt"]}
-        ids = chat_ids(real_tokenizer, case["conversation"], **kwargs)
-        assert ids == case["ids"], case["name"]
-        text = real_tokenizer.apply_chat_template(case["conversation"], tokenize=False, **kwargs)
+        messages = case["conversation"]
+        assert chat_ids(real_tokenizer, messages, **kwargs) == case["ids"], case["name"]
+        text = real_tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         # Upstream's string lacks the image.
         assert text.replace(IMAGE, "") == case["string"], case["name"]
+        if any("image" in m or "tools" in m for m in messages):
+            continue
+        row = real_tokenizer.get_prefix_tokens()
+        for m in (m for m in messages if m.get("content")):
+            row += real_tokenizer.build_single_message(
+                m["role"], m.get("metadata", ""), m["content"]
+            )
+        speaks = [real_tokenizer.convert_tokens_to_ids("<|assistant|>")]
+        assert row + speaks * case["add_generation_prompt"] == case["ids"], case["name"]
 
 
-def picture(color=(200, 30, 30), size=(80, 60)):
-    return Image.new("RGB", size, color)
-
-
-def test_left_padded_batch_equals_upstream(real_tokenizer, expected):
+def test_left_padded_batch_equals_upstream(real_tokenizer, expected, monkeypatch):
     want = dict(expected["batch_left_pad"])
-    real_tokenizer.image_size = want["images"][-1]  # of the recorded configuration
-    try:
-        out = real_tokenizer.apply_chat_template(
-            [user("a longer question about it?", image=picture()), user("hm", image=picture())],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-    finally:
-        real_tokenizer.image_size = 1120
+    monkeypatch.setattr(real_tokenizer, "image_size", want["images"][-1])
+    out = real_tokenizer.apply_chat_template(
+        [user("a longer question about it?", image=picture()), user("hm", image=picture())],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
     assert list(out["images"].shape) == want.pop("images")
     assert {name: out[name].tolist() for name in out if name != "images"} == want
 
 
-def test_ranks_below_those_of_their_parts_are_merged(real_tokenizer):
-    """In this file some tokens rank below their parts; one merge a token loses these two words."""
-    assert real_tokenizer.encode("函数", add_special_tokens=False) == [102481]
-    assert real_tokenizer.encode("的参数", add_special_tokens=False)[-1] == 100955
-
-
-def test_whole_pieces_are_looked_up_before_merging(real_tokenizer):
-    """tiktoken does; no sequence of merges gives this token."""
-    assert real_tokenizer.encode(" 王", add_special_tokens=False) == [102322]
-
-
-def test_newlines_of_the_content_stay_apart_from_the_line_above(real_tokenizer):
-    assert real_tokenizer.encode("\n\n", add_special_tokens=False) == [271]
-    assert chat_ids(real_tokenizer, user("\n"))[3:] == [198, 198]
-
-
-def test_real_vocabulary_survives_saving(real_tokenizer, expected, tmp_path):
-    real_tokenizer.save_pretrained(tmp_path)
-    assert not (tmp_path / "tokenizer.model").exists()
-    again = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-    for case in expected["encode"]:
-        assert again.encode(case["text"]) == case["add_special_tokens_true"]
-    assert len(again) == expected["len"]
-    assert (again.image_size, again.model_max_length) == (1120, 8192)
+def test_pieces_are_looked_up_whole_and_merged_below_the_ranks_of_their_parts(real_tokenizer):
+    """One merge a token would lose the first two, and no sequence of merges gives the third."""
+    for text, last in (("函数", 102481), ("的参数", 100955), (" 王", 102322)):
+        assert real_tokenizer.encode(text, add_special_tokens=False)[-1] == last
 
 
 # Vocabulary and padding
 
 
 def test_ids_follow_the_vocabulary(tokenizer, reversed_tokenizer):
-    other = reversed_tokenizer
-    for tok in (tokenizer, other):
+    for tok in (tokenizer, reversed_tokenizer):
         prefix = [tok.convert_tokens_to_ids(t) for t in ("[gMASK]", "<sop>")]
-        assert tok.encode("hello")[:2] == prefix
-        assert chat_ids(tok, user("hello"))[:2] == prefix
+        assert tok.encode("hello")[:2] == chat_ids(tok, user("hello"))[:2] == prefix
         assert tok.decode(tok.encode("hello"), skip_special_tokens=True) == "hello"
     assert tokenizer.convert_tokens_to_ids("<sop>") == 4
-    assert other.convert_tokens_to_ids("<sop>") == 9
-    assert tokenizer.all_special_ids == list(range(14))
+    assert reversed_tokenizer.convert_tokens_to_ids("<sop>") == 9
 
 
 def test_missing_special_tokens_are_added(small_backend):
@@ -150,65 +123,48 @@ def test_missing_special_tokens_are_added(small_backend):
     bare = type(small_backend).from_str(json.dumps(data))
     size = bare.get_vocab_size()
     tok = ChatGLM4Tokenizer(tokenizer_object=bare)
-    assert [tok.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS] == [
-        size + i for i in range(len(SPECIAL_TOKENS))
-    ]
+    wanted = [size + i for i in range(len(SPECIAL_TOKENS))]
+    assert tok.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == wanted
     assert tok.encode("") == [size + 2, size + 4]
 
 
 def test_both_padding_sides(tokenizer):
     texts = ["hello", "hello to the dog and the cat"]
-    tokenizer.padding_side = "left"
-    left = tokenizer(texts, padding=True)
-    tokenizer.padding_side = "right"
-    right = tokenizer(texts, padding=True)
-    pad = len(left["input_ids"][1]) - sum(left["attention_mask"][0])
-    assert pad > 0
-    assert left["attention_mask"][0][:pad] == [0] * pad
-    assert right["attention_mask"][0][-pad:] == [0] * pad
-    assert left["input_ids"][0][pad:] == right["input_ids"][0][:-pad]
-    assert set(left) == {"input_ids", "attention_mask"}
+    rows = [tokenizer.encode(text) for text in texts]
+    pad = len(rows[1]) - len(rows[0])
+    for side, filled in (("left", slice(None, pad)), ("right", slice(-pad, None))):
+        tokenizer.padding_side = side
+        batch = tokenizer(texts, padding=True)
+        assert set(batch) == {"input_ids", "attention_mask"}
+        assert batch["attention_mask"][0][filled] == [0] * pad
+        fill = [tokenizer.pad_token_id] * pad
+        assert batch["input_ids"][0] == (fill + rows[0] if side == "left" else rows[0] + fill)
 
 
-def test_pair_is_prefixed_once(tokenizer):
+def test_a_pair_is_prefixed_once(tokenizer):
     ids = tokenizer.encode("hello", "cat")
     assert ids == tokenizer.encode("hello") + tokenizer.encode("cat", add_special_tokens=False)
 
 
-def test_no_vocabulary_is_an_error():
-    with pytest.raises(ValueError, match="no vocabulary: give a folder"):
+def test_a_vocabulary_that_is_missing_or_anothers_is_refused(tmp_path, words):
+    with words.refused(ValueError, "tokenizer.json"):
         ChatGLM4Tokenizer()
-
-
-def test_ranks_of_another_tokenizer_are_an_error(tmp_path):
     ranks = tmp_path / "tokenizer.model"
     ranks.write_text("IQ== 0\nIg== 1\n")
-    with pytest.raises(ValueError, match="<sop> should have id 7 but follows .* as 2"):
+    with words.refused(ValueError, "<sop>", "id 7", "as 2"):
         convert_ranks(str(ranks), {7: "<sop>"})
 
 
 # The chat format
 
 
-def test_image_is_in_the_string_and_in_the_ids(tokenizer):
-    text = tokenizer.apply_chat_template(user("What is it?", image="x"), tokenize=False)
-    assert text == f"[gMASK]<sop><|user|>\n{IMAGE}What is it?"
-    ids = chat_ids(tokenizer, user("What is it?", image="x"))
-    image = tokenizer.convert_tokens_to_ids(["<|begin_of_image|>", "<|endoftext|>"])
-    at = ids.index(image[0])
-    assert ids[at + 1] == image[1]
-    assert tokenizer.decode(ids[at - 1]) == "\n"
-
-
-def test_content_lists_equal_upstreams_form(tokenizer):
-    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+def test_images_stand_in_the_string_and_the_ids_in_every_form(tokenizer):
     want = chat_ids(tokenizer, user("What is it?", image="x"))
-    assert chat_ids(tokenizer, user(parts)) == want
-    assert chat_ids(tokenizer, user(parts[::-1])) == want
-    assert chat_ids(tokenizer, user([{"type": "image_url", "image_url": {}}, parts[1]])) == want
-
-
-def test_several_images(tokenizer):
+    at = want.index(tokenizer.convert_tokens_to_ids("<|begin_of_image|>"))
+    assert want[at + 1] == tokenizer.pad_token_id and tokenizer.decode(want[at - 1]) == "\n"
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    for form in (parts, parts[::-1], [{"type": "image_url", "image_url": {}}, parts[1]]):
+        assert chat_ids(tokenizer, user(form)) == want
     two = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
     conversation = [*user(two), {"role": "assistant", "content": "b"}, *user("c", image=1)]
     text = tokenizer.apply_chat_template(conversation, tokenize=False)
@@ -223,11 +179,10 @@ def test_empty_messages_are_left_out(tokenizer):
 
 def test_tools_argument_equals_tools_in_a_system_message(tokenizer):
     tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
-    inside = [{"role": "system", "content": "", "tools": tools}, *user("x")]
-    want = chat_ids(tokenizer, inside)
+    want = chat_ids(tokenizer, [{"role": "system", "content": "", "tools": tools}, *user("x")])
     assert len(want) > len(chat_ids(tokenizer, user("x"))) + 50
-    assert chat_ids(tokenizer, user("x"), tools=tools) == want
-    assert chat_ids(tokenizer, user("x"), tools=[tools[0]["function"]]) == want
+    for given in (tools, [tools[0]["function"]]):
+        assert chat_ids(tokenizer, user("x"), tools=given) == want
     with_content = [{"role": "system", "content": "Be brief.", "tools": tools}]
     text = tokenizer.apply_chat_template(with_content, tokenize=False)
     assert text.endswith("参数。<|system|>\nBe brief.")
@@ -239,16 +194,13 @@ def test_content_is_encoded_apart_from_the_line_above(tokenizer):
     assert chat_ids(tokenizer, user("\n"))[3:] == [newline] * 2
 
 
-def test_keys_without_a_value_are_dropped(tokenizer):
-    template = "{% if 'metadata' in messages[0] %}None{% endif %}cat"
-    ids = chat_ids(tokenizer, user("x", metadata=None), chat_template=template)
-    assert tokenizer.decode(ids) == "cat"
-
-
-def test_enum_members_are_their_values(tokenizer):
+def test_what_has_no_value_is_dropped_and_enum_members_are_their_values(tokenizer):
     class Role(str, Enum):  # noqa: UP042  # StrEnum has another str()
         USER = "user"
 
+    template = "{% if 'metadata' in messages[0] %}None{% endif %}cat"
+    ids = chat_ids(tokenizer, user("x", metadata=None), chat_template=template)
+    assert tokenizer.decode(ids) == "cat"
     ids = chat_ids(tokenizer, [{"role": Role.USER, "content": "x"}])
     assert ids == chat_ids(tokenizer, user("x"))
 
@@ -261,20 +213,26 @@ def test_truncation_keeps_either_side(tokenizer):
     assert chat_ids(tokenizer, user("the cat and the dog"), **kwargs) == whole[-4:]
 
 
-def test_bad_messages_are_errors(tokenizer):
-    for tokenize in (True, False):
-        with pytest.raises(Exception, match="has the role tool: use system, user"):
-            tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=tokenize)
-        with pytest.raises(Exception, match="a part of type video: use text or image"):
-            tokenizer.apply_chat_template(user([{"type": "video"}]), tokenize=tokenize)
-        with pytest.raises(Exception, match="a tool has type python: only function tools"):
-            tokenizer.apply_chat_template(user("x"), tools=[{"type": "python"}], tokenize=tokenize)
-    with pytest.raises(ValueError, match="0 messages: give at least 1"):
-        tokenizer.apply_chat_template([])
-    with pytest.raises(ValueError, match="a message must be a dict, .* got str"):
-        tokenizer.apply_chat_template(["hello"])
-    with pytest.raises(ValueError, match=r"unknown tokenizer_kwargs \['pad'\]"):
-        tokenizer.apply_chat_template(user("x"), tokenizer_kwargs={"pad": 1})
+BAD_CHATS = {
+    "a role": ([{"role": "tool", "content": "x"}], {}, "role tool"),
+    "a part": (user([{"type": "video"}]), {}, "type video"),
+    "a tool": (user("x"), {"tools": [{"type": "python"}]}, "type python"),
+    "nothing": ([], {}, "0 messages"),
+    "a string": (["hello"], {}, "got str"),
+    "an option": (user("x"), {"tokenizer_kwargs": {"pad": 1}}, "['pad']"),
+    "a mask of a string": (user("x"), {"return_assistant_tokens_mask": True}, "return_dict=True"),
+    "no size": (user("x", image=picture()), {"return_dict": True}, "image_size None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHATS)
+def test_chats_that_cannot_be_rendered_are_refused(tokenizer, case, words):
+    conversation, options, named = BAD_CHATS[case]
+    with words.refused(Exception, named):  # what a template raises is Jinja's
+        tokenizer.apply_chat_template(conversation, **options)
+    if case in ("a role", "a part", "a tool"):
+        with pytest.raises(Exception, match=named):
+            tokenizer.apply_chat_template(conversation, tokenize=False, **options)
 
 
 def test_batches_are_those_of_transformers(tokenizer, small_backend):
@@ -306,29 +264,23 @@ def test_batches_are_those_of_transformers(tokenizer, small_backend):
 # What the published tokenizer gives and takes
 
 
-@pytest.mark.parametrize("options", [{}, {"return_dict": False}])
-def test_one_conversation_is_a_batch_of_ids(options, tokenizer, expected):
+def test_one_conversation_is_a_batch(tokenizer, expected):
     assert all(case["returned_as_batch"] for case in expected["chat"])
-    (row,) = tokenizer.apply_chat_template(user("hello"), **options)
-    assert type(row) is list and row[:2] == tokenizer.get_prefix_tokens()
-    tensor = tokenizer.apply_chat_template(user("hello"), return_tensors="pt", **options)
-    assert tensor.tolist() == [row]
-    assert tokenizer.apply_chat_template([user("hello")] * 2, **options) == [row, row]
-
-
-def test_a_dict_has_positions_and_is_a_batch(tokenizer):
-    out = tokenizer.apply_chat_template(user("hello"), return_dict=True)
-    (row,) = tokenizer.apply_chat_template(user("hello"))
-    length = len(row)
-    assert dict(out) == {
-        "input_ids": [row],
-        "attention_mask": [[1] * length],
-        "position_ids": [[*range(length)]],
+    (row,) = ids = tokenizer.apply_chat_template(user("hello"))
+    assert row[:2] == tokenizer.get_prefix_tokens()
+    assert tokenizer.apply_chat_template([user("hello")] * 2) == [row, row]
+    want = {
+        "input_ids": ids,
+        "attention_mask": [[1] * len(row)],
+        "position_ids": [[*range(len(row))]],
     }
+    assert dict(tokenizer.apply_chat_template(user("hello"), return_dict=True)) == want
     out = tokenizer.apply_chat_template(user("hello"), return_dict=True, return_tensors="pt")
-    assert {name: (tuple(t.shape), t.dtype) for name, t in out.items()} == {
-        name: ((1, length), torch.int64) for name in ("input_ids", "attention_mask", "position_ids")
-    }
+    assert {name: value.tolist() for name, value in out.items()} == want
+    assert {value.dtype for value in out.values()} == {torch.int64}
+    # As in transformers 5; 4.57 and the published code refuse it.
+    text = tokenizer.apply_chat_template(user("hello"), tokenize=False, return_dict=True)
+    assert text == "[gMASK]<sop><|user|>\nhello"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -358,22 +310,23 @@ def test_pictures_are_the_image_processors(tokenizer, image_processor):
         ],
     ]
     want = image_processor([one, two, three])["pixel_values"]
-    for tensors in (None, "pt"):
+    begin = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
+    for tensors in (None, "pt", "np"):
         out = tokenizer.apply_chat_template(
             conversations, padding=True, return_dict=True, return_tensors=tensors
         )
-        assert torch.equal(out["images"], want) and out["images"].dtype == torch.float32
-        begin = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
+        images = out["images"]
+        assert isinstance(images, np.ndarray) is (tensors == "np")
+        assert torch.equal(torch.as_tensor(images), want) and want.dtype == torch.float32
         assert [[*row].count(begin) for row in out["input_ids"]] == [1, 0, 2]
-    out = tokenizer.apply_chat_template(
-        conversations, padding=True, return_dict=True, return_tensors="np"
-    )
-    assert {type(value).__name__ for value in out.values()} == {"ndarray"}
-    assert "images" not in tokenizer.apply_chat_template(user("hello"), return_dict=True)
 
 
-def test_pictures_kept_elsewhere_are_left_to_the_caller(tokenizer):
+def test_pictures_are_opened_for_a_dict_alone_and_may_be_kept_elsewhere(tokenizer):
     tokenizer.image_size = 56
+    message = user("What?", image="no such file")
+    assert len(chat_ids(tokenizer, message)) > 6
+    with pytest.raises(Exception, match="no such file"):
+        tokenizer.apply_chat_template(message, return_dict=True)
     part = {"type": "image"}
     out = tokenizer.apply_chat_template(user([part, part]), return_dict=True)
     assert set(out) == {"input_ids", "attention_mask", "position_ids"}
@@ -381,17 +334,7 @@ def test_pictures_kept_elsewhere_are_left_to_the_caller(tokenizer):
         tokenizer.apply_chat_template(user([part, part | {"image": picture()}]), return_dict=True)
 
 
-def test_ids_alone_open_no_picture(tokenizer):
-    message = user("What?", image="no such file")
-    assert len(chat_ids(tokenizer, message)) > 6
-    with pytest.raises(ValueError, match="image_size None"):
-        tokenizer.apply_chat_template(message, return_dict=True)
-    tokenizer.image_size = 56
-    with pytest.raises(Exception, match="no such file|ncorrect image|ncorrect format"):
-        tokenizer.apply_chat_template(message, return_dict=True)
-
-
-@pytest.mark.parametrize("empty", ["", b"", [], (), {}, False, 0, 0.0, np.bool_(False)], ids=repr)
+@pytest.mark.parametrize("empty", ["", b"", [], {}, False, 0, np.bool_(False)], ids=repr)
 def test_what_is_not_true_is_no_picture(tokenizer, empty):
     """As in the published code: tables have it in rows of text."""
     tokenizer.image_size = 56
@@ -404,10 +347,9 @@ def test_what_is_not_true_is_no_picture(tokenizer, empty):
     out = tokenizer.apply_chat_template(chat, return_dict=True)
     assert out["input_ids"] == tokenizer.apply_chat_template(user("hello", image=1))
     assert len(out["images"]) == 1
-    part = {"type": "image", "image": empty}
     if not isinstance(empty, dict):
         with pytest.raises(ValueError, match="part 0, is an image, but under 'image' it has"):
-            tokenizer.apply_chat_template(user([part]))
+            tokenizer.apply_chat_template(user([{"type": "image", "image": empty}]))
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
@@ -424,17 +366,11 @@ def test_arguments_by_place_may_be_in_the_published_order(tokenizer):
     speaks = tokenizer.convert_tokens_to_ids("<|assistant|>")
     apply = tokenizer.apply_chat_template
     assert apply(user("hello"), True) == [[*chat_ids(tokenizer, user("hello")), speaks]]
-    assert apply(user("hello"), False) == [chat_ids(tokenizer, user("hello"))]
     assert apply(user("hello"), True, False) == "[gMASK]<sop><|user|>\nhello<|assistant|>"
     out = apply([user("a"), user("the cat")], False, True, "max_length", True, 12, "pt", True)
-    want = apply(
-        [user("a"), user("the cat")],
-        padding="max_length",
-        truncation=True,
-        max_length=12,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    options = {"padding": "max_length", "truncation": True, "max_length": 12}
+    options |= {"return_tensors": "pt", "return_dict": True}
+    want = apply([user("a"), user("the cat")], **options)
     assert all(torch.equal(out[name], want[name]) for name in ("input_ids", "position_ids"))
     (row,) = apply(user("a"), False, True, False, False, None, None, False, None, False)
     assert row == chat_ids(tokenizer, user("a"))[2:]
@@ -445,12 +381,6 @@ def test_arguments_by_place_may_be_in_the_published_order(tokenizer):
     # In the order of transformers, too.
     tools = [{"name": "f", "description": "d"}]
     assert apply(user("hello"), tools) == apply(user("hello"), tools=tools)
-
-
-def test_text_is_text_with_return_dict_too(tokenizer):
-    """As in transformers 5; 4.57 and the published code refuse it."""
-    text = tokenizer.apply_chat_template(user("hello"), tokenize=False, return_dict=True)
-    assert text == "[gMASK]<sop><|user|>\nhello"
 
 
 def test_a_picture_that_truncation_cuts_is_an_error(tokenizer):
@@ -466,52 +396,35 @@ def test_a_picture_that_truncation_cuts_is_an_error(tokenizer):
 
 
 def test_chats_without_the_prefix(tokenizer):
-    for kwargs in ({}, {"return_dict": True, "return_assistant_tokens_mask": True}):
-        whole = tokenizer.apply_chat_template(user("hello"), **kwargs)
-        bare = tokenizer.apply_chat_template(user("hello"), add_special_tokens=False, **kwargs)
-        for name in whole if kwargs else ():
-            if name != "position_ids":
-                assert bare[name][0] == whole[name][0][2:], name
-        assert kwargs or bare[0] == whole[0][2:]
+    whole = tokenizer.apply_chat_template(
+        user("hello"), return_dict=True, return_assistant_tokens_mask=True
+    )
+    bare = tokenizer.apply_chat_template(
+        user("hello"), return_dict=True, return_assistant_tokens_mask=True, add_special_tokens=False
+    )
+    for name in ("input_ids", "attention_mask", "assistant_masks"):
+        assert bare[name][0] == whole[name][0][2:], name
     for conversation, want in [(user("x"), "<|user|>\nx"), ([user("x")], ["<|user|>\nx"])]:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_special_tokens=False)
         assert text == want
 
 
 def test_single_messages_make_up_a_chat(tokenizer):
-    image = tokenizer.convert_tokens_to_ids(["<|begin_of_image|>", "<|endoftext|>"])
-    image.append(tokenizer.convert_tokens_to_ids("<|end_of_image|>"))
+    image = ["<|begin_of_image|>", "<|endoftext|>", "<|end_of_image|>"]
     build = tokenizer.build_single_message
     row = tokenizer.get_prefix_tokens()
-    row += build("user", "", "say <|user|>", message_prefix=image)
+    row += build("user", "", "say <|user|>", message_prefix=tokenizer.convert_tokens_to_ids(image))
     row += build("assistant", "tool", "\nyes")
-    chat = [*user("say <|user|>", image="x"), {"role": "assistant", "content": "\nyes"}]
-    chat[1]["metadata"] = "tool"
-    assert chat_ids(tokenizer, chat) == row
+    answer = {"role": "assistant", "content": "\nyes", "metadata": "tool"}
+    assert chat_ids(tokenizer, [*user("say <|user|>", image="x"), answer]) == row
     assert build("observation", "a", "b", tokenize=False) == "<|observation|>a\nb"
     with pytest.raises(ValueError, match="has the role 'tool': use system, user"):
         build("tool", "", "x")
 
 
-def test_real_messages_equal_upstream(real_tokenizer, expected):
-    for case in expected["chat"]:
-        messages = [m for m in case["conversation"] if m.get("content") and "tools" not in m]
-        if any("image" in m or "tools" in m for m in case["conversation"]):
-            continue
-        row = real_tokenizer.get_prefix_tokens()
-        for m in messages:
-            row += real_tokenizer.build_single_message(
-                m["role"], m.get("metadata", ""), m["content"]
-            )
-        if case["add_generation_prompt"]:
-            row.append(real_tokenizer.convert_tokens_to_ids("<|assistant|>"))
-        assert row == case["ids"], case["name"]
-
-
 def test_names_of_transformers_4_are_there(tokenizer):
     texts = ["hello", "hello to the cat"]
-    want = dict(tokenizer(texts, padding=True))
-    assert dict(tokenizer.batch_encode_plus(texts, padding=True)) == want
+    assert dict(tokenizer.batch_encode_plus(texts, padding=True)) == tokenizer(texts, padding=True)
     assert dict(tokenizer.encode_plus("hello")) == dict(tokenizer("hello"))
     pairs = tokenizer.batch_encode_plus([("hello", "cat"), ("a", "dog")])
     assert pairs["input_ids"][0] == tokenizer.encode("hello", "cat")
@@ -537,18 +450,23 @@ def test_the_tokenizer_of_tiktoken_is_missed_with_a_word(tokenizer):
 def test_collators_pad_positions(side, as_tensors, tokenizer):
     tokenizer.padding_side = side
     rows = [[7, 8, 9, 10], [11, 12]]
-    features = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
-    for feature in features:
-        feature["position_ids"] = [*range(len(feature["input_ids"]))]
-        if as_tensors:
-            feature |= {name: torch.tensor(value) for name, value in feature.items()}
+    kind = torch.tensor if as_tensors else list
+    features = [
+        {
+            "input_ids": kind(row),
+            "attention_mask": kind([1] * len(row)),
+            "labels": kind(row),
+            "position_ids": kind([*range(len(row))]),
+        }
+        for row in rows
+    ]
     batch = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=6)(features)
     assert batch["position_ids"].shape == batch["labels"].shape == (2, 6)
     for row, mask, positions in zip(
         rows, batch["attention_mask"], batch["position_ids"], strict=True
     ):
         assert positions[mask == 1].tolist() == [*range(len(row))]
-        assert positions.sum() == sum(range(len(row)))
+        assert not positions[mask == 0].any()
 
 
 WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
@@ -564,11 +482,8 @@ def test_nobody_takes_it_for_mistrals(version, advice, real_tokenizer, expected,
     if version is not None:
         config["transformers_version"] = version
     (tmp_path / "config.json").write_text(json.dumps(config))
-    again = ChatGLM4Tokenizer.from_pretrained(tmp_path, **advice)
-    for case in expected["encode"]:
-        assert again.encode(case["text"]) == case["add_special_tokens_true"], case["text"]
+    assert_upstreams(ChatGLM4Tokenizer.from_pretrained(tmp_path, **advice), expected)
     assert "regex" not in warned.text
-    # The method that asks is transformers' own: if it has another name there, so must ours.
     # If transformers renames the method that asks, ours does nothing.
     assert hasattr(PreTrainedTokenizerFast, "_patch_mistral_regex")
 
@@ -581,7 +496,7 @@ def test_objects_with_messages_are_conversations(tokenizer):
     assert chat_ids(tokenizer, chat) == want
 
 
-def test_continuing_the_final_message(tokenizer):
+def test_the_final_message_is_continued(tokenizer):
     conversation = [*user("hi"), {"role": "assistant", "content": "A cat "}]
     whole = chat_ids(tokenizer, conversation)
     assert chat_ids(tokenizer, conversation, continue_final_message=True) == whole
@@ -589,31 +504,17 @@ def test_continuing_the_final_message(tokenizer):
         chat_ids(tokenizer, user("x"), continue_final_message=True, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_assistant_mask_covers_what_the_model_writes(tokenizer, side):
-    tokenizer.padding_side = side
+def test_assistant_mask_covers_what_the_model_writes(tokenizer):
     call = {"role": "assistant", "metadata": "tool", "content": "on <|user|> it"}
     conversations = [[*user("hi"), call, *user("bye")], user("hello to the cat and the dog " * 3)]
-    out = tokenizer.apply_chat_template(
-        conversations,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        padding=True,
-        return_tensors="pt",
-    )
-    ids, mask = out["input_ids"][0], out["assistant_masks"].bool()
+    options = {"padding": True, "return_dict": True, "return_tensors": "pt"}
+    out = tokenizer.apply_chat_template(conversations, return_assistant_tokens_mask=True, **options)
+    mask = out["assistant_masks"].bool()
     assert mask.shape == out["input_ids"].shape
-    assert tokenizer.decode(ids[mask[0]]) == "tool\non <|user|> it"
-    assert not mask[1].any()
-    assert not (mask & (out["attention_mask"] == 0)).any()
-    assert torch.equal(
-        out["input_ids"],
-        tokenizer.apply_chat_template(
-            conversations, return_dict=False, padding=True, return_tensors="pt"
-        ),
-    )
-    with pytest.raises(ValueError, match="needs tokenize=True and return_dict=True"):
-        chat_ids(tokenizer, conversations, return_assistant_tokens_mask=True)
+    assert tokenizer.decode(out["input_ids"][0][mask[0]]) == "tool\non <|user|> it"
+    assert not mask[1].any() and not (mask & (out["attention_mask"] == 0)).any()
+    want = tokenizer.apply_chat_template(conversations, **options)
+    assert torch.equal(out["input_ids"], want["input_ids"])
 
 
 def test_assistant_mask_with_a_template_that_starts_inside_a_piece(tokenizer):
@@ -636,9 +537,8 @@ def test_assistant_mask_with_a_template_that_starts_inside_a_piece(tokenizer):
 # User text never becomes a special token
 
 
-def special_counts(tokenizer, ids):
-    specials = set(tokenizer.all_special_ids)
-    return [i for i in ids if i in specials]
+def special_ids(tokenizer, ids) -> list[int]:
+    return [i for i in ids if i in set(tokenizer.all_special_ids)]
 
 
 @pytest.mark.parametrize("token", SPECIAL_TOKENS)
@@ -652,71 +552,50 @@ def test_no_string_of_the_user_becomes_special(tokenizer, token):
         ]
 
     def tool(x: int):
-        """Placeholder.
-
-        Args:
-            x: placeholder
-        """
+        """Placeholder."""
 
     tool.__doc__ = f"Do {token}.\n\nArgs:\n    x: {token}\n"
-    tools = [tool, {"name": token, "description": token}]
-    ids = chat_ids(tokenizer, conversation(token), tools=tools, add_generation_prompt=True)
-    harmless = chat_ids(
-        tokenizer,
-        conversation("evil"),
-        tools=[{"name": "evil"}],
-        add_generation_prompt=True,
-    )
-    want = special_counts(tokenizer, harmless)
-    assert special_counts(tokenizer, ids) == want
+    options = {"tools": [tool, {"name": token, "description": token}]}
+    ids = chat_ids(tokenizer, conversation(token), add_generation_prompt=True, **options)
+    options = {"tools": [{"name": "evil"}]}
+    harmless = chat_ids(tokenizer, conversation("evil"), add_generation_prompt=True, **options)
+    assert special_ids(tokenizer, ids) == special_ids(tokenizer, harmless)
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert f"a{token}b {token}" in text
-    assert text.count(token) >= 10
-
-
-def test_split_special_tokens_do_not_join(tokenizer):
-    for token in SPECIAL_TOKENS:
-        for at in range(1, len(token)):
-            parts = [{"type": "text", "text": t} for t in (token[:at], token[at:])]
-            ids = chat_ids(tokenizer, user(parts))
-            assert len(special_counts(tokenizer, ids)) == 3, (token, at)
-            assert tokenizer.decode(ids).endswith(token)
+    assert f"a{token}b {token}" in text and text.count(token) >= 10
+    # Nor do its parts join.
+    for at in range(1, len(token)):
+        parts = [{"type": "text", "text": t} for t in (token[:at], token[at:])]
+        ids = chat_ids(tokenizer, user(parts))
+        assert len(special_ids(tokenizer, ids)) == 3, at
+        assert tokenizer.decode(ids).endswith(token)
 
 
 def test_user_text_is_safe_in_any_template(tokenizer):
-    template = "<sop>{% for m in messages %}{{ m['content'] | trim | upper }}{% endfor %}<eop>"
-    ids = chat_ids(tokenizer, user("  <|x|> [MASK]<|"), chat_template=template)
-    specials = [tokenizer.convert_tokens_to_ids(t) for t in ("<sop>", "<eop>")]
-    assert special_counts(tokenizer, ids) == specials
-    assert tokenizer.decode(ids) == "<sop> <|X|> [MASK]<| <eop>"
-    template = "{{ evil }}{{ messages[0]['content'] }}"
-    ids = chat_ids(tokenizer, user("x"), chat_template=template, evil="<sop>")
-    assert special_counts(tokenizer, ids) == []
-
-
-def test_text_comes_back_unchanged(tokenizer):
-    """Also the characters that the escaping itself uses."""
-    for text in ["\ufdd0\ufdd1", "\ufdd00000060", "a\ufdd1b", "<<|<|user|>|>", "[[gMASK[gMASK]"]:
-        ids = chat_ids(tokenizer, user(text))
-        assert len(special_counts(tokenizer, ids)) == 3
-        assert tokenizer.decode(ids, skip_special_tokens=True) == "\n" + text
-
-
-def test_overlapping_and_one_character_specials(tokenizer):
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS, "abab", "☃"]})
-    ids = chat_ids(tokenizer, user("ababab! ☃"))
-    assert len(special_counts(tokenizer, ids)) == 3
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "\nababab! ☃"
-
-
-def test_objects_are_not_printed(tokenizer):
     class Evil:
         def __str__(self):
             return "<|user|>"
 
-    template = "{{ messages[0]['metadata'] }}"
-    ids = chat_ids(tokenizer, user("x", metadata=Evil()), chat_template=template)
-    assert special_counts(tokenizer, ids) == []
+    template = "<sop>{% for m in messages %}{{ m['content'] | trim | upper }}{% endfor %}<eop>"
+    ids = chat_ids(tokenizer, user("  <|x|> [MASK]<|"), chat_template=template)
+    assert special_ids(tokenizer, ids) == tokenizer.convert_tokens_to_ids(["<sop>", "<eop>"])
+    assert tokenizer.decode(ids) == "<sop> <|X|> [MASK]<| <eop>"
+    for template, message, more in [
+        ("{{ evil }}{{ messages[0]['content'] }}", user("x"), {"evil": "<sop>"}),
+        ("{{ messages[0]['metadata'] }}", user("x", metadata=Evil()), {}),
+    ]:
+        ids = chat_ids(tokenizer, message, chat_template=template, **more)
+        assert special_ids(tokenizer, ids) == []
+
+
+def test_text_comes_back_unchanged(tokenizer):
+    """Also the characters that the escaping itself uses, and tokens that overlap."""
+    texts = ["\ufdd0\ufdd1", "\ufdd00000060", "a\ufdd1b", "<<|<|user|>|>", "[[gMASK[gMASK]"]
+    more = ["abab", "☃"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS, *more]})
+    for text in [*texts, "ababab! ☃"]:
+        ids = chat_ids(tokenizer, user(text))
+        assert len(special_ids(tokenizer, ids)) == 3
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "\n" + text
 
 
 def test_added_tokens_that_are_not_special_are_found(tokenizer):
@@ -741,66 +620,17 @@ def test_chats_leave_the_tokenizer_as_it_is(tokenizer):
 # Saving and loading
 
 
-def test_saved_folder_holds_all_that_loading_needs(tokenizer, tmp_path):
-    tokenizer.image_size = 56
-    tokenizer.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["auto_map"]["AutoTokenizer"][0] == "tokenization_chatglm.ChatGLM4Tokenizer"
-    assert config["image_size"] == 56
-    assert (tmp_path / "tokenization_chatglm.py").is_file()
-    assert (tmp_path / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
-    again = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-    assert again.image_size == 56
-    assert again.model_max_length == 8192
-    assert again.padding_side == "left"
-    assert again.encode("a<|user|>b") == tokenizer.encode("a<|user|>b")
-
-
-def test_template_of_the_folder_wins(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("hello")
-    assert ChatGLM4Tokenizer.from_pretrained(tmp_path).chat_template == "hello"
-
-
-@pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
-def test_folders_of_either_major_version_load(tokenizer, tmp_path, key):
-    """5.x saves the special tokens under one name, 4.57 under the other."""
-    tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    for name in ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"):
-        config.pop(name, None)
-    config[key] = list(SPECIAL_TOKENS)
-    path.write_text(json.dumps(config))
-    again = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-    assert again.all_special_ids == tokenizer.all_special_ids
-    assert len(again) == len(tokenizer)
-
-
-def test_template_beside_the_ranks_is_used_only_if_it_has_images(
-    tmp_path, monkeypatch, small_backend
-):
-    monkeypatch.setattr(
-        "glm4v_patched.remote.tokenization_chatglm.convert_ranks", lambda *_: small_backend
-    )
-    (tmp_path / "tokenizer.model").touch()
-    for template, want in [("{{ x }}", CHAT_TEMPLATE), (f"{IMAGE}{{{{ x }}}}", None)]:
-        config = {"chat_template": template, "tokenizer_class": "ChatGLM4Tokenizer"}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        loaded = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-        assert loaded.chat_template == (want or template)
-
-
-def printed_without_package(script, folder, tmp_path):
-    """The last line that a script prints where this package cannot be imported."""
-    head = "import sys\nsys.modules['glm4v_patched'] = None\nfolder = sys.argv[1]\n"
-    printed = run_without_package(head + textwrap.dedent(script), tmp_path, str(folder))
-    return printed.strip().splitlines()[-1]
-
-
-def test_auto_tokenizer_loads_the_saved_folder(tokenizer, tmp_path):
+def test_a_saved_folder_holds_all_that_loading_needs(tokenizer, tmp_path):
     tokenizer.image_size = 56
     tokenizer.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert config["auto_map"]["AutoTokenizer"][0] == "tokenization_chatglm.ChatGLM4Tokenizer"
+    assert config["image_size"] == 56
+    template = tmp_path / "saved" / "chat_template.jinja"
+    assert template.read_text(encoding="utf-8") == CHAT_TEMPLATE
+    again = ChatGLM4Tokenizer.from_pretrained(tmp_path / "saved")
+    assert (again.image_size, again.model_max_length, again.padding_side) == (56, 8192, "left")
+    assert again.encode("a<|user|>b") == tokenizer.encode("a<|user|>b")
     out = printed_without_package(
         """
         import json
@@ -817,9 +647,35 @@ def test_auto_tokenizer_loads_the_saved_folder(tokenizer, tmp_path):
         tmp_path / "saved",
         tmp_path,
     )
-    assert json.loads(out) == [
-        "ChatGLM4Tokenizer",
-        56,
-        chat_ids(tokenizer, user("say <|user|>", image="x")),
-        tokenizer.encode("hello"),
-    ]
+    ids = chat_ids(tokenizer, user("say <|user|>", image="x"))
+    assert json.loads(out) == ["ChatGLM4Tokenizer", 56, ids, tokenizer.encode("hello")]
+    template.write_text("hello")
+    assert ChatGLM4Tokenizer.from_pretrained(tmp_path / "saved").chat_template == "hello"
+
+
+@pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
+def test_folders_of_either_major_version_load(tokenizer, tmp_path, key):
+    """5.x saves the special tokens under one name, 4.57 under the other."""
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for name in ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config | {key: list(SPECIAL_TOKENS)}))
+    again = ChatGLM4Tokenizer.from_pretrained(tmp_path)
+    assert again.all_special_ids == tokenizer.all_special_ids
+    assert len(again) == len(tokenizer)
+
+
+def test_a_template_beside_the_ranks_is_used_only_if_it_has_images(
+    tmp_path, monkeypatch, small_backend
+):
+    monkeypatch.setattr(
+        "glm4v_patched.remote.tokenization_chatglm.convert_ranks", lambda *_: small_backend
+    )
+    (tmp_path / "tokenizer.model").touch()
+    for template, want in [("{{ x }}", CHAT_TEMPLATE), (f"{IMAGE}{{{{ x }}}}", None)]:
+        config = {"chat_template": template, "tokenizer_class": "ChatGLM4Tokenizer"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        loaded = ChatGLM4Tokenizer.from_pretrained(tmp_path)
+        assert loaded.chat_template == (want or template)

@@ -32,56 +32,44 @@ def rows(image=None) -> dict[str, torch.Tensor]:
     return inputs | {"pixel_values": pictures(1)}
 
 
+def drawing(number: int) -> dict:
+    return {"max_new_tokens": number, "do_sample": False, "eos_token_id": None}
+
+
 # Attentions
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
-def test_eager_attention_gives_its_weights(eager_model, image):
-    output = eager_model(**rows(image), output_attentions=True)
-    length = output.logits.shape[1]
-    heads = eager_model.config.num_attention_heads
-    assert len(output.attentions) == eager_model.config.num_layers
-    for weights in output.attentions:
-        assert weights.shape == (2, heads, length, length)
-        assert not weights[0].triu(1).any()  # causal
-        assert (weights[0].sum(-1) - 1).abs().max() <= ATOL
-    assert eager_model(**rows(image)).attentions is None
+def test_eager_attention_gives_its_weights_where_asked_for(image):
+    model = tiny_model(attn_implementation="eager")
+    assert model(**rows(image)).attentions is None
+    asked = model(**rows(image), output_attentions=True)
+    model.config.output_attentions = True
+    for output in (asked, model(**rows(image)), model.transformer(**rows(image))):
+        length = output[0].shape[1]
+        assert len(output.attentions) == model.config.num_layers
+        for weights in output.attentions:
+            assert weights.shape == (2, model.config.num_attention_heads, length, length)
+            assert not weights[0].triu(1).any()  # causal
+            assert (weights[0].sum(-1) - 1).abs().max() <= ATOL
 
 
 @torch.no_grad()
 def test_weights_are_those_the_output_was_made_with(eager_model):
     """From a layer's weights and values follows what its attention adds."""
-    ids = torch.tensor([text(6)])
     attention = eager_model.transformer.encoder.layers[0].self_attention
     seen = {}
     handles = [
         attention.query_key_value.register_forward_hook(lambda m, i, o: seen.update(fused=o)),
         attention.dense.register_forward_hook(lambda m, i, o: seen.update(dense=i[0])),
     ]
-    weights = eager_model(input_ids=ids, output_attentions=True).attentions[0]
+    weights = eager_model(torch.tensor([text(6)]), output_attentions=True).attentions[0]
     for handle in handles:
         handle.remove()
     value = seen["fused"].split(attention.split_sizes, dim=-1)[2]
     value = value.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
     value = value.repeat_interleave(attention.num_key_value_groups, dim=1)
     assert ((weights @ value).transpose(1, 2).flatten(2) - seen["dense"]).abs().max() <= ATOL
-
-
-@torch.no_grad()
-def test_attentions_are_asked_for_in_the_config_too():
-    model = tiny_model(attn_implementation="eager")
-    model.config.output_attentions = True
-    assert len(model(**rows()).attentions) == len(model.transformer(**rows()).attentions) == 2
-
-
-@torch.no_grad()
-def test_attentions_cover_the_cache(eager_model):
-    cache = DynamicCache(config=eager_model.config)
-    eager_model(input_ids=torch.tensor([text(5)]), past_key_values=cache)
-    ids = torch.tensor([text(2, seed=4)])
-    output = eager_model(input_ids=ids, past_key_values=cache, output_attentions=True)
-    assert output.attentions[0].shape[-2:] == (2, 7)
 
 
 def test_weights_have_gradients(eager_model):
@@ -92,26 +80,16 @@ def test_weights_have_gradients(eager_model):
     assert all(weights.grad.abs().sum() > 0 for weights in output.attentions)
 
 
-def warnings_of(call) -> list[str]:
-    heard = []
-    logger = logging.get_logger(GLM4VForCausalLM.__module__)
-    logger.warning_once.cache_clear()
-    original = logger.warning
-    logger.warning = heard.append
-    try:
-        call()
-    finally:
-        logger.warning = original
-    return heard
-
-
 @torch.no_grad()
-def test_other_implementations_warn_and_give_none(model):
-    outputs = []
-    heard = warnings_of(lambda: outputs.append(model(**rows(), output_attentions=True)))
-    assert outputs[0].attentions is None
+def test_other_implementations_warn_once_and_give_none(model, monkeypatch):
+    heard, logger = [], logging.get_logger(GLM4VForCausalLM.__module__)
+    logger.warning_once.cache_clear()
+    monkeypatch.setattr(logger, "warning", heard.append)
+    model(**rows())
+    assert not heard
+    for _ in range(2):
+        assert model(**rows(), output_attentions=True).attentions is None
     assert len(heard) == 1 and "'sdpa' makes no weights" in heard[0]
-    assert not warnings_of(lambda: model(**rows()))
 
 
 def test_recomputed_layers_give_no_weights():
@@ -123,25 +101,11 @@ def test_recomputed_layers_give_no_weights():
 
 
 @torch.no_grad()
-def test_generate_gives_attentions_of_every_step(eager_model):
-    output = eager_model.generate(
-        **rows(),
-        max_new_tokens=3,
-        do_sample=False,
-        output_attentions=True,
-        return_dict_in_generate=True,
-        eos_token_id=None,
-    )
-    lengths = [step[0].shape[-1] for step in output.attentions]
-    assert lengths == [13, 14, 15]
-
-
-@torch.no_grad()
 def test_attentions_cover_the_room_of_a_static_cache(eager_model):
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    options |= {"output_attentions": True, "return_dict_in_generate": True}
+    options = drawing(3) | {"output_attentions": True, "return_dict_in_generate": True}
     want = eager_model.generate(**rows(), **options).attentions
     got = eager_model.generate(**rows(), **options, cache_implementation="static").attentions
+    assert [step[0].shape[-1] for step in want] == [13, 14, 15]
     for static, dynamic in zip(got, want, strict=True):
         held = dynamic[0].shape[-1]
         assert static[0].shape[-1] == 15  # 13 of the prompt, and two tokens: the last is not cached
@@ -152,15 +116,14 @@ def test_attentions_cover_the_room_of_a_static_cache(eager_model):
 @torch.no_grad()
 def test_assisted_decoding_gives_attentions(eager_model):
     ids = torch.tensor([text(6)])
-    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     output = eager_model.generate(
         input_ids=ids,
         assistant_model=copy.deepcopy(eager_model),
         output_attentions=True,
         return_dict_in_generate=True,
-        **options,
+        **drawing(5),
     )
-    assert output.sequences.tolist() == eager_model.generate(input_ids=ids, **options).tolist()
+    assert torch.equal(output.sequences, eager_model.generate(input_ids=ids, **drawing(5)))
     assert [step[0].shape[-1] for step in output.attentions] == [6, 7, 8, 9, 10]
 
 
@@ -169,26 +132,28 @@ def test_assisted_decoding_gives_attentions(eager_model):
 
 @torch.no_grad()
 def test_image_features_have_the_type_of_this_transformers(model):
-    pixels = pictures(2)
+    pixels, vision = pictures(2), model.config.vision
     want = model.transformer.vision(pixels)
     for asked in (model, model.transformer):
         got = asked.get_image_features(pixel_values=pixels)
         if SINCE_5:
             assert isinstance(got, BaseModelOutputWithPooling)
-            assert torch.equal(got.pooler_output, want)
-            vision = model.config.vision
             assert got.last_hidden_state.shape == (2, vision.num_positions, vision.hidden_size)
             assert got.hidden_states is None and got.attentions is None
-        else:
-            assert torch.equal(got, want)
+        assert torch.equal(got.pooler_output if SINCE_5 else got, want)
         assert torch.equal(asked.get_image_features(pixels, return_dict=True).pooler_output, want)
         assert torch.equal(asked.get_image_features(pixels, return_dict=False)[1], want)
+    # forward takes them as they are given.
+    inputs = rows()
+    features = model.get_image_features(inputs["pixel_values"])
+    want = model(**inputs).logits
+    got = model(**inputs | {"pixel_values": None}, image_features=features)
+    assert torch.equal(got.logits, want)
 
 
 @torch.no_grad()
 def test_image_features_with_the_towers_states_and_weights(eager_model):
-    vision = eager_model.config.vision
-    states = []
+    vision, states = eager_model.config.vision, []
     layers = eager_model.transformer.vision.transformer.layers
     handles = [layer.register_forward_hook(lambda m, i, o: states.append(o)) for layer in layers]
     output = eager_model.get_image_features(
@@ -207,12 +172,16 @@ def test_image_features_with_the_towers_states_and_weights(eager_model):
         assert (weights.sum(-1) - 1).abs().max() <= ATOL
 
 
-@torch.no_grad()
-def test_forward_takes_image_features_as_they_are_given(model):
-    inputs = rows()
-    want = model(**inputs).logits
-    features = model.get_image_features(inputs.pop("pixel_values"))
-    assert torch.equal(model(**inputs, image_features=features).logits, want)
+WRONG_FEATURES = {
+    "in two forms": {"image_features": torch.zeros(1, 6, 64), "pixel_values": pictures(2)},
+    "of another size": {"image_features": torch.zeros(1, 5, 64)},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FEATURES)
+def test_features_that_do_not_fit_are_refused(model, case, words):
+    with words.refused(ValueError, "image_features"):
+        model(torch.tensor([grown_image()]), **WRONG_FEATURES[case])
 
 
 # Early exit
@@ -230,19 +199,14 @@ def test_early_exit_assists(with_image):
     if with_image:
         ids = torch.tensor([[*text(3, seed=1), *grown_image(), *text(4, seed=2)]])
         inputs = {"input_ids": ids, "pixel_values": pictures(1)}
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    want = model.generate(**inputs, **options)
-    lengths = []
-    layer = model.transformer.encoder.layers[0]
-    handle = layer.register_forward_hook(lambda m, i, o: lengths.append(o.shape[1]))
-    last = []
-    other = model.transformer.encoder.layers[-1].register_forward_hook(
-        lambda m, i, o: last.append(o.shape[1])
-    )
-    got = model.generate(**inputs, **options, assistant_early_exit=2)
-    handle.remove(), other.remove()
-    assert got.tolist() == want.tolist()
-    assert len(lengths) > len(last) > 0  # some passes left the last layers out
+    want = model.generate(**inputs, **drawing(8))
+    passes = {0: 0, 3: 0}
+    for number in passes:
+        layer = model.transformer.encoder.layers[number]
+        layer.register_forward_hook(lambda *call, n=number: passes.__setitem__(n, passes[n] + 1))
+    got = model.generate(**inputs, **drawing(8), assistant_early_exit=2)
+    assert torch.equal(got, want)
+    assert passes[0] > passes[3] > 0  # some passes left the last layers out
     assert model.config.num_layers == 4
 
 
@@ -250,30 +214,24 @@ def test_early_exit_assists(with_image):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("image", [None, three_id_image(), grown_image()])
+@pytest.mark.parametrize("image", [[], three_id_image(), grown_image()], ids=["no", "3", "grown"])
 def test_generate_continues_a_cache_with_embeddings(model, image):
     """transformers wants the embeddings of whole rows there; those in the cache are not read."""
-    first = {"input_ids": torch.tensor([text(6, seed=1)])}
-    if image is not None:
-        ids = torch.tensor([[*text(3, seed=1), *image, *text(4, seed=2)]])
-        first = {"input_ids": ids, "pixel_values": pictures(1)}
+    first = torch.tensor([[*text(3, seed=1), *image, *text(4, seed=2)]])
+    images = pictures(1) if image else None
     more = torch.tensor([text(3, seed=5)])
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 
     def filled() -> DynamicCache:
         cache = DynamicCache(config=model.config)
-        model(**first, past_key_values=cache)
+        model(first, pixel_values=images, past_key_values=cache)
         return cache
 
-    whole = first | {"input_ids": torch.cat((first["input_ids"], more), dim=1)}
-    want = model.generate(**whole, **options)[0, -4:].tolist()
-    cache = filled()
-    embeds = model.get_input_embeddings()(more)
+    whole = torch.cat((first, more), dim=1)
+    want = model.generate(whole, pixel_values=images, **drawing(4))[0, -4:].tolist()
+    cache, embeds = filled(), model.get_input_embeddings()(more)
     unread = embeds.new_zeros(1, cache.get_seq_length(), embeds.shape[-1])
-    got = model.generate(
-        inputs_embeds=torch.cat((unread, embeds), dim=1), past_key_values=cache, **options
-    )
-    assert got[0].tolist() == want
+    given = {"inputs_embeds": torch.cat((unread, embeds), dim=1), "past_key_values": cache}
+    assert model.generate(**given, **drawing(4))[0].tolist() == want
     # By hand, where forward takes what is new only.
     logits = model(inputs_embeds=embeds, past_key_values=filled()).logits
     assert logits[0, -1].argmax().item() == want[0]
@@ -284,8 +242,8 @@ def test_embeddings_that_are_in_the_cache_already_are_refused(model):
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([text(6)]), past_key_values=cache)
     embeds = torch.zeros(1, 3, model.config.hidden_size)
+    inputs = torch.zeros(1, 0, dtype=torch.long)
     with pytest.raises(ValueError, match="inputs_embeds has 3 positions but the cache holds 6"):
-        inputs = torch.zeros(1, 0, dtype=torch.long)
         model.prepare_inputs_for_generation(inputs, past_key_values=cache, inputs_embeds=embeds)
 
 

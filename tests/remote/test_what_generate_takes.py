@@ -1,19 +1,21 @@
 """Everything that ``generate`` takes reaches it: texts to stop at, caches that were changed, and as
-many tokens as there are positions."""
+many tokens as there are positions. It draws no image ids unless told."""
 
 import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+)
 
 from glm4v_patched.remote.keywords import named_cache
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.legacy_repository import write_legacy_tokenizer
-from tests.helpers.tiny import grown_image, pictures, text, three_id_image
-
-IMAGES = {"three ids": three_id_image, "grown": grown_image}
-BOTH_FORMS = pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
+from tests.helpers.tiny import BOI, EOI, FILL, grown_image, pictures, text, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +25,13 @@ def tokenizer(tmp_path_factory):
     return ChatGLM4Tokenizer.from_pretrained(folder)
 
 
-def row(image) -> torch.Tensor:
-    return torch.tensor([[*text(3, seed=1), *image(), *text(4, seed=2)]])
+def row(image: list[int]) -> torch.Tensor:
+    return torch.tensor([[*text(3, seed=1), *image, *text(4, seed=2)]])
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 2}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}], ids=str
 )
-@BOTH_FORMS
 def test_generate_stops_at_texts(model, tokenizer, image, options):
     given = {"input_ids": row(image), "pixel_values": pictures(1), "max_new_tokens": 12, **options}
     torch.manual_seed(0)
@@ -47,96 +48,71 @@ def test_generate_stops_at_texts(model, tokenizer, image, options):
     assert stop not in tokenizer.decode(answer[:-1])
 
 
-def test_texts_to_stop_at_need_a_tokenizer(model):
+@pytest.mark.parametrize("wrong", [{"stop_strings": ["a"]}, {"tokenizer": "a"}], ids=str)
+def test_texts_to_stop_at_need_a_tokenizer(model, wrong):
     with pytest.raises(ValueError, match="tokenizer"):
-        model.generate(row(three_id_image), pixel_values=pictures(1), stop_strings=["a"])
-    with pytest.raises(ValueError, match="tokenizer.*is not what goes by that name"):
-        model.generate(row(three_id_image), pixel_values=pictures(1), tokenizer="a")
+        model.generate(row(grown_image()), pixel_values=pictures(1), **wrong)
 
 
-def repeated(cache, ids):
-    cache.batch_repeat_interleave(2)
-    return ids.repeat_interleave(2, dim=0)
+# Ways to change a cache of two rows, and the rows that are in it then.
+CHANGES = {
+    "repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "selected": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "reordered": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "of one row": (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+    "cropped": (lambda cache: cache.crop(-2), [0, 1]),
+    "copied": (lambda cache: None, [0, 1]),
+}
 
 
-def selected(cache, ids):
-    cache.batch_select_indices(torch.tensor([1]))
-    return ids[1:]
-
-
-def reordered(cache, ids):
-    cache.reorder_cache(torch.tensor([1, 0]))
-    return ids[[1, 0]]
-
-
-def of_one_row(cache, ids):
-    cache.reorder_cache(torch.tensor([1, 1]))
-    return ids[[1, 1]]
-
-
-def cropped(cache, ids):
-    cache.crop(-2)
-    return ids
-
-
-def copied(cache, ids):
-    return ids
-
-
-CHANGES = [repeated, selected, reordered, of_one_row, cropped, copied]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "chosen"), CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("given", ["none", "all", "new"])
-@BOTH_FORMS
 @torch.no_grad()
-def test_generate_goes_on_from_a_cache_that_was_changed(model, image, change, given):
+def test_generate_goes_on_from_a_cache_that_was_changed(model, image, change, chosen, given):
     """Two rows, one of two pictures and one of one, and one more picture after the cache."""
-    begin = [*text(2, seed=3), *image(), *text(3, seed=4), *image(), *text(2, seed=5)]
-    other = [*text(len(begin) - len(image()), seed=6), *image()]
-    other = [*other[-len(image()) :], *other[: -len(image())]]
-    ids = torch.tensor([begin, other])
+    begin = [*text(2, seed=3), *image, *text(3, seed=4), *image, *text(2, seed=5)]
+    ids = torch.tensor([begin, [*image, *text(len(begin) - len(image), seed=6)]])
     of_rows = [pictures(2, seed=1), pictures(1, seed=2)]
+    if len(image) == 3:  # rows of unlike growth are padded on the left, as generate wants them
+        ids, of_rows[1] = torch.tensor([begin] * 2), pictures(2, seed=2)
     cache = DynamicCache(config=model.config)
-    # Rows of unlike growth are padded on the left, as generate wants them.
-    if image is three_id_image:
-        ids = torch.tensor([begin, [*begin]])
-        of_rows = [pictures(2, seed=1), pictures(2, seed=2)]
     model(input_ids=ids, pixel_values=torch.cat(of_rows), use_cache=True, **named_cache(cache))
-    rows = torch.tensor([[0], [1]])
-    chosen = change(cache, rows).flatten().tolist()
+    change(cache)
     cache = copy.deepcopy(cache)
-    after = torch.tensor([[*text(2, seed=7), *image(), *text(2, seed=8)]])
     new = pictures(len(chosen), seed=3)
-    whole = torch.cat([ids[chosen], after.expand(len(chosen), -1)], dim=1)
-    every = torch.cat([torch.cat([of_rows[i], new[at : at + 1]]) for at, i in enumerate(chosen)])
-    want = model.generate(whole, pixel_values=every, max_new_tokens=4, do_sample=False)
-    images = {"all": every, "new": new, "none": None}[given]
     if given == "none":  # what follows the cache is text then
-        whole = torch.cat([ids[chosen], after[:, :2].expand(len(chosen), -1)], dim=1)
-        before = torch.cat([of_rows[i] for i in chosen])
-        want = model.generate(whole, pixel_values=before, max_new_tokens=4, do_sample=False)
-    found = model.generate(
-        whole, pixel_values=images, max_new_tokens=4, do_sample=False, **named_cache(cache)
-    )
+        after, images = text(2, seed=7), None
+        every = torch.cat([of_rows[i] for i in chosen])
+    else:
+        after = [*text(2, seed=7), *image, *text(2, seed=8)]
+        every = torch.cat([torch.cat([of_rows[i], new[n : n + 1]]) for n, i in enumerate(chosen)])
+        images = every if given == "all" else new
+    whole = torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    want = model.generate(whole, pixel_values=every, **options)
+    found = model.generate(whole, pixel_values=images, **options, **named_cache(cache))
     assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}]
+    "options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str
 )
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", ["all", "new"])
+@pytest.mark.parametrize("brings_image", [True, False])
 @torch.no_grad()
-def test_beams_and_several_answers_go_on_from_a_repeated_cache(model, options, given):
-    ids = row(three_id_image)
+def test_several_answers_go_on_from_a_repeated_cache(model, image, options, given, brings_image):
+    """Also of a cache that ends with a picture, and where another one follows at once."""
+    first = row(image) if not brings_image else torch.tensor([[*text(3, seed=1), *image]])
+    second = [*(image if brings_image else []), *text(3, seed=9)]
+    every = pictures(2 if brings_image else 1)
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids, pixel_values=pictures(1), use_cache=True, **named_cache(cache))
+    model(first, pixel_values=every[:1], use_cache=True, **named_cache(cache))
     cache.batch_repeat_interleave(2)
-    whole = torch.cat([ids, torch.tensor([text(3, seed=9)])], dim=1)
+    whole = torch.cat([first, torch.tensor([second])], dim=1)
     torch.manual_seed(0)
-    want = model.generate(whole, pixel_values=pictures(1), max_new_tokens=5, **options)
+    want = model.generate(whole, pixel_values=every, max_new_tokens=5, **options)
     torch.manual_seed(0)
-    images = pictures(1) if given else None
+    images = every if given == "all" else every[1:] if brings_image else None
     options = options | named_cache(cache)
     found = model.generate(whole, pixel_values=images, max_new_tokens=5, **options)
     assert torch.equal(found, want)
@@ -153,15 +129,81 @@ def test_beams_and_several_answers_go_on_from_a_repeated_cache(model, options, g
     ],
     ids=str,
 )
-@BOTH_FORMS
 def test_an_answer_ends_at_the_last_position(model, image, options):
     """The last token needs none: nothing is computed after it."""
     ids = row(image)
-    grown = 3 + 2 + 1 + 4  # an image takes three positions, however many ids
-    room = model.config.seq_length - grown
+    room = model.config.seq_length - (3 + 3 + 4)  # an image takes three, however many ids
     given = {"input_ids": ids, "pixel_values": pictures(1), "eos_token_id": -1, **options}
-    out = model.generate(**given, max_new_tokens=10_000)
-    assert out.shape[1] - ids.shape[1] == room + 1
+    for wanted, number in ((10_000, room + 1), (room + 1, room + 1), (5, 5)):
+        out = model.generate(**given, max_new_tokens=wanted)
+        assert out.shape[1] - ids.shape[1] == number
+
+
+def test_a_prompt_that_has_no_position_left_is_refused(model):
+    with pytest.raises(ValueError, match="position 128, but the position table ends at 127"):
+        model.generate(torch.tensor([text(129)]), max_new_tokens=2)
+
+
+# Image ids
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "greedy, without a cache": {"do_sample": False, "use_cache": False},
+    "sampled": {"do_sample": True},
+    "sampled from the best": {"do_sample": True, "top_k": 1},
+    "sampled, static cache": {"do_sample": True, "cache_implementation": "static"},
+    "sampled beams": {"do_sample": True, "num_beams": 3},
+    "several of a prompt": {"do_sample": True, "num_return_sequences": 4},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 2},
+    "a framework's own config": {
+        "generation_config": GenerationConfig(do_sample=True, max_new_tokens=6, eos_token_id=None)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def drawing_image_ids():
+    """A model that wants nothing but image ids."""
+    model = tiny_model(image_token_id=FILL)
+
+    def favour(module, inputs, logits):
+        logits = logits.clone()
+        logits[..., [BOI, EOI, FILL]] += 100
+        return logits
+
+    model.transformer.output_layer.register_forward_hook(favour)
+    return model
+
+
+def drawn(model, **options) -> set[int]:
+    prompt = torch.tensor([[*text(2, seed=1), *grown_image(), *text(3, seed=2)]])
+    limits = {} if "generation_config" in options else {"max_new_tokens": 6, "eos_token_id": None}
     torch.manual_seed(0)
-    short = model.generate(**given, max_new_tokens=5)
-    assert short.shape[1] - ids.shape[1] == 5
+    rows = model.generate(prompt, pixel_values=pictures(1), pad_token_id=500, **limits, **options)
+    new = rows[:, prompt.shape[1] :]
+    assert new.shape[1] == 6
+    return set(new.flatten().tolist())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(mode, drawing_image_ids):
+    assert not drawn(drawing_image_ids, **MODES[mode]) & {BOI, EOI, FILL}
+    if mode != "prompt lookup":  # that of transformers 4.57 wants an eos_token_id
+        assert drawn(drawing_image_ids, **MODES[mode], suppress_tokens=[]) <= {BOI, EOI, FILL}
+
+
+def test_what_is_suppressed_or_processed_besides_takes_nothing_away(drawing_image_ids):
+    best = drawn(drawing_image_ids, do_sample=False)
+    others = drawn(drawing_image_ids, do_sample=False, suppress_tokens=[FILL, *best])
+    assert not others & {BOI, EOI, FILL, *best}
+    own = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
+    for more in ({}, {"suppress_tokens": [4]}):
+        options = {"do_sample": False, "logits_processor": own, **more}
+        assert not drawn(drawing_image_ids, **options) & {BOI, EOI, FILL}
+
+
+def test_the_config_that_is_given_stays_as_it_is(drawing_image_ids):
+    config = GenerationConfig(max_new_tokens=6, eos_token_id=None)
+    drawn(drawing_image_ids, generation_config=config)
+    assert config.suppress_tokens is None
+    assert drawing_image_ids.generation_config.suppress_tokens is None
