@@ -16,7 +16,8 @@ from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.plots import plot_loss
 from glm4v_patched.finetune.progress import LossPlot, Progress
 from glm4v_patched.finetune.recipe import Recipe
-from tests.helpers.recipes import launching_warm, train_here
+from tests.helpers.processes import on_the_cpu
+from tests.helpers.recipes import train_here
 
 LINE = (
     r"step \d+/\d+ epoch \d\.\d\d loss [\d.]+ lr (0|\d\.\de-\d) [\d.]+ samples/s "
@@ -203,7 +204,7 @@ def test_a_curve_has_marks_where_the_loss_is_not_finite(tmp_path, figures, losse
 
 def test_the_end_of_a_run_without_evaluation_has_its_last_loss(mine, tmp_path, capsys):
     mine.write(tmp_path / "recipe.json")
-    with launching_warm():
+    with on_the_cpu():
         assert main(["train", str(tmp_path / "recipe.json"), "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     end = r"\nended +after all 10 steps\nsaved +the adapters of step 10: loss [\d.]+ at"

@@ -21,7 +21,6 @@ from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import WORKERS, Ended, run_ranks, run_with_limit
-from tests.helpers.processes import on_the_cpu as launching_warm  # noqa: F401
 
 LEAST = {
     "model": "m",
