@@ -97,10 +97,14 @@ def _fits(name: str, modules: list[str]) -> bool:
 
 def _unknown(option: str, unknown: Iterable[str], explained: Iterable[str]) -> str:
     meant = [f"{name} is {MEANT[name]}" for name in sorted({*explained}) if name in MEANT]
-    return (
-        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v: "
-        + "".join(f"{one}, " for one in meant)
-        + "and all are query_key_value, dense, dense_h_to_4h, dense_4h_to_h in the language model "
-        "(transformer.encoder), these, fc1, fc2 and gate_proj in the vision tower "
-        "(transformer.vision), word_embeddings and output_layer; or say 'all-linear'"
+    told = [
+        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v"
+    ]
+    if meant:
+        told.append(", ".join(meant))
+    told.append(
+        "there are query_key_value, dense, dense_h_to_4h and dense_4h_to_h in the language model "
+        "(transformer.encoder), these and fc1, fc2 and gate_proj in the vision tower "
+        "(transformer.vision), and word_embeddings and output_layer; or say 'all-linear'"
     )
+    return "; ".join(told)

@@ -86,7 +86,8 @@ def entries() -> dict[str, object]:
 
 
 def load(auto_class: str, folder, **options):
-    return getattr(transformers, auto_class).from_pretrained(folder, **options)
+    cls = getattr(transformers, auto_class)
+    return cls.from_pretrained(pretrained_model_name_or_path=folder, **options)
 
 
 def is_ours(thing) -> bool:
@@ -189,13 +190,6 @@ def test_unused_options_of_a_config_are_handed_back(published):
     )
     assert config.seq_length == 99 and unused == {"not_a_field": 1}
     assert config.name_or_path == str(published)
-
-
-def test_a_path_given_by_its_name_is_taken(published):
-    glm4v_patched.apply()
-    for auto_class, ours in OURS.items():
-        loader = getattr(transformers, auto_class).from_pretrained
-        assert type(loader(pretrained_model_name_or_path=str(published))) is ours
 
 
 def test_a_tokenizer_saved_by_itself_is_ours(published, tmp_path):
@@ -594,17 +588,12 @@ def test_options_that_contradict_those_in_force_are_refused(first, same, other, 
     glm4v_patched.apply(**other)
 
 
-def test_options_are_off_by_default(published):
-    glm4v_patched.apply()
-    model = load("AutoModel", published)
-    assert model.config.skip_logits is False
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_fused_linear_cross_entropy_gives_the_same_loss_without_logits(published):
     row = image_row(0)
     with glm4v_patched.applied():
-        plain = load("AutoModel", published).train()(**row)
+        model = load("AutoModel", published)
+        assert model.config._attn_implementation == "sdpa"
+        plain = model.train()(**row)
     with glm4v_patched.applied(fused_linear_cross_entropy=True):
         config = AutoConfig.from_pretrained(published)
         assert AutoModel.from_config(config).config.skip_logits is True

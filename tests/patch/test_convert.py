@@ -4,7 +4,6 @@ The stand-in for the published code is tests/helpers/legacy.
 """
 
 import copy
-import gc
 import inspect
 import json
 from functools import partial
@@ -264,17 +263,6 @@ def test_attention_is_sdpa_as_published_unless_another_than_eager_is_configured(
     assert patch_model(legacy).config._attn_implementation == ours
 
 
-def test_nothing_is_left_of_the_pattern_on_the_meta_device(legacy):
-    def living():
-        gc.collect()
-        return sum(isinstance(thing, GLM4VForCausalLM) for thing in gc.get_objects())
-
-    before = living()
-    patch_model(legacy)
-    assert living() == before + 1
-    assert not any(tensor.is_meta for tensor in legacy.state_dict().values())
-
-
 def test_a_patched_model_can_be_copied_and_pickled(legacy, tmp_path):
     want = logits(patch_model(legacy))
     torch.save(legacy, tmp_path / "model.pt")
@@ -523,14 +511,8 @@ def packed(model: nn.Module) -> nn.Module:
     return model
 
 
-def dynamically_quantised(model: nn.Module) -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("quantise", [packed, dynamically_quantised])
-def test_quantised_layers_stay_and_compute_the_same(quantise, legacy):
-    model = quantise(legacy)
+def test_quantised_layers_stay_and_compute_the_same(legacy):
+    model = packed(legacy)
     want = logits(model)
     quantised = {n: m for n, m in model.named_modules() if type(m).__name__.endswith("Linear")}
     assert len(quantised) == 21, len(quantised)

@@ -18,7 +18,6 @@ import pytest
 
 import glm4v_patched
 from glm4v_patched.patch.run import find_script
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, heed_signals, run_with_limit, two_processes
 
@@ -60,7 +59,7 @@ def tell(who, **more):
     with open(os.path.join(os.environ["TOLD"], f"{who}.json"), "w") as file:
         json.dump({"loaded": what_is_loaded()} | more, file)
 """
-OURS, PUBLISHED = ["glm4v_patched"] * 3, ["transformers_modules"] * 3
+OURS = ["glm4v_patched"] * 3
 
 
 @pytest.fixture
@@ -99,12 +98,12 @@ def run(*command, **environment) -> subprocess.CompletedProcess:
     )
 
 
-def run_hooked(code: str, value: str = "1", *paths, flags=()) -> subprocess.CompletedProcess:
+def run_hooked(code: str, value: str = "1", *paths) -> subprocess.CompletedProcess:
     """Python with the variable and the folder, without ``run``."""
     others = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path]
     startup = Path(others[0]) / "glm4v_patched" / "patch" / "startup"
     path = os.pathsep.join(map(str, [startup, *paths, *others]))
-    return run(sys.executable, *flags, "-c", code, GLM4V_PATCHED=value, PYTHONPATH=path)
+    return run(sys.executable, "-c", code, GLM4V_PATCHED=value, PYTHONPATH=path)
 
 
 def ended(done: subprocess.CompletedProcess) -> tuple:
@@ -371,14 +370,6 @@ def told_by(command: list, folder: Path, name: str, source: str, **environment) 
     ended = run_with_limit([*map(str, command), str(script), "--lr", "1"], 120, everything)
     assert ended.status == 0, ended.output[-8000:]
     return {path.stem: json.loads(path.read_text()) for path in told.glob("*.json")}
-
-
-def test_a_script_gets_the_published_classes_by_itself(folder):
-    told = folder / "plain"
-    told.mkdir()
-    where = {"LEGACY": str(folder / "legacy"), "TOLD": str(told)}
-    run_without_package(f"{LOAD}\ntell('script')", told, PYTHONPATH=str(PACKAGE.parent), **where)
-    assert json.loads((told / "script.json").read_text()) == {"loaded": PUBLISHED}
 
 
 @pytest.mark.newest  # how Python and launchers start children
