@@ -22,48 +22,37 @@ PLUGINS = {
 }
 
 
-def find_by(finders, name, path, target=None):
-    finders = [finder for finder in finders if hasattr(finder, "find_spec")]
-    return next(filter(None, (f.find_spec(name, path, target) for f in finders)), None)
+def spec_by_others(finder, name, path, target):
+    others = [f for f in sys.meta_path if f is not finder and hasattr(f, "find_spec")]
+    return next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
 
 
-class Watch:
-    """Finds modules where the other finders do, and is there when they are executed."""
-
-    def find_spec(self, name, path=None, target=None):
-        if not self.wants(name):
-            return None
-        spec = find_by(
-            [finder for finder in sys.meta_path if finder is not self], name, path, target
-        )
-        if spec is not None and spec.loader is not None:
-            loader = spec.loader
-
-            def exec_module(module):
-                del loader.exec_module
-                self.execute(loader, module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-class PatchAfterImport(Watch):
-    """Patches as soon as transformers is there and none of the packages is half imported."""
+class PatchAfterImport:
+    """Finds these packages where the other finders do, and notes when their imports end."""
 
     def __init__(self):
         self.depth = 0
 
-    def wants(self, name):
-        return name.partition(".")[0] in PACKAGES
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in PACKAGES:
+            return None
+        spec = spec_by_others(self, name, path, target)
+        if spec is not None and spec.loader is not None:
+            self.watch(spec.loader)
+        return spec
 
-    def execute(self, loader, module):
-        self.depth += 1
-        try:
-            loader.exec_module(module)
-        finally:
-            self.depth -= 1
-        if self.depth == 0 and "transformers" in sys.modules and self in sys.meta_path:
-            self.patch()
+    def watch(self, loader):
+        def exec_module(module):
+            del loader.exec_module
+            self.depth += 1
+            try:
+                loader.exec_module(module)
+            finally:
+                self.depth -= 1
+            if self.depth == 0 and "transformers" in sys.modules and self in sys.meta_path:
+                self.patch()
+
+        loader.exec_module = exec_module
 
     def patch(self):
         sys.meta_path.remove(self)
@@ -82,25 +71,34 @@ class PatchAfterImport(Watch):
             ) from error
 
 
-class RegisterAfterImport(Watch):
-    """Has our plug-in registered when the module of a framework that it is for is imported."""
+class RegisterAfterImport:
+    """Finds the modules of frameworks, and has our plug-in registered when they are imported."""
 
-    def wants(self, name):
-        return name in PLUGINS
+    def find_spec(self, name, path=None, target=None):
+        if name not in PLUGINS:
+            return None
+        spec = spec_by_others(self, name, path, target)
+        if spec is not None and spec.loader is not None:
+            self.watch(spec.loader, PLUGINS[name])
+        return spec
 
-    def execute(self, loader, module):
-        loader.exec_module(module)
-        import importlib
+    def watch(self, loader, plugin):
+        def exec_module(module):
+            del loader.exec_module
+            loader.exec_module(module)
+            import importlib
 
-        plugin = PLUGINS[module.__name__]
-        importlib.import_module(f"glm4v_patched.integrations.{plugin}").register()
+            importlib.import_module(f"glm4v_patched.integrations.{plugin}").register()
+
+        loader.exec_module = exec_module
 
 
 def run_hidden_sitecustomize():
     """Debian and Colab have one, which this file is found before."""
     here = os.path.dirname(os.path.abspath(__file__))
     paths = [path for path in sys.path if os.path.abspath(path) != here]
-    spec = find_by(sys.meta_path, __name__, paths)
+    finders = [f for f in sys.meta_path if hasattr(f, "find_spec")]
+    spec = next(filter(None, (f.find_spec(__name__, paths) for f in finders)), None)
     if spec is not None and spec.loader is not None:
         module = type(sys)(__name__)
         module.__file__, module.__spec__, module.__loader__ = spec.origin, spec, spec.loader
