@@ -61,9 +61,9 @@ def correct_names(model: nn.Module, config) -> None:
             if names.lower() == ALL_LINEAR:
                 continue
             if not any(re.fullmatch(names, module) for module in modules):
-                raise ValueError(_unknown(option, [names], MEANT.keys() & set(_words(names))))
+                raise ValueError(_unknown(option, [names], re.findall(r"\w+", names)))
             continue
-        known = [SAME[name] if _is_other_name(name, modules) else name for name in names]
+        known = [name if _fits(name, modules) else SAME.get(name, name) for name in names]
         if known != list(names):
             logger.warning("%s: %s are called %s here", option, [*names], known)
             setattr(config, option, type(names)(known))
@@ -90,25 +90,21 @@ def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
                 )
 
 
-def _is_other_name(name: str, modules: list[str]) -> bool:
-    return name in SAME and not _fits(name, modules)
-
-
 def _fits(name: str, modules: list[str]) -> bool:
     """As peft compares them."""
     return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
-def _words(pattern: str) -> Iterable[str]:
-    return re.findall(r"\w+", pattern)
-
-
 def _unknown(option: str, unknown: Iterable[str], explained: Iterable[str]) -> str:
-    meant = [f"{name} is {MEANT[name]}" for name in sorted(explained) if name in MEANT]
-    return (
-        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v: "
-        + "".join(f"{one}, " for one in meant)
-        + "and all are query_key_value, dense, dense_h_to_4h, dense_4h_to_h in the language model "
-        "(transformer.encoder), these, fc1, fc2 and gate_proj in the vision tower "
-        "(transformer.vision), word_embeddings and output_layer; or say 'all-linear'"
+    meant = [f"{name} is {MEANT[name]}" for name in sorted({*explained}) if name in MEANT]
+    told = [
+        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v"
+    ]
+    if meant:
+        told.append(", ".join(meant))
+    told.append(
+        "there are query_key_value, dense, dense_h_to_4h and dense_4h_to_h in the language model "
+        "(transformer.encoder), these and fc1, fc2 and gate_proj in the vision tower "
+        "(transformer.vision), and word_embeddings and output_layer; or say 'all-linear'"
     )
+    return "; ".join(told)

@@ -95,6 +95,10 @@ class Options:
     def said(self) -> dict:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    def of_loading(self) -> dict:
+        """What from_pretrained and from_config take, unless it is said there."""
+        return {n: value for n, value in self.said().items() if n == "attn_implementation"}
+
 
 class _Activation:
     """The patches in force, and who wants them: ``apply``, and blocks of ``applied``."""
@@ -270,9 +274,7 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
         if repository.silence is not None:
             logger.warning("%s: what is in the cache is loaded", repository.silence)
             kwargs["local_files_only"] = True
-        for name in AUTO_OPTIONS:
-            kwargs.pop(name, None)
-        return load(pretrained_model_name_or_path, *args, **kwargs)
+        return load(pretrained_model_name_or_path, *args, **_for_our_class(kwargs))
 
     return classmethod(from_pretrained)
 
@@ -282,11 +284,13 @@ def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
     def from_config(cls, /, config, **kwargs):
         if not (isinstance(config, PretrainedConfig) and is_glm4v(config.to_dict())):
             return original.__func__(cls, config, **kwargs)
-        for name in AUTO_OPTIONS:
-            kwargs.pop(name, None)
-        return make(config, **kwargs)
+        return make(config, **_for_our_class(kwargs))
 
     return classmethod(from_config)
+
+
+def _for_our_class(options: dict) -> dict:
+    return {name: value for name, value in options.items() if name not in AUTO_OPTIONS}
 
 
 def _refuse_code(original: Callable) -> Callable:
@@ -316,8 +320,7 @@ def _load_config(name_or_path, **kwargs):
 def _load_model(options: Options, model_class, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
         config = ChatGLMConfig.of(config)
-    if options.attn_implementation is not None:
-        kwargs.setdefault("attn_implementation", options.attn_implementation)
+    kwargs = options.of_loading() | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
     _set_loss(model, options)
@@ -325,9 +328,7 @@ def _load_model(options: Options, model_class, name_or_path, *args, config=None,
 
 
 def _make_model(options: Options, model_class, config: PretrainedConfig, **kwargs):
-    if options.attn_implementation is not None:
-        kwargs.setdefault("attn_implementation", options.attn_implementation)
-    model = model_class._from_config(ChatGLMConfig.of(config), **kwargs)
+    model = model_class._from_config(ChatGLMConfig.of(config), **(options.of_loading() | kwargs))
     _set_loss(model, options)
     return model
 

@@ -1,6 +1,5 @@
 """What a folder or a repository of the Hub holds, told by its files and not by its name."""
 
-import json
 import re
 from functools import cached_property
 from os import PathLike
@@ -11,7 +10,7 @@ from huggingface_hub.utils import build_hf_headers
 from transformers.utils import cached_file
 
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS
-from .config_json import is_glm4v
+from .config_json import is_glm4v, read_object
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -140,7 +139,6 @@ def host_of(url: str) -> str:
 
 def _json_object(path: Path) -> dict | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError:
         return None
-    return values if isinstance(values, dict) else None

@@ -1,6 +1,7 @@
 """What servers, connections, disks and kills do to all three commands: one line that says what to
 do, without the token; nothing wrong or half-written; and the next run completes."""
 
+import errno
 import multiprocessing
 import queue
 import re
@@ -197,6 +198,13 @@ def test_a_disk_that_is_full_for_the_output_is_one_line(file, original, built, r
         assert [path.name for path in out.parent.glob("*")] == ["out"] * earlier
         assert not earlier or as_files(out) == as_files(built)
         assert run(*command)[0] == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_and_a_full_quota_are_told_alike(number):
+    of_rust = RuntimeError(f"cannot write (os error {number})")
+    for error in (OSError(number, "cannot write"), of_rust):
+        assert "make room" in reason_of(error)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

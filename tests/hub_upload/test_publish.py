@@ -245,6 +245,20 @@ def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, copy):
     assert repository.tags == {TAG: repository.head}
 
 
+def test_a_commit_that_left_a_deleted_file_there_is_not_tagged(hub, publish, of_this_clone):
+    publish(of_this_clone("0.1.0", {"left.py": b"# of the older version\n"}), "--push")
+    repository = hub.repositories[NAME]
+    before = repository.head
+
+    def keep_it():
+        if repository.head != before:
+            repository.files["left.py"] = local_hub.File(b"kept")
+
+    hub.fail("GET", "/revision/(?!v)", times=9, call=keep_it)
+    status, output = publish(of_this_clone("0.2.0", {"loss.py": b"# newer\n"}), "--push")
+    assert status == 1 and "left.py differs" in output and {*repository.tags} == {"v0.1.0"}
+
+
 def test_a_tag_is_at_our_commit_or_told(hub, publish, copy):
     """Somebody else's tag, or a commit between ours and the tag."""
     repository = hub.add_repository(NAME)

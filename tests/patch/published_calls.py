@@ -53,38 +53,12 @@ def ids_of(inputs) -> dict:
     return {name: value.tolist() for name, value in inputs.items() if name != "images"}
 
 
-def model_card() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    inputs = chat_of(tokenizer, [{"role": "user", "image": PICTURE, "content": QUESTION}])
-    inputs = inputs.to("cpu")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, torch_dtype=torch.bfloat16, low_cpu_mem_usage=True, trust_remote_code=True
-    )
-    model = model.to("cpu").eval()
-    with torch.no_grad():
-        outputs = model.generate(**inputs, max_length=2500, do_sample=True, top_k=1)
-        outputs = outputs[:, inputs["input_ids"].shape[1] :]
-        answer = tokenizer.decode(outputs[0])
-    pixels["model_card"] = inputs["images"]
-    results["model_card"] = {"inputs": ids_of(inputs), "new": outputs.tolist(), "answer": answer}
-
-    # The documented way, for comparison. A folder without a processor gives its tokenizer.
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-    if type(processor) is type(tokenizer):
-        return
-    grown = chat_of(processor, [{"role": "user", "image": PICTURE, "content": QUESTION}])
-    assert set(grown) == {"input_ids", "attention_mask", "pixel_values"}
-    new = model.generate(**grown, max_new_tokens=outputs.shape[1], do_sample=False)
-    results["processor"] = {"new": new[:, grown["input_ids"].shape[1] :].tolist()}
-    pixels["processor"] = grown["pixel_values"]
+def user(content: str, **rest) -> dict:
+    return {"role": "user", "content": content, **rest}
 
 
-def recorded() -> None:
-    """What the published code was recorded to generate."""
-    model = AutoModel.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.float32)
-    inputs = {name: images[name] for name in ("input_ids", "attention_mask", "images")}
-    options = {"max_length": inputs["input_ids"].shape[1] + 8, "do_sample": True, "top_k": 1}
-    results["recorded"] = model.eval().generate(**inputs, **options).tolist()
+def assistant(content: str) -> dict:
+    return {"role": "assistant", "content": content}
 
 
 class StopAtAny(StoppingCriteria):
@@ -95,136 +69,129 @@ class StopAtAny(StoppingCriteria):
         return any(input_ids[0][-1] == stop for stop in self.stops)
 
 
-def load_for_demos():
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=True, encode_special_tokens=True
-    )
-    model = AutoModel.from_pretrained(
-        folder, trust_remote_code=True, device_map="auto", torch_dtype=torch.bfloat16
-    )
-    return tokenizer, model.eval()
-
-
-def stream(tokenizer, model, messages) -> tuple[dict, str]:
-    inputs = chat_of(tokenizer, messages).to(next(model.parameters()).device)
+def stream(tokenizer, model, options: dict) -> str:
     streamer = TextIteratorStreamer(
         tokenizer=tokenizer, timeout=60, skip_prompt=True, skip_special_tokens=True
     )
-    torch.manual_seed(0)
-    options = {
-        **inputs,
-        "streamer": streamer,
-        "max_new_tokens": 8,
-        "do_sample": True,
-        "top_p": 0.8,
-        "temperature": 0.6,
-        "stopping_criteria": StoppingCriteriaList([StopAtAny(model)]),
-        "repetition_penalty": 1.2,
-        "eos_token_id": model.config.eos_token_id,
-    }
-    thread = Thread(target=model.generate, kwargs=options)
+    thread = Thread(target=model.generate, kwargs=options | {"streamer": streamer})
     thread.start()
     answer = "".join(streamer)
     thread.join()
-    return inputs, answer.strip()
+    return answer
 
 
-def command_line_demo() -> None:
-    tokenizer, model = load_for_demos()
-    first = {"role": "user", "content": QUESTION, "image": PICTURE}
-    inputs, answer = stream(tokenizer, model, [first])
-    pixels["command_line"] = inputs["images"]
-    # The picture is in the first question only, and gone in the second round.
-    turns = [
-        {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": "A cat."},
-        {"role": "user", "content": "Which shape is it?"},
-    ]
-    later, _ = stream(tokenizer, model, turns)
-    assert "images" not in later
-    results["command_line"] = {
-        "inputs": ids_of(inputs),
-        "answer": answer,
-        "later": later["input_ids"].tolist(),
-    }
+def all_stops(tokenizer, model) -> dict:
+    """What the demos and the server pass beside numbers."""
+    return {"eos_token_id": [tokenizer.eos_token_id, *model.config.eos_token_id]}
 
 
-def web_demo() -> None:
-    tokenizer, model = load_for_demos()
-    messages = [
-        {"role": "assistant", "content": QUESTION},
-        {"role": "user", "content": "", "image": PICTURE},
-    ]
-    inputs, answer = stream(tokenizer, model, messages)
-    pixels["web"] = inputs["images"]
-    results["web"] = {"inputs": ids_of(inputs), "answer": answer}
+def stops_of_config(tokenizer, model) -> dict:
+    return {"eos_token_id": model.config.eos_token_id}
 
 
-def inference() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=True, encode_special_tokens=True, use_fast=False
-    )
-    model = AutoModel.from_pretrained(
-        folder, trust_remote_code=True, device_map="auto", torch_dtype=torch.bfloat16
-    )
-    inputs = chat_of(tokenizer, [{"role": "user", "content": QUESTION, "image": PICTURE}]).to(
-        model.device
-    )
-    outputs = model.generate(
-        **inputs,
-        max_new_tokens=8,
-        do_sample=True,
-        top_p=0.8,
-        temperature=0.8,
-        repetition_penalty=1.2,
-        eos_token_id=model.config.eos_token_id,
-    )
-    start = len(inputs["input_ids"][0])
-    results["inference"] = {
-        "inputs": ids_of(inputs),
-        "answer": tokenizer.decode(outputs[0][start:], skip_special_tokens=True).strip(),
-    }
+def stopping_criteria(tokenizer, model) -> dict:
+    criteria = StoppingCriteriaList([StopAtAny(model)])
+    return {"stopping_criteria": criteria} | stops_of_config(tokenizer, model)
 
 
-def evaluators() -> None:
-    """VLMEvalKit's, MMTrustEval's and VLABench's models of one question and one picture."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    options = {"torch_dtype": torch.bfloat16, "trust_remote_code": True}
-    model = AutoModelForCausalLM.from_pretrained(folder, low_cpu_mem_usage=True, **options)
-    model = model.to("cpu").eval()
+def forced_end(tokenizer, model) -> dict:
+    return dict.fromkeys(("eos_token_id", "forced_eos_token_id"), tokenizer.eos_token_id)
 
-    def answer(picture, question, model=model, **options) -> str:
-        inputs = chat_of(tokenizer, [{"role": "user", "image": picture, "content": question}])
-        with torch.no_grad():
-            drawn = model.generate(**inputs.to("cpu"), **options)
-        return tokenizer.decode(drawn[:, inputs["input_ids"].shape[1] :][0])
 
-    end = "<|endoftext|>"
-    vlm_eval_kit = answer(PICTURE, QUESTION, max_length=2048, do_sample=False).split(end)[0]
+WIDE = Image.new("RGB", (2 * PICTURE.width, PICTURE.height))  # VLABench's pictures, side by side
+WIDE.paste(PICTURE, (0, 0))
+WIDE.paste(PICTURE, (PICTURE.width, 0))
+ASKED = [user(QUESTION, image=PICTURE)]
+# The picture is in the first question only, and gone in the second round.
+LATER = [user(QUESTION), assistant("A cat."), user("Which shape is it?")]
+ON_CPU = (AutoModelForCausalLM, {"low_cpu_mem_usage": True})
+SPREAD = (AutoModel, {"device_map": "auto"})
+SPECIAL = {"encode_special_tokens": True}
+TOP_1 = {"max_length": 2500, "do_sample": True, "top_k": 1}
+DEMO = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.8, "temperature": 0.6}
+DEMO |= {"repetition_penalty": 1.2}
+MMTRUST = {"max_new_tokens": 6, "do_sample": False}
+SERVER = {"repetition_penalty": 1.0, "max_new_tokens": 8, "top_k": 1}
+TURNS = [user("Hello."), assistant("Hello, how are you?"), user(QUESTION, image=PICTURE)]
+# Of each: what the tokenizer and the model are loaded with, the chat, what is passed to generate
+# with what it takes from tokenizer and model, and whether the answer is streamed.
+CHATS = {
+    "model_card": ({}, ON_CPU, ASKED, TOP_1, None, False),
+    "command_line": (SPECIAL, SPREAD, ASKED, DEMO, stopping_criteria, True),
+    "later": (SPECIAL, SPREAD, LATER, DEMO, stopping_criteria, True),
+    "web": (
+        SPECIAL,
+        SPREAD,
+        [assistant(QUESTION), user("", image=PICTURE)],
+        DEMO,
+        stopping_criteria,
+        True,
+    ),
+    "inference": (SPECIAL | {"use_fast": False}, SPREAD, ASKED, DEMO, stops_of_config, False),
+    "vlm_eval_kit": ({}, ON_CPU, ASKED, {"max_length": 2048, "do_sample": False}, None, False),
+    "mmtrust": ({}, ON_CPU, ASKED, MMTRUST, forced_end, False),
+    "mmtrust_text": ({}, ON_CPU, [user(QUESTION)], MMTRUST, forced_end, False),
+    "vlabench": (
+        {},
+        (AutoModelForCausalLM, {"low_cpu_mem_usage": True, "device_map": "auto"}),
+        [user(f"{QUESTION}\nWhich shape is it?\n", image=WIDE)],
+        TOP_1,
+        None,
+        False,
+    ),
+    "server": (SPECIAL, SPREAD, TURNS, SERVER | {"do_sample": False, "top_p": 0}, all_stops, True),
+    "server_sampled": (
+        SPECIAL,
+        SPREAD,
+        TURNS,
+        SERVER | {"do_sample": True, "top_p": 0.8, "temperature": 0.8},
+        all_stops,
+        True,
+    ),
+}
 
-    # MMTrustEval strips the letters of the last special token off the answer's end; what is left
-    # depends on the space that decoding puts before it. Questions of text, too.
-    ends = {"eos_token_id": tokenizer.eos_token_id, "forced_eos_token_id": tokenizer.eos_token_id}
-    limits = {"max_new_tokens": 6, "do_sample": False, **ends}
-    whole = answer(PICTURE, QUESTION, **limits)
-    asked = chat_of(tokenizer, [{"role": "user", "content": QUESTION}]).to(model.device)
-    of_text = tokenizer.decode(
-        model.generate(**asked, **limits)[:, asked["input_ids"].shape[1] :][0]
-    )
 
-    # VLABench puts its pictures side by side, and its question in several lines.
-    wide = Image.new("RGB", (2 * PICTURE.width, PICTURE.height))
-    for i in range(2):
-        wide.paste(PICTURE, (i * PICTURE.width, 0))
-    spread = AutoModelForCausalLM.from_pretrained(
-        folder, low_cpu_mem_usage=True, device_map="auto", **options
-    ).eval()
-    drawing = {"max_length": 2500, "do_sample": True, "top_k": 1}
-    results["evaluators"] = {
-        "vlm_eval_kit": vlm_eval_kit,
-        "mmtrust": [whole, whole.rstrip(end).strip(), of_text, of_text.rstrip(end).strip()],
-        "vlabench": answer(wide, f"{QUESTION}\nWhich shape is it?\n", spread, **drawing),
-    }
+def chats() -> None:
+    for name, (of_tokenizer, (auto, of_model), messages, options, more, streamed) in CHATS.items():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, **of_tokenizer)
+        model = auto.from_pretrained(
+            folder, torch_dtype=torch.bfloat16, trust_remote_code=True, **of_model
+        )
+        model = model.to("cpu").eval()
+        inputs = chat_of(tokenizer, messages).to(next(model.parameters()).device)
+        torch.manual_seed(0)
+        options = {**inputs, **options} | (more(tokenizer, model) if more else {})
+        if streamed:
+            told = {"answer": stream(tokenizer, model, options)}
+        else:
+            with torch.no_grad():
+                new = model.generate(**options)[:, inputs["input_ids"].shape[1] :]
+            told = {"new": new.tolist(), "answer": tokenizer.decode(new[0])}
+        results[name] = {"inputs": ids_of(inputs), **told}
+        if "images" in inputs and messages[-1].get("image") is not WIDE:
+            pixels[name] = inputs["images"]
+
+
+def processor() -> None:
+    """The documented way, for comparison. A folder without a processor gives its tokenizer."""
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    if not hasattr(processor, "image_processor"):
+        return
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.bfloat16)
+    inputs = chat_of(processor, ASKED)
+    assert set(inputs) == {"input_ids", "attention_mask", "pixel_values"}
+    length = len(results["model_card"]["new"][0])
+    new = model.eval().generate(**inputs, max_new_tokens=length, do_sample=False)
+    results["processor"] = {"new": new[:, inputs["input_ids"].shape[1] :].tolist()}
+    pixels["processor"] = inputs["pixel_values"]
+
+
+def recorded() -> None:
+    """What the published code was recorded to generate."""
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.float32)
+    inputs = {name: images[name] for name in ("input_ids", "attention_mask", "images")}
+    options = {"max_length": inputs["input_ids"].shape[1] + 8, "do_sample": True, "top_k": 1}
+    results["recorded"] = model.eval().generate(**inputs, **options).tolist()
 
 
 def comfyui() -> None:
@@ -237,11 +204,10 @@ def comfyui() -> None:
         low_cpu_mem_usage=True,
         trust_remote_code=True,
         torch_dtype=torch.bfloat16,
-    )
-    model = model.to("cpu").eval()
+    ).eval()
     answers = []
     for rest in ({"image": PICTURE}, {}):
-        message = {"role": "user", "content": f"Answer briefly. {QUESTION}", **rest}
+        message = user(f"Answer briefly. {QUESTION}", **rest)
         inputs = {k: v.to(model.device) for k, v in chat_of(tokenizer, [message]).items()}
         drawn = {"temperature": 0.1, "top_k": 40, "top_p": 0.7, "repetition_penalty": 1.1}
         with torch.no_grad():
@@ -249,40 +215,6 @@ def comfyui() -> None:
         text = tokenizer.decode(outputs[0], skip_special_tokens=True)
         answers.append([text, text.replace(message["content"], "").strip()])
     results["comfyui"] = answers
-
-
-def server() -> None:
-    """``glm4v_server.py`` between the request and the response: greedy and sampled, streamed."""
-    tokenizer, model = load_for_demos()
-    messages = [
-        {"role": "user", "content": "Hello."},
-        {"role": "assistant", "content": "Hello, how are you?"},
-        {"role": "user", "content": QUESTION, "image": PICTURE},
-    ]
-    inputs = chat_of(tokenizer, messages).to(next(model.parameters()).device)
-    pixels["server"] = inputs["images"]
-    texts = []
-    for temperature in (0.0, 0.8):
-        streamer = TextIteratorStreamer(
-            tokenizer=tokenizer, timeout=60.0, skip_prompt=True, skip_special_tokens=True
-        )
-        options = {
-            "repetition_penalty": 1.0,
-            "max_new_tokens": 8,
-            "do_sample": temperature > 1e-5,
-            "top_p": 0.8 if temperature > 1e-5 else 0,
-            "top_k": 1,
-            "streamer": streamer,
-            "eos_token_id": [tokenizer.eos_token_id, *model.config.eos_token_id],
-        }
-        if temperature > 1e-5:
-            options["temperature"] = temperature
-        thread = Thread(target=model.generate, kwargs={**inputs, **options})
-        thread.start()
-        texts.append("".join(streamer))
-        thread.join()
-        assert isinstance(tokenizer.encode(texts[-1]), list)
-    results["server"] = {"inputs": ids_of(inputs), "texts": texts}
 
 
 class PadsOutputs(DataCollatorForSeq2Seq):
@@ -533,19 +465,7 @@ def save_as_scripts_do() -> None:
     results["classes"] = [f"{type(x).__module__}" for x in (model, tokenizer, config)]
 
 
-for script in (
-    model_card,
-    recorded,
-    command_line_demo,
-    web_demo,
-    inference,
-    evaluators,
-    comfyui,
-    server,
-    finetune_vision,
-    self_llm,
-    save_as_scripts_do,
-):
+for script in (chats, processor, recorded, comfyui, finetune_vision, self_llm, save_as_scripts_do):
     torch.manual_seed(0)  # for adapters' first weights, dropout and what is sampled
     script()
 with open(f"{out}/results.json", "w") as file:

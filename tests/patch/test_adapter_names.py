@@ -30,34 +30,33 @@ def test_embeddings_and_head_are_found_by_the_names_that_others_give_them():
     assert model.peft_config["default"].modules_to_save == ["word_embeddings", "output_layer"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"target_modules": ["q_proj", "v_proj", "gate_proj"]},
-            r"target_modules names 'q_proj', 'v_proj', .* q_proj is query_key_value, v_proj is",
-        ),
-        ({"target_modules": ["dense", "down_proj"]}, "down_proj is dense_4h_to_h"),
-        (
-            {"target_modules": ["dense"], "modules_to_save": ["multi_modal_projector"]},
-            "modules_to_save names .* multi_modal_projector is transformer.vision.linear_proj",
-        ),
-        (
-            {"target_modules": r".*language_model.*(q_proj|dense)"},
-            "language_model is transformer.encoder, q_proj is query_key_value",
-        ),
-        ({"target_modules": ["dense", "nonsense"]}, "'nonsense', which fit no module"),
-        ({"target_modules": ["dense"], "modules_to_save": ["score"]}, "'score', which fit no"),
-        (
-            {"target_modules": ["dense"], "modules_to_save": ["linear_proj"]},
-            "fits transformer.vision.linear_proj and .* inside of it: say 'vision.linear_proj'",
-        ),
-    ],
-)
-def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, message):
-    for add in (get_peft_model, lambda model, config: inject_adapter_in_model(config, model)):
-        with pytest.raises(ValueError, match=message):
-            add(tiny_model(), LoraConfig(r=2, **options))
+REFUSED = {
+    "projections": ({"target_modules": ["q_proj", "v_proj", "gate_proj"]}, "'q_proj', 'v_proj'"),
+    "one of two": ({"target_modules": ["dense", "down_proj"]}, "down_proj is dense_4h_to_h"),
+    "in a pattern": (
+        {"target_modules": r".*language_model.*(q_proj|dense)"},
+        "language_model is transformer.encoder, q_proj is query_key_value",
+    ),
+    "part of a name": ({"target_modules": "query_key"}, "target_modules names 'query_key'"),
+    "nonsense": ({"target_modules": ["dense", "nonsense"]}, "'nonsense', which fit no module"),
+    "saved whole": (
+        {"target_modules": ["dense"], "modules_to_save": ["multi_modal_projector"]},
+        "modules_to_save names 'multi_modal_projector'",
+    ),
+    "no head": ({"target_modules": ["dense"], "modules_to_save": ["score"]}, "'score'"),
+    "two in one another": (
+        {"target_modules": ["dense"], "modules_to_save": ["linear_proj"]},
+        "say 'vision.linear_proj'",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, named", REFUSED.values(), ids=REFUSED)
+def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, named, words):
+    with words.refused(ValueError, named):
+        get_peft_model(tiny_model(), LoraConfig(r=2, **options))
+    with pytest.raises(ValueError, match="fit"):
+        inject_adapter_in_model(LoraConfig(r=2, **options), tiny_model())
 
 
 @pytest.mark.parametrize("saved", [None, ["embed_tokens"]])
