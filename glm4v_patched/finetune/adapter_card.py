@@ -49,6 +49,12 @@ With {packages}. What the licence of the base model says of models made from it 
 """
 
 
+# Where the base is a folder of somebody's: it is named when the adapters are built for the Hub.
+NOT_ON_HUB, BASE = "a model that is not on the Hub", '"BASE"'
+WHERE = "`BASE` is a folder of the model; `training.json` has the digests of its files."
+PLACE = "`ADAPTERS` is this folder, or its id on the Hub."
+
+
 def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int) -> None:
     """Write it in place of the empty one that peft leaves.
 
@@ -57,18 +63,8 @@ def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int)
         report: ``training.json``.
         rows: That were learned in an epoch.
     """
-    on_hub = not Path(base.model).is_dir()
-    where = "`ADAPTERS` is this folder, or its id on the Hub."
-    named = "a model that is not on the Hub"
-    model = '"BASE"'
-    if on_hub:
-        named = f"[{base.model}](https://huggingface.co/{base.model}) at `{base.revision}`"
-        model = f'"{base.model}", revision="{base.revision}"'
-    else:
-        where += " `BASE` is a folder of the model; `training.json` has the digests of its files."
     scores = _scores(report)
     data = ModelCardData(
-        base_model=base.model if on_hub else None,
         library_name="peft",
         pipeline_tag="image-text-to-text",
         tags=["lora", "glm-4v", "glm4v-patched"],
@@ -88,17 +84,31 @@ def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int)
     told = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in scores.items())
     text = TEXT.format(
         trained=recipe.trained,
-        base=named,
+        base=NOT_ON_HUB,
         rows=rows,
         steps=report["steps"]["done"],
         scores=f"On rows that were not trained on: {told}." if told else "They were not evaluated.",
-        where=where,
-        model=model,
+        where=f"{PLACE} {WHERE}",
+        model=BASE,
         recipe=yaml.safe_dump(_plain_values(recipe), sort_keys=False),
         packages=", ".join(f"{name} {version(name)}" for name in PACKAGES),
     )
-    card = ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
-    write_atomically(Path(recipe.out, CARD), str(card))
+    card = f"---\n{data.to_yaml()}\n---\n{text}"
+    if not Path(base.model).is_dir():
+        card = name_base(card, base.model, base.revision or "main")
+    write_atomically(Path(recipe.out, CARD), card)
+
+
+def name_base(text: str, model: str, revision: str) -> str:
+    """A card with its base, which it does not name yet: an id of the Hub, and a commit."""
+    card = ModelCard(text)
+    data: Any = card.data
+    data.base_model = model
+    named = f"[{model}](https://huggingface.co/{model}) at `{revision}`"
+    new = {NOT_ON_HUB: named, BASE: f'"{model}", revision="{revision}"', f" {WHERE}": ""}
+    for old, shown in new.items():
+        card.text = card.text.replace(old, shown)
+    return f"---\n{data.to_yaml()}\n---\n{card.text}"
 
 
 def _scores(report: Mapping[str, Any]) -> dict[str, float]:
