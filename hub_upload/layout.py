@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # All that a build writes beside code, weights and its manifest.
 FILES = {*AUTO_MAPS, INDEX, "MODEL_LICENSE", "LICENSE", "README.md", "chat_template.jinja"}
-FILES |= {"generation_config.json", ADAPTER_CONFIG, "requirements.txt", "tokenizer.json"}
+FILES |= {"generation_config.json", "requirements.txt", "tokenizer.json"}
 ID = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 SHARD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 

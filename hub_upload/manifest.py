@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm4v_patched.terminal_text import printable
 
-from .layout import ADAPTER_CONFIG, ID, MANIFEST
+from .layout import ADAPTER_WEIGHTS, ID, MANIFEST
 
 Id = Annotated[str, Field(pattern=f"^{ID}$")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -57,7 +57,7 @@ class Manifest(_Strict):
 
     @property
     def is_of_adapters(self) -> bool:
-        return ADAPTER_CONFIG in self.files
+        return self.weights.keys() == {ADAPTER_WEIGHTS}
 
     @property
     def weights(self) -> dict[str, Listed]:

@@ -381,6 +381,8 @@ def llm_compressor(session: nox.Session) -> None:
     session.install("-e", f"{ROOT}[export]", "hypothesis")
     ours = ROOT / "tests" / "inference" / "test_export.py"
     session.run("pytest", "-q", str(HERE / "test_llm_compressor.py"), str(ours))
+    script = ("-m", "slow", "-k", "export_formats", str(ROOT / "tests" / "test_experiments.py"))
+    session.run("pytest", "-q", *script)
 
 
 @nox.session(tags=["table"])
