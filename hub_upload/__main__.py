@@ -17,10 +17,12 @@ def _parser() -> argparse.ArgumentParser:
 
     source = "folder of the original weights, or org/name@<commit of 40 hex digits>"
     add = commands.add_parser("build", help="make the folder that is published").add_argument
-    add("--weights", required=True, metavar="SOURCE", help=source)
+    add("--weights", metavar="SOURCE", help=source)
+    add("--adapter", type=Path, metavar="DIR", help="instead: a folder of LoRA adapters")
     add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add("--name", default=DEFAULT_NAME, help=f"id to name in the card (default {DEFAULT_NAME})")
-    add("--fine-tune-of", metavar="ORG/NAME", help="what the weights were trained from")
+    of = "what the weights were trained from; of adapters ORG/NAME@COMMIT"
+    add("--fine-tune-of", metavar="ORG/NAME", help=of)
     add("--trained", metavar="TEXT", help="for the card: what was trained and on what")
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
     add("target", metavar="DIR_OR_ID", help="folder, or org/name")
@@ -68,8 +70,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from . import build
+    from . import adapter, build
 
+    if (options.weights is None) == (options.adapter is None):
+        raise ValueError("build takes one of --weights SOURCE and --adapter DIR")
+    if options.adapter is not None:
+        given = options.fine_tune_of, options.trained
+        manifest = adapter.build(options.adapter, options.out, options.name, *given)
+        assert manifest.fine_tune is not None
+        told = f"{len(manifest.names)} files, adapters of {manifest.fine_tune.base}"
+        print(f"version {manifest.version}: {told}")
+        return 0
     source = build.read_source(options.weights, options.fine_tune_of, options.trained)
     manifest = build.build(source, options.out, options.name)
     origin, number = manifest.weights_from, len(manifest.weights)

@@ -123,8 +123,17 @@ def build(source: Source, out: Path, name: str) -> Manifest:
     is not ours to replace, or if the build would not pass verify. Local weights are hard-linked, or
     copied to another file system. ``name`` is for the card.
     """
+    out = require_ours(out, source.name)
+    built = contents(source, name)
+    weights = {n: source.files[n] for n in source.weights if source.files[n].path}
+    return write(built, weights, out, source.name)
+
+
+def require_ours(out: Path, source: str) -> Path:
+    """The folder to write, its links followed; ``ValueError`` if it is the source, or holds files
+    that no build wrote."""
     out = Path(os.path.realpath(out))
-    if out == Path(os.path.realpath(source.name)):
+    if out == Path(os.path.realpath(source)):
         raise ValueError(f"--out is the source itself, {out}: give another folder")
     here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
     path = out / MANIFEST
@@ -132,11 +141,14 @@ def build(source: Source, out: Path, name: str) -> Manifest:
     if foreign := [out.name] * out.is_file() or sorted(here - known):
         told = f"{out} holds {len(foreign)} files that no build wrote ({', '.join(foreign[:5])})"
         raise ValueError(f"{told}; move them away, or give a new folder")
-    built = contents(source, name)
+    return out
+
+
+def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: str) -> Manifest:
+    """Put a build in its place, if it passes verify."""
     manifest = read_manifest(built[MANIFEST])
-    weights = {n: source.files[n] for n in source.weights if source.files[n].path}
     files = {n: File.of(content) for n, content in built.items()}
-    refuse_what_fails(Target(f"the build of {source.name}", files | weights, manifest))
+    refuse_what_fails(Target(f"the build of {source}", files | weights, manifest))
     with _replacement_of(out) as folder:
         for file_name, content in built.items():
             (folder / file_name).write_bytes(content)
@@ -157,8 +169,8 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
     config = _config(source, files)
     eos_and_pad = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     files |= our_code() | {
-        "config.json": _json(config),
-        "generation_config.json": source.content("generation_config.json") or _json(eos_and_pad),
+        "config.json": as_json(config),
+        "generation_config.json": source.content("generation_config.json") or as_json(eos_and_pad),
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in project["dependencies"]).encode(),
     }
@@ -169,15 +181,23 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
         if given and (content := source.content(given)) is not None:
             files[target] = content
     files["README.md"] = _card(source, name, license_name, project["dependencies"])
-    listed = {n: Listed(size=len(c), sha256=sha256_of(c)) for n, c in files.items()}
-    listed |= source.weights
+    return with_manifest(files, source.weights, source.fine_tune, source.origin)
+
+
+def with_manifest(
+    files: dict[str, bytes],
+    weights: dict[str, Listed],
+    fine_tune: FineTune | None,
+    origin: Origin | None = None,
+) -> dict[str, bytes]:
+    listed = {n: Listed(size=len(c), sha256=sha256_of(c)) for n, c in files.items()} | weights
     manifest = Manifest(
         version=glm4v_patched.__version__,
-        weights_from=source.origin,
-        fine_tune=source.fine_tune,
+        weights_from=origin,
+        fine_tune=fine_tune,
         files=dict(sorted(listed.items())),
     )
-    return {**files, MANIFEST: _json(manifest.model_dump())}
+    return {**files, MANIFEST: as_json(manifest.model_dump())}
 
 
 def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
@@ -221,7 +241,7 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     configs["preprocessor_config.json"] = json.loads(files["preprocessor_config.json"])
     for name, values in configs.items():
         values |= {"processor_class": "ChatGLMProcessor", "auto_map": AUTO_MAPS[name]}
-        files[name] = _json(dict(sorted(values.items())))
+        files[name] = as_json(dict(sorted(values.items())))
     return files
 
 
@@ -247,7 +267,7 @@ def _card(source: Source, name: str, license_name: str | None, needs: list[str])
     return card.encode()
 
 
-def _json(values: dict[str, Any]) -> bytes:
+def as_json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -23,6 +23,7 @@ SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_i
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
 
 MANIFEST = "CODE_MANIFEST.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # All that a build writes beside code, weights and its manifest.

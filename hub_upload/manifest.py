@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm4v_patched.terminal_text import printable
 
-from .layout import ID, MANIFEST
+from .layout import ADAPTER_WEIGHTS, ID, MANIFEST
 
 Id = Annotated[str, Field(pattern=f"^{ID}$")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -54,6 +54,10 @@ class Manifest(_Strict):
     def names(self) -> set[str]:
         """All that a build with this manifest consists of."""
         return {MANIFEST, *self.files}
+
+    @property
+    def is_of_adapters(self) -> bool:
+        return self.weights.keys() == {ADAPTER_WEIGHTS}
 
     @property
     def weights(self) -> dict[str, Listed]:

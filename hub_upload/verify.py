@@ -32,7 +32,18 @@ from glm4v_patched.terminal_text import printable
 
 from .errors import reason_of, shorten, without_secrets
 from .files import Contents, read_folder, read_repository, sha256_of_file
-from .layout import ARCHITECTURE, AUTO_MAPS, FILES, ID, INDEX, MANIFEST, SPECIAL_IDS, our_code
+from .layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ARCHITECTURE,
+    AUTO_MAPS,
+    FILES,
+    ID,
+    INDEX,
+    MANIFEST,
+    SPECIAL_IDS,
+    our_code,
+)
 from .load_check import STEPS
 from .manifest import Manifest
 
@@ -86,6 +97,9 @@ class Target(Contents):
     # Filled by a check: shapes of the tensors at hand, by file.
     tensors: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
+    def weight_names(self) -> list[str]:
+        return [ADAPTER_WEIGHTS] if self.manifest.is_of_adapters else super().weight_names()
+
     def named(self, suffix: str) -> set[str]:
         return {name for name in self.files if name.endswith(suffix)}
 
@@ -115,7 +129,10 @@ def check_listed(target: Target) -> str:
             digest = sha256_of_file(file.path) if target.check_weights else wanted.sha256
         require(digest == wanted.sha256, f"{told}: sha256 {digest}, not {wanted.sha256}")
         if not name.endswith((".py", ".safetensors")):
-            require(name in FILES, f"no build writes what the manifest lists: {name}")
+            of_adapters = target.manifest.is_of_adapters and name == ADAPTER_CONFIG
+            require(
+                name in FILES or of_adapters, f"no build writes what the manifest lists: {name}"
+            )
             require("\0" not in target.read(name).decode("utf-8"), f"{name} is no text")
     return f"{len(listed)} files"
 
@@ -211,8 +228,44 @@ CHECKS: dict[str, Callable[[Target], str]] = {
 }
 
 
+def check_no_code(target: Target) -> str:
+    """Whether adapters come alone, without code or what names it: that of their base runs."""
+    alone = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md", MANIFEST, *OF_GIT}
+    more = target.files.keys() - alone
+    require(not more, f"beside adapters stands {shorten(more)}, which no build writes there")
+    return "none"
+
+
+def check_adapters(target: Target) -> str:
+    """Whether they are LoRA on a commit of the Hub, and their settings name nothing else."""
+    config, base = target.read_json(ADAPTER_CONFIG), target.manifest.fine_tune
+    require(base is not None, f"the manifest has no fine_tune: whose {ADAPTER_CONFIG} is it?")
+    assert base is not None
+    require(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')}, not LORA")
+    given, commit = config.pop("base_model_name_or_path", None), str(config.pop("revision", None))
+    require(given == base.base, f"they are of {given}, the manifest says {base.base}")
+    require(re.fullmatch("[0-9a-f]{40}", commit), f"revision is {commit}, expected a commit")
+    # peft imports the modules that these name.
+    for name in ("auto_mapping", "megatron_config"):
+        require(config.get(name) is None, f"{name} is {config.get(name)}, expected null")
+    require("/" not in json.dumps(config), f"{ADAPTER_CONFIG} has a path, which is nobody else's")
+    tensors = {*target.tensors.get(ADAPTER_WEIGHTS, ())}
+    foreign = [name for name in tensors if ".lora_" not in name]
+    require(not foreign, f"weights that are no LoRA: {shorten(foreign)}")
+    return f"LoRA on {given}@{commit}, {len(tensors)} tensors"
+
+
+OF_ADAPTERS: dict[str, Callable[[Target], str]] = {
+    "files": check_listed,
+    "code": check_no_code,
+    "weights": check_weights,
+    "adapters": check_adapters,
+}
+
+
 def check_files(target: Target) -> list[Check]:
-    return [run_check(name, partial(check, target)) for name, check in CHECKS.items()]
+    checks = OF_ADAPTERS if target.manifest.is_of_adapters else CHECKS
+    return [run_check(name, partial(check, target)) for name, check in checks.items()]
 
 
 def refuse_what_fails(target: Target) -> None:
@@ -269,6 +322,9 @@ def verify(name: str, revision: str | None = None, check_weights: bool = False) 
 
 def _check_model(target: Target, home: Path, failed: list[str]) -> list[Check]:
     """What needs the code, one after the other: the first that fails is the last."""
+    if target.manifest.is_of_adapters:
+        why = "of adapters: what their base computes is checked where that is published"
+        return [Check(name, SKIPPED, why) for name in ["parameters", *STEPS]]
     checks = [] if failed else [run_check("parameters", partial(check_parameters, target))]
     if checks and checks[0].status != FAILED:
         checks += _load(target, home)

@@ -375,11 +375,14 @@ def llamafactory(session: nox.Session) -> None:
 
 @nox.session
 def llm_compressor(session: nox.Session) -> None:
-    """Its quantisers."""
+    """Its quantisers, and ``export``."""
     # It requires one version of torch, and of transformers one of a few.
     session.install("llmcompressor==0.14.0.1", *TO_TEST)
-    session.install("-e", f"{ROOT}[train]", "hypothesis")
-    session.run("pytest", "-q", str(HERE / "test_llm_compressor.py"))
+    session.install("-e", f"{ROOT}[export]", "hypothesis")
+    ours = ROOT / "tests" / "inference" / "test_export.py"
+    session.run("pytest", "-q", str(HERE / "test_llm_compressor.py"), str(ours))
+    script = ("-m", "slow", "-k", "export_formats", str(ROOT / "tests" / "test_experiments.py"))
+    session.run("pytest", "-q", *script)
 
 
 @nox.session(tags=["table"])

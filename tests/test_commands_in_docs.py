@@ -51,6 +51,8 @@ ELSEWHERE = {
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
     ".venv/bin/pytest": "nox: test_command",
     "glm4v-patched demo --device cpu": "tests/distributed/test_demo.py, with fewer steps",
+    "glm4v-patched export trained": "nox: llm_compressor, tests/inference/test_export.py",
+    "python -m hub_upload build --adapter": "tests/hub_upload/test_adapter.py",
     "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
     "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
     # What makes versions of its own, of gigabytes or for an hour.
@@ -496,3 +498,14 @@ def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
     [example] = [block for block in blocks(ROOT / "docs" / "answering.md", "json")]
     assert [json.loads(line).keys() for line in lines] == [json.loads(example).keys()] * 3
     assert (reader.folder / "evaluation" / "metrics.json").is_file()
+
+
+@runs('import json\nfrom pathlib import Path\n\npath = Path("merged/config.json")')
+def test_another_name_is_written_to_config_json(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "merged").mkdir()
+    config = tmp_path / "merged" / "config.json"
+    config.write_text(json.dumps({"architectures": ["GLM4VForCausalLM"], "num_layers": 40}))
+    for code in given:
+        exec(code, {})
+    assert json.loads(config.read_text()) == {"architectures": ["ChatGLMModel"], "num_layers": 40}

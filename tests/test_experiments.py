@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from shlex import split
 
 import pytest
@@ -32,10 +33,15 @@ class Smoke:
     writes: tuple[str, ...] = ()
     prints: str = ""
     needs: str = "slow"
+    package: str = "torch"
 
     @property
     def parameter(self):
-        return pytest.param(self, id=self.script, marks=getattr(pytest.mark, self.needs))
+        missing = pytest.mark.skipif(
+            find_spec(self.package) is None,
+            reason=f"not installed: {self.package}; nox -f tests/noxfile.py -s llm_compressor",
+        )
+        return pytest.param(self, id=self.script, marks=[getattr(pytest.mark, self.needs), missing])
 
 
 # Five trainings or commands at the most. Their exit status is the experiment's own verdict: here
@@ -65,6 +71,13 @@ SMOKES = [
     Smoke("memory_for_cards", "--cards 1 2 --gigabytes 24", prints=r"2 x 24 GB \| - \| - \| \d+"),
     Smoke("time_many_rows", "20", prints=r"a training process: [\d.]+ s"),
     Smoke("time_stream", "30 --steps 2", prints=r"30 rows: first step after [\d.]+ s"),
+    Smoke(
+        "export_formats",
+        "--size tiny --device cpu --out .",
+        ("export_formats.json",),
+        r"int4: right [\d.]+ before, [\d.]+ after",
+        package="llmcompressor",
+    ),
     Smoke("attention_speed", "--out rows.json", ("rows.json",), "'backend': 'cudnn'", "gpu"),
     Smoke(
         "bench_cure",

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +30,14 @@ from ..data.stream import Stream, StreamCollator
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, is_lora
 from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..models.base import REPORT, Base, identify
 from ..models.loading import config_of, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import doing
+from .adapter_card import write_card
 from .checkpoints import last_complete_checkpoint, step_of
 from .divergence import Diverged, as_json
 from .evaluation import Sample
@@ -148,7 +149,11 @@ def train(plan: Plan) -> None:
         known |= {"base": identify(replace(plan.base, adapters=None))}
         known |= {"length": length_of(recipe.trainer)}
         known |= {"left_out": trainer.faults.number} if recipe.data.is_streamed else {}
-        _write_report(trainer, error, known)
+        report = _report(trainer, error) | known
+        if error is None and is_lora(recipe.trained):
+            write_card(recipe, plan.base, report, plan.rows)
+        text = json.dumps(report, indent=2, allow_nan=False)
+        write_atomically(Path(recipe.out, REPORT), text)
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         trainer.args.distributed_state.wait_for_everyone()
@@ -244,7 +249,7 @@ def _how_to_go_on(plan: Plan) -> str:
     )
 
 
-def _write_report(trainer: Trainer, error: str | None, known: Mapping[str, Any]) -> None:
+def _report(trainer: Trainer, error: str | None) -> dict[str, Any]:
     history = [
         {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
         for entry in trainer.state.log_history
@@ -262,9 +267,7 @@ def _write_report(trainer: Trainer, error: str | None, known: Mapping[str, Any])
     report["steps"] = {"asked": trainer.args.max_steps, "done": trainer.state.global_step}
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    report |= {"world_size": trainer.args.world_size, **known}
-    text = json.dumps(report, indent=2, allow_nan=False)
-    write_atomically(Path(cast(str, trainer.args.output_dir), REPORT), text)
+    return report | {"world_size": trainer.args.world_size}
 
 
 def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:

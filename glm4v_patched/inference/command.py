@@ -44,6 +44,25 @@ def add_commands(commands) -> None:
     unchecked = "do not compare the merged model's logits with those of the adapters"
     merge.add_argument("--no-check", dest="check", action="store_false", help=unchecked)
 
+    export = commands.add_parser(
+        "export", help="write the model in 8 or 4 bits, for other programs"
+    )
+    export.set_defaults(run=_export, format="auto")  # of the rows
+    _add_model(export)
+    bits = "of the layers' weights: floating point or integers of 8 bits, or integers of 4"
+    formats = ("fp8", "int8", "int4")
+    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
+    shown = "rows with pictures, such as were trained on, by which rounding is chosen"
+    export.add_argument("--calibration", required=True, metavar="FILE", help=shown)
+    taken = "rows of --calibration that are taken, evenly spread (default: 256)"
+    export.add_argument("--rows", type=_at_least_one, default=256, metavar="N", help=taken)
+    asked = "rows that are asked before and after, as evaluate does"
+    export.add_argument("--evaluate", metavar="FILE", help=asked)
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    longest = "tokens of the longest answer to --evaluate (default: 512)"
+    export.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=longest)
+    _add_fields(export)
+
     chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
     chat.set_defaults(run=_chat)
     _add_source(chat)
@@ -65,11 +84,15 @@ def add_commands(commands) -> None:
     _add_generation(serve, 512, beams=False)
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
     parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
     device = "cpu: without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     add_weights(parser, "weights in fewer bytes; one of these")
 
 
@@ -117,18 +140,23 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "rows to answer: a file, a folder of tables or an id of the Hub, as data.train of a recipe"
     )
     parser.add_argument("--data", required=True, metavar="FILE", help=what)
-    fields = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
+    fields = _add_fields(parser)
     fields("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
+    every = "processes, each on a GPU of its own; default: all GPUs"
+    parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
+    rows = "rows that a process answers at once (default: 8)"
+    parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
+
+
+def _add_fields(parser: argparse.ArgumentParser):
+    fields = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
     told = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
     fields("--columns", metavar="YAML", help=told)
     fields("--image-folder", metavar="FOLDER", help="what paths of pictures are relative to")
     fields("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
     fields("--split", metavar="NAME", help="of a set that has them (default: train)")
     fields("--allow-urls", action="store_true", help="fetch pictures by http(s)")
-    every = "processes, each on a GPU of its own; default: all GPUs"
-    parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
-    rows = "rows that a process answers at once (default: 8)"
-    parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
+    return fields
 
 
 def _add_generation(
@@ -179,7 +207,7 @@ def _request(options: argparse.Namespace):
     return Request(
         model=options.model,
         revision=options.revision,
-        data=_source(options),
+        data=_source(options, options.data),
         device=options.device,
         processes=options.processes,
         batch_size=options.batch_size,
@@ -189,7 +217,7 @@ def _request(options: argparse.Namespace):
     )
 
 
-def _source(options: argparse.Namespace):
+def _source(options: argparse.Namespace, path: str):
     from ..data.formats import FORMATS
     from ..data.rows import Source
 
@@ -201,7 +229,7 @@ def _source(options: argparse.Namespace):
         raise ValueError(f"--image-folder {folder}: there is no such folder")
     columns = _columns(options.columns) if options.columns else None
     return Source(
-        options.data,
+        path,
         options.format,
         split=options.split,
         image_folder=folder,
@@ -248,6 +276,31 @@ def _merge(options: argparse.Namespace) -> None:
     with doing("merging the adapters into their model"):
         difference = merge(*asked)
     print(f"model {options.out}\n{difference or 'its logits were not compared (--no-check)'}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from .answer import Request
+    from .export import describe, export
+
+    evaluation = None
+    if options.evaluate is not None:
+        evaluation = Request(
+            model=options.model,
+            data=_source(options, options.evaluate),
+            device=options.device,
+            generation=_generation(options),
+        )
+    report = export(
+        options.model,
+        options.bits,
+        _source(options, options.calibration),
+        options.out,
+        rows=options.rows,
+        evaluation=evaluation,
+        revision=options.revision,
+        device=options.device,
+    )
+    print(describe(report, options.bits, options.out))
 
 
 def _chat(options: argparse.Namespace) -> None:

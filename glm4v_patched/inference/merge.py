@@ -76,9 +76,9 @@ def merge(
     """
     base = _find(adapters, out, revision)
     assert base.adapters is not None
-    folder = _weights_of(base)
-    _require_space(folder, out)
-    with _new_folder(out) as partial:
+    folder = weights_of(base)
+    require_space(bytes_of(folder), out)
+    with new_folder(out) as partial:
         _write_weights(base, folder, partial)
         _write_rest(base, folder, partial)
         difference = compare(base, Base(str(partial)), device) if check else None
@@ -88,8 +88,7 @@ def merge(
 
 
 def _find(adapters: str, out: Path, revision: str | None) -> Base:
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
+    require_new(out)
     if fault := fault_of_model(adapters):
         raise ValueError(f"{adapters}: {fault}")
     folder = adapters_of_hub(adapters, revision) or Path(adapters)
@@ -104,6 +103,11 @@ def _find(adapters: str, out: Path, revision: str | None) -> Base:
         require_apart(out, Path(base.model))
         require_apart(out, folder)
     return base
+
+
+def require_new(out: Path) -> None:
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
 
 
 def require_mergeable(path: Path) -> None:
@@ -123,7 +127,7 @@ def require_mergeable(path: Path) -> None:
         )
 
 
-def _weights_of(base: Base) -> Path:
+def weights_of(base: Base) -> Path:
     """The folder with the base model's weights, downloaded if it is on the Hub."""
     folder = Path(base.model)
     if not folder.is_dir():
@@ -135,7 +139,7 @@ def _weights_of(base: Base) -> Path:
         shards = shards_of(folder)
     except ValueError as error:  # of a folder of the Hub's cache; others were looked at before
         raise ValueError(f"{base.model}: {error}") from None
-    for path in [*_taken_over(folder), folder / "config.json", folder / INDEX]:
+    for path in [*taken_over(folder), folder / "config.json", folder / INDEX]:
         require_inside(path, folder)
     if not shards:
         raise ValueError(
@@ -145,13 +149,17 @@ def _weights_of(base: Base) -> Path:
     return folder
 
 
-def _taken_over(folder: Path) -> list[Path]:
+def taken_over(folder: Path) -> list[Path]:
     # Not by glob(), which leaves out links to nothing.
     return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in TAKEN_OVER))
 
 
-def _require_space(folder: Path, out: Path) -> None:
-    needed = sum((folder / name).stat().st_size for name in shards_of(folder))
+def bytes_of(folder: Path) -> int:
+    """Of a model's weights."""
+    return sum((folder / name).stat().st_size for name in shards_of(folder))
+
+
+def require_space(needed: float, out: Path) -> None:
     free = shutil.disk_usage(nearest(str(out))).free
     if free < needed:
         raise ValueError(
@@ -161,7 +169,7 @@ def _require_space(folder: Path, out: Path) -> None:
 
 
 @contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes ``out`` when all in it is written, and else is removed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -302,7 +310,7 @@ def _write_rest(base: Base, folder: Path, out: Path) -> None:
     custom_object_save(model, out)
     config.save_pretrained(out)
     load_processor(base).save_pretrained(out)
-    for path in _taken_over(folder):
+    for path in taken_over(folder):
         shutil.copyfile(path, out / path.name)
     give_usual_modes(out)
 

@@ -1,0 +1,147 @@
+"""What is lost in fp8, int8 and int4: right answers of one trained model, exported in each.
+
+``PYTHONPATH=. python docs/benchmarks/export_formats.py --out FOLDER`` draws coloured shapes, has a
+glm-4v of 300 million random weights learn to name them, and exports it in each format by
+:func:`export.export`, as ``glm4v-patched export --evaluate`` does. ``FOLDER/export_formats.json``
+gets right answers before and after, those with swapped pictures, bytes and seconds. What was drawn
+and trained is kept: a run that was stopped goes on.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from reading_runs import SIZES
+
+from glm4v_patched.cli import main as run
+from glm4v_patched.inference.export import FORMATS, require_compressor
+
+PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class Task:
+    side: int
+    rows: int
+    held_out: int
+    steps: int
+    batch: int
+    rate: float
+    precision: str
+    calibration: int
+    language: dict = field(default_factory=dict)
+    tower: dict = field(default_factory=dict)
+
+
+MID = SIZES["mid"]
+TASKS = {
+    "mid": Task(MID.side, 20_000, 500, 2_000, 64, 3e-4, "bf16", 256, MID.language, MID.tower),
+    "tiny": Task(56, 24, 6, 4, 4, 2e-3, "fp32", 4),
+}
+
+
+def train(folder: Path, task: Task, device: str) -> None:
+    """The model in ``trained``; rows in ``train.jsonl`` and ``held_out.jsonl``."""
+    import torch
+
+    from glm4v_patched.data.rows import write_conversations
+    from glm4v_patched.demo.pictures import draw_data_set
+    from glm4v_patched.demo.tiny_model import build_processor, save, tiny_config
+    from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+
+    for seed, (name, number) in enumerate({"train": task.rows, "held_out": task.held_out}.items()):
+        if not (folder / f"{name}.jsonl").exists():
+            rows = draw_data_set(folder / name, number, seed=seed, side=task.side)
+            write_conversations(folder / f"{name}.jsonl", rows)
+            words = [message["content"] for row in rows for message in row]
+            if name == "train":
+                processor = build_processor(words, task.side)
+                config = tiny_config(processor.tokenizer, task.side, task.language, task.tower)
+                torch.manual_seed(0)
+                model = GLM4VForCausalLM(config)
+                if task.precision == "bf16":
+                    model = model.bfloat16()
+                save(model, processor, folder / "initial")
+    recipe = {
+        "model": str(folder / "initial"),
+        "out": str(folder / "trained"),
+        "data": {"train": str(folder / "train.jsonl")},
+        "engine": {"zero_stage": 0, "precision": task.precision},
+        "trainer": {
+            "max_steps": task.steps,
+            "per_device_train_batch_size": task.batch,
+            "learning_rate": task.rate,
+            "warmup_steps": 0.1,
+        },
+    }
+    (folder / "recipe.json").write_text(json.dumps(recipe, indent=1))
+    asked = ["train", str(folder / "recipe.json"), "--device", device, "--processes", "1"]
+    if run([*asked, "--overwrite"]) != 0:
+        raise SystemExit("it was not trained: see above")
+
+
+def export_all(folder: Path, task: Task, device: str) -> dict:
+    from glm4v_patched.data.rows import Source
+    from glm4v_patched.inference.answer import Request
+    from glm4v_patched.inference.export import export
+    from glm4v_patched.inference.questions import Generation
+
+    asked = Request(
+        model=str(folder / "trained"),
+        data=Source(str(folder / "held_out.jsonl")),
+        device=device,
+        generation=Generation(max_new_tokens=8),
+        processes=1,
+    )
+    rows = {}
+    for name in FORMATS:
+        report = export(
+            asked.model,
+            name,
+            Source(str(folder / "train.jsonl")),
+            folder / name,
+            rows=task.calibration,
+            evaluation=asked,
+            device=device,
+        )
+        assert report.before is not None and report.after is not None
+        figures = {"seconds": round(report.seconds, 1)}
+        for when, scores in (("before", report.before), ("after", report.after)):
+            size = report.bytes_before if when == "before" else report.bytes_after
+            kept = ("exact_match", "exact_match_swapped", "rows")
+            figures[when] = {"bytes": size} | {key: scores[key] for key in kept}
+        rows[name] = figures
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--size", choices=TASKS, default="mid", help="tiny is to try the script")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    try:
+        require_compressor()
+    except RuntimeError as error:
+        parser.error(str(error))
+    folder, task = options.out.resolve(), TASKS[options.size]
+    folder.mkdir(parents=True, exist_ok=True)
+    if there := [name for name in FORMATS if (folder / name).exists()]:
+        parser.error(f"{folder / there[0]} is there; give another --out, or move it away")
+    if not (folder / "trained" / "training.json").is_file():
+        train(folder, task, options.device)
+    report = {
+        "task": {**asdict(task), "size": options.size},
+        "versions": {name: version(name) for name in PACKAGES},
+        "formats": export_all(folder, task, options.device),
+    }
+    (folder / "export_formats.json").write_text(json.dumps(report, indent=1) + "\n")
+    for name, figures in report["formats"].items():
+        before, after = (figures[when]["exact_match"] for when in ("before", "after"))
+        print(f"{name}: right {before:.3f} before, {after:.3f} after")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The card beside adapters that were trained: what they are of, what was done, how to load them."""
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..atomic import write_atomically
+from ..models.base import Base
+from .recipe import Recipe
+
+CARD = "README.md"
+PACKAGES = ("peft", "transformers", "torch")
+SCORES = ("eval_exact_match", "eval_loss")
+# Of a recipe's values: whatever may be the name of a file is left out.
+PLAIN = re.compile(r"[\w.+-]*")
+TEXT = """
+# LoRA adapters for glm-4v
+
+Adapters (`{trained}`) for {base}, trained with glm4v-patched on {rows:,} rows, for {steps:,} steps.
+
+{scores}
+
+## Load them
+
+{where}
+
+```python
+glm4v_patched.apply()  # after `import glm4v_patched`: the base gets code that runs
+model = AutoModelForCausalLM.from_pretrained({model}, trust_remote_code=True)
+model = PeftModel.from_pretrained(model, "ADAPTERS")
+```
+
+```bash
+glm4v-patched answer ADAPTERS --data questions.jsonl --out answers.jsonl
+glm4v-patched merge ADAPTERS --out merged
+```
+
+## How they were trained
+
+```yaml
+{recipe}```
+
+With {packages}. What the licence of the base model says of models made from it holds here, too.
+"""
+
+
+# Where the base is a folder of somebody's: it is named when the adapters are built for the Hub.
+NOT_ON_HUB, BASE = "a model that is not on the Hub", '"BASE"'
+WHERE = "`BASE` is a folder of the model; `training.json` has the digests of its files."
+PLACE = "`ADAPTERS` is this folder, or its id on the Hub."
+
+
+def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int) -> None:
+    """Write it in place of the empty one that peft leaves.
+
+    Args:
+        base: Under the adapters. One that is a folder is not named: it is nothing to others.
+        report: ``training.json``.
+        rows: That were learned in an epoch.
+    """
+    scores = _scores(report)
+    data = ModelCardData(
+        library_name="peft",
+        pipeline_tag="image-text-to-text",
+        tags=["lora", "glm-4v", "glm4v-patched"],
+        model_name=f"glm-4v-{recipe.trained}" if scores else None,
+        eval_results=[
+            EvalResult(
+                task_type="image-text-to-text",
+                dataset_type="held-out",
+                dataset_name="rows that were not trained on",
+                metric_type=name.removeprefix("eval_"),
+                metric_value=value,
+            )
+            for name, value in scores.items()
+        ]
+        or None,
+    )
+    told = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in scores.items())
+    text = TEXT.format(
+        trained=recipe.trained,
+        base=NOT_ON_HUB,
+        rows=rows,
+        steps=report["steps"]["done"],
+        scores=f"On rows that were not trained on: {told}." if told else "They were not evaluated.",
+        where=f"{PLACE} {WHERE}",
+        model=BASE,
+        recipe=yaml.safe_dump(_plain_values(recipe), sort_keys=False),
+        packages=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+    )
+    card = f"---\n{data.to_yaml()}\n---\n{text}"
+    if not Path(base.model).is_dir():
+        card = name_base(card, base.model, base.revision or "main")
+    write_atomically(Path(recipe.out, CARD), card)
+
+
+def name_base(text: str, model: str, revision: str) -> str:
+    """A card with its base, which it does not name yet: an id of the Hub, and a commit."""
+    card = ModelCard(text)
+    data: Any = card.data
+    data.base_model = model
+    named = f"[{model}](https://huggingface.co/{model}) at `{revision}`"
+    new = {NOT_ON_HUB: named, BASE: f'"{model}", revision="{revision}"', f" {WHERE}": ""}
+    for old, shown in new.items():
+        card.text = card.text.replace(old, shown)
+    return f"---\n{data.to_yaml()}\n---\n{card.text}"
+
+
+def _scores(report: Mapping[str, Any]) -> dict[str, float]:
+    """Of the step whose weights were saved."""
+    step = report.get("best_step") or report["steps"]["done"]
+    found = [entry for entry in report.get("evaluations", ()) if entry["step"] == step]
+    return {n: found[-1][n] for n in SCORES if found and isinstance(found[-1].get(n), float | int)}
+
+
+def _plain_values(recipe: Recipe) -> dict[str, Any]:
+    given = recipe.model_dump(mode="json", exclude_defaults=True)
+    kept = {name: given[name] for name in ("trained", "lora", "engine", "trainer") if name in given}
+    return {name: plain for name, value in kept.items() if (plain := _plain(value)) is not None}
+
+
+def _plain(value: Any) -> Any:
+    """The value without texts that may name files; None where nothing is left."""
+    if isinstance(value, dict):
+        inner = {name: _plain(one) for name, one in value.items()}
+        return {name: one for name, one in inner.items() if one is not None} or None
+    if isinstance(value, list):
+        return [one for one in map(_plain, value) if one is not None] or None
+    return value if not isinstance(value, str) or PLAIN.fullmatch(value) else None

@@ -1,0 +1,292 @@
+"""Writes a quantised model, which other programs load: by llm-compressor, calibrated with rows.
+
+What can be known is checked before a weight is read: packages, rows, disk, memory.
+"""
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+
+from ..atomic import give_usual_modes, require_apart
+from ..data.rows import Source
+from ..engine.gpus import free_on_gpus
+from ..engine.ram import free_ram
+from ..models.base import Base
+from ..models.check_weights import quantised_by
+from ..models.find import find_source
+from ..terminal_text import in_bytes, pip_install
+from .answer import Request
+from .merge import (
+    ADAPTER_CONFIG,
+    bytes_of,
+    merge,
+    new_folder,
+    require_mergeable,
+    require_new,
+    require_space,
+    taken_over,
+    weights_of,
+)
+
+# Whose names, also such as it does not publish, layer_by_layer uses.
+COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
+OUTSIDE_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
+SHARD = "5GB"
+
+
+class Format(NamedTuple):
+    """A preset scheme of compressed-tensors, its bits a weight, and whether the tower has it."""
+
+    scheme: str
+    bits: int
+    tower: bool
+
+    @property
+    def ignore(self) -> list[str]:
+        return OUTSIDE_LAYERS if self.tower else [*OUTSIDE_LAYERS, r"re:.*vision\..*"]
+
+
+FORMATS = {
+    "fp8": Format("FP8_DYNAMIC", 8, True),
+    "int8": Format("W8A8", 8, True),
+    "int4": Format("W4A16", 4, False),
+}
+
+
+class Needs(NamedTuple):
+    """Bytes: of the weights as they are, of what is written, and of memory at the most."""
+
+    weights: int
+    saved: float
+    memory: float
+
+    def __str__(self) -> str:
+        return (
+            f"weights {in_bytes(self.weights)}, written about {in_bytes(self.saved)}, memory about "
+            f"{in_bytes(self.memory)}"
+        )
+
+
+class Report(NamedTuple):
+    """Of an export; scores are what :func:`evaluate.evaluate` returns, None without its rows."""
+
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+def export(
+    model: str,
+    format: str,
+    calibration: Source,
+    out: Path,
+    *,
+    rows: int = 256,
+    evaluation: Request | None = None,
+    revision: str | None = None,
+    device: str = "cuda",
+) -> Report:
+    """Write a model, or adapters merged into theirs, in fewer bits to a new folder.
+
+    Args:
+        model: Folder of a model or of adapters, or an id of the Hub.
+        format: One of :data:`FORMATS`.
+        calibration: Rows that end with an answer, of which ``rows`` are taken, evenly spread.
+        evaluation: What is asked before and after; its ``model`` does not matter.
+        device: Where it is computed.
+
+    Raises:
+        ValueError: model, rows or ``out`` cannot be used, or disk or memory do not suffice.
+        RuntimeError: a package is missing, or is another version than is needed.
+    """
+    from ..data.check import check_sets
+    from ..models.loading import config_of, load_processor
+
+    require_new(out)
+    require_compressor()
+    base = find_source(model, revision)
+    if method := quantised_by(base.model, base.revision):
+        raise ValueError(
+            f"{model} was saved quantised already, by {method}; expected the weights that it was "
+            "made of"
+        )
+    if base.adapters is not None:
+        require_mergeable(base.adapters / ADAPTER_CONFIG)
+    for folder in (Path(base.model), base.adapters):
+        if folder is not None and folder.is_dir():
+            require_apart(out, folder)
+    if evaluation is not None:
+        _require_questions(evaluation)
+    processor = load_processor(base)
+    checked = check_sets([calibration], processor, config_of(base).seq_length)
+    conversations = spread(checked.conversations(), rows)
+    held = weights_of(base)
+    needs = needs_of(base, bytes_of(held), FORMATS[format], processor, conversations)
+    print(f"{len(conversations):,} rows to calibrate with; {needs}", flush=True)
+    require_space(needs.saved + needs.weights * (base.adapters is not None), out)
+    _require_memory(needs, device, len(conversations))
+    with new_folder(out) as partial:
+        if base.adapters is not None:
+            merge(model, partial / "merged", revision, check=False)
+            base = Base(str(partial / "merged"))
+        before = _scores(evaluation, base)
+        start = time.monotonic()
+        _quantise(base, partial, FORMATS[format], conversations, device)
+        gc.collect()  # of the model, before it is loaded again
+        seconds = time.monotonic() - start
+        for path in taken_over(held):
+            if not (partial / path.name).exists():
+                shutil.copyfile(path, partial / path.name)
+        give_usual_modes(partial)
+        shutil.rmtree(partial / "merged", ignore_errors=True)
+    after = _scores(evaluation, Base(str(out)))
+    return Report(needs.weights, bytes_of(out), seconds, before, after)
+
+
+def require_compressor() -> None:
+    """Raise ``RuntimeError`` unless llm-compressor is there, in a version that is known here and
+    beside the transformers that it takes."""
+    cure = pip_install("glm4v-patched[export]")
+    try:
+        found = version(COMPRESSOR.name)
+        needed = [Requirement(text) for text in requires(COMPRESSOR.name) or ()]
+    except PackageNotFoundError:
+        raise RuntimeError(f"export needs {COMPRESSOR.name}, which is not here: {cure}") from None
+    wanted = [COMPRESSOR, *(one for one in needed if one.name == "transformers")]
+    for one in wanted:
+        there = version(one.name)
+        if not one.specifier.contains(there, prereleases=True):
+            by = "export" if one is COMPRESSOR else f"{COMPRESSOR.name} {found}"
+            raise RuntimeError(
+                f"{by} needs {one.name} {one.specifier}, and {there} is installed: {cure} (in an "
+                "environment of its own, if others need that version)"
+            )
+
+
+def _require_questions(evaluation: Request) -> None:
+    from ..data.check import require_pictures
+    from .questions import read_questions
+
+    evaluation.place()
+    read_questions(evaluation.data, with_reference=True)
+    require_pictures(evaluation.data, to_learn=False)
+
+
+def spread(conversations: Sequence[list[dict]], most: int) -> list[list[dict]]:
+    """So many of them, evenly spread. Raises ``ValueError`` if none of these has a picture."""
+    from ..data.messages import pictures_of
+
+    number = min(most, len(conversations))
+    taken = [conversations[at * len(conversations) // number] for at in range(number)]
+    if not any(map(pictures_of, taken)):
+        raise ValueError(
+            f"none of {number:,} rows of --calibration has a picture; expected rows like those "
+            "that the model will be asked"
+        )
+    return taken
+
+
+def needs_of(
+    base: Base, weights: int, format: Format, processor: Any, conversations: Sequence[list[dict]]
+) -> Needs:
+    """What an export takes, by the shapes of the model and the lengths of the rows."""
+    import torch
+
+    from ..data.collate import ConversationCollator
+    from ..models.loading import config_of
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
+
+    config = config_of(base)
+    with torch.device("meta"):
+        transformer = GLM4VForCausalLM(config).transformer
+    stacks = [transformer.encoder.layers, *[transformer.vision.transformer.layers] * format.tower]
+    of_layer = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
+    width = weights / sum(p.numel() for p in transformer.parameters())
+    quantised = sum(
+        len(stack) * linear.weight.numel()
+        for stack, linears in zip(stacks, of_layer, strict=True)
+        for linear in linears
+    )
+    # Scales: one of 2 bytes for a group of 128 weights, or fewer.
+    saved = weights - quantised * (width - format.bits / 8 - 2 / 128)
+    # In fp32, for each linear layer the products of its inputs; GPTQ inverts the largest ones.
+    products = [[4 * linear.in_features**2 for linear in linears] for linears in of_layer]
+    statistics = max(sum(some) + 3 * max(some) for some in products)
+    sizes = ConversationCollator(processor).measure(list(conversations))
+    vision = config.vision
+    kept = [sum(size.positions for size in sizes) * config.hidden_size]
+    if format.tower:
+        kept.append(sum(size.images for size in sizes) * vision.num_positions * vision.hidden_size)
+    return Needs(weights, saved, weights + statistics + max(kept) * width)
+
+
+def _require_memory(needs: Needs, device: str, rows: int) -> None:
+    free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
+    if free < needs.memory:
+        where = "of memory are free" if device == "cpu" else "are free on the GPU"
+        raise ValueError(
+            f"{in_bytes(free)} {where}, and this takes about {in_bytes(needs.memory)}; expected "
+            f"fewer rows to calibrate with than {rows:,} (--rows), or a larger machine"
+            + " (or --device cpu, which is slow)"
+            * (device != "cpu")
+        )
+
+
+def _scores(evaluation: Request | None, base: Base) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    from .evaluate import evaluate
+
+    return evaluate(replace(evaluation, model=base.model, revision=base.revision))
+
+
+def _quantise(
+    base: Base, out: Path, format: Format, conversations: Sequence[list[dict]], device: str
+) -> None:
+    from llmcompressor.core import reset_session
+
+    from ..data.collate import ConversationCollator
+    from ..models.loading import load
+    from .layer_by_layer import quantise
+
+    model: Any
+    model, processor = load(base, device)
+    collate: Callable[[list[list[dict]]], dict] = ConversationCollator(processor)
+
+    def encode(some: list[list[dict]]) -> dict:
+        batch = collate(some)  # one row: nothing is padded, and no loss is wanted
+        wanted = ("input_ids", "pixel_values")
+        return {name: batch[name].to(model.device) for name in wanted if name in batch}
+
+    try:
+        quantise(model, processor, conversations, encode, format.scheme, format.ignore)
+        model.save_pretrained(out, max_shard_size=SHARD)
+        processor.save_pretrained(out)
+    finally:
+        reset_session()  # it keeps the model
+
+
+def describe(report: Report, format: str, out: Path) -> str:
+    """Sizes, and scores if there are any, before and after."""
+    lines = [f"{'':8}{'bytes':>10}"]
+    rows = [("before", report.bytes_before, report.before)]
+    rows.append((format, report.bytes_after, report.after))
+    if report.before is not None:
+        lines[0] += "  right answers  with swapped pictures"
+    for name, size, scores in rows:
+        line = f"{name:8}{in_bytes(size):>10}"
+        if scores is not None:
+            swapped = scores["exact_match_swapped"]
+            told = "no rows" if swapped is None else f"{swapped:.4f}"
+            line += f"  {scores['exact_match']:>13.4f}  {told:>21}"
+        lines.append(line)
+    return "\n".join([*lines, f"quantised in {report.seconds:.0f} s", f"model {out}"])

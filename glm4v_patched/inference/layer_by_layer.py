@@ -1,0 +1,114 @@
+"""llm-compressor's GPTQ, a layer of the model after another. Only :mod:`export` imports this.
+
+llm-compressor's own sequential pipeline traces the whole model by torch.fx, which cannot follow
+rows whose lengths depend on their pictures; its basic one holds the statistics of all layers at
+once (100 GB at the real size). Here each layer is called by itself, on what went into it.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from llmcompressor import oneshot
+from llmcompressor.core import LifecycleCallbacks
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.utils.hooks import HooksMixin
+from llmcompressor.pipelines.registry import CalibrationPipeline
+from llmcompressor.utils.helpers import DisableQuantization
+from loguru import logger
+from torch import nn
+from tqdm import tqdm
+
+from .. import applied
+
+NAME = "glm4v_layer_by_layer"
+
+
+class _Reached(Exception):
+    """The layer whose inputs are wanted."""
+
+
+@CalibrationPipeline.register(NAME)
+class LayerByLayer(CalibrationPipeline):
+    """Calibrates and quantises each layer on what the quantised layers before it give."""
+
+    @staticmethod
+    def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
+        transformer = model.transformer
+        stacks = [
+            layers
+            for layers in (transformer.vision.transformer.layers, transformer.encoder.layers)
+            if any(hasattr(module, "quantization_scheme") for module in layers.modules())
+        ]
+        LifecycleCallbacks.calibration_start()
+        progress = tqdm(total=sum(map(len, stacks)), unit="layer", desc="quantising", disable=None)
+        with torch.no_grad(), DisableQuantization(model), progress:
+            for layers in stacks:
+                inputs = _inputs_of(layers[0], model, dataloader)
+                for layer in layers:
+                    for given in inputs:
+                        layer(*given)
+                    LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
+                    with HooksMixin.disable_hooks():
+                        for at, given in enumerate(inputs):  # one by one: no second copy of all
+                            inputs[at] = (layer(*given), *given[1:])
+                    progress.update()
+        LifecycleCallbacks.calibration_end()
+
+
+def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tuple]:
+    """What a layer is called with, for each batch in which it is; nothing after it is computed."""
+    inputs: list[tuple] = []
+
+    def keep(_: nn.Module, given: tuple) -> None:
+        inputs.append(given)
+        raise _Reached
+
+    hook = layer.register_forward_pre_hook(keep)
+    try:
+        with HooksMixin.disable_hooks():
+            for batch in batches:
+                try:
+                    model(**batch, use_cache=False)
+                except _Reached:
+                    continue
+    finally:
+        hook.remove()
+    return inputs
+
+
+def quantise(
+    model: Any,
+    processor: Any,
+    conversations: Sequence[list[dict]],
+    encode: Callable[[list[list[dict]]], dict],
+    scheme: str,
+    ignore: list[str],
+) -> None:
+    """Quantise the linear layers of a model in place, by GPTQ.
+
+    Args:
+        encode: Makes model inputs of a batch of one conversation, on the model's device.
+        scheme: One of compressed-tensors' preset schemes.
+        ignore: Names of linear layers that stay as they are, ``re:`` before a pattern.
+    """
+    rows: Any = conversations
+    batches: Any = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode)
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", filter=_is_doubt)
+    with applied():  # it asks AutoConfig about the model's folder, whose own code is not run
+        oneshot(
+            model=model,
+            processor=processor,
+            dataset=batches,
+            recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
+            pipeline=NAME,
+        )
+
+
+def _is_doubt(record: Any) -> bool:
+    """Of all that llm-compressor logs: such as layers that GPTQ could not quantise."""
+    return record["level"].name == "WARNING" and record["name"].startswith(
+        "llmcompressor.modifiers"
+    )

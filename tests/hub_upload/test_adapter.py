@@ -1,0 +1,135 @@
+"""Adapters are built, verified and published as a model is, and name no folder of this machine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from glm4v_patched.finetune.adapter_card import BASE, NOT_ON_HUB, PLACE, WHERE
+from hub_upload.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST
+from tests.helpers.answering import write_files
+from tests.helpers.publishable import TAG, as_files
+
+NAME, BASE_ID, COMMIT = "our-org/glm-4v-shapes", "zai-org/glm-4v-9b", "a" * 40
+CARD = f"""---
+library_name: peft
+---
+Adapters for {NOT_ON_HUB}. {PLACE} {WHERE}
+
+model = AutoModelForCausalLM.from_pretrained({BASE}, trust_remote_code=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> Path:
+    """As a training leaves them, with code and a report beside them. Read only."""
+    folder = write_files(tmp_path_factory.mktemp("adapters")).adapters
+    (folder / "README.md").write_text(CARD)
+    (folder / "training_args.bin").write_bytes(b"pickled")
+    return folder
+
+
+@pytest.fixture
+def build(run, tmp_path):
+    def build(folder, *more):
+        of = ["--fine-tune-of", f"{BASE_ID}@{COMMIT}", "--name", NAME]
+        return run("build", "--adapter", folder, "--out", tmp_path / "out", *(more or of))
+
+    return build
+
+
+def test_adapters_are_built_and_verified(adapters, build, run, tmp_path):
+    status, told = build(adapters)
+    assert status == 0 and f"adapters of {BASE_ID}" in told
+    out = tmp_path / "out"
+    names = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md", MANIFEST}
+    assert {path.name for path in out.iterdir()} == names
+    config = json.loads((out / ADAPTER_CONFIG).read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (BASE_ID, COMMIT)
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == BASE_ID and f"`ADAPTERS` is `{NAME}`" in card.text
+    assert f'from_pretrained("{BASE_ID}", revision="{COMMIT}"' in card.text
+    assert NOT_ON_HUB not in card.text and WHERE not in card.text
+    texts = "".join((out / name).read_text() for name in names - {ADAPTER_WEIGHTS})
+    assert str(adapters.parent) not in texts
+    before = as_files(out)
+    assert build(adapters)[0] == 0 and as_files(out) == before
+    status, told = run("verify", out, "--weights")
+    assert status == 0 and f"LoRA on {BASE_ID}@{COMMIT}" in told and "0 failed" not in told
+
+
+def test_adapters_are_published(adapters, build, hub, publish, tmp_path, run):
+    assert build(adapters)[0] == 0
+    status, told = publish(tmp_path / "out", "--push", repo=NAME)
+    assert status == 0 and f"Tagged {TAG}" in told, told
+    status, told = publish(tmp_path / "out", "--push", repo=NAME)
+    assert status == 0 and "has all of this already" in told
+    status, told = run("verify", NAME)
+    assert status == 0, told
+
+
+def damaged(folder: Path, **fields) -> None:
+    path = folder / ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def with_another_weight(folder: Path) -> None:
+    weights = load_file(folder / ADAPTER_WEIGHTS) | {"base_model.model.score": torch.zeros(1)}
+    save_file(weights, folder / ADAPTER_WEIGHTS)
+
+
+FAULTS = {
+    "no LoRA": (lambda folder: damaged(folder, peft_type="IA3"), "peft_type is 'IA3'"),
+    "a module that peft imports": (
+        lambda folder: damaged(folder, megatron_config={"a": 1}),
+        "megatron_config",
+    ),
+    "a path": (lambda folder: damaged(folder, eva_config={"cache": "/home/me"}), "has a path"),
+    "other weights": (with_another_weight, "weights that are no LoRA: base_model.model.score"),
+    "pickled weights": (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "as safetensors"),
+    "an empty card": (
+        lambda folder: (folder / "README.md").write_text("[More Information Needed]"),
+        "peft's empty one",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_others_cannot_use_or_trust_is_not_built(adapters, build, tmp_path, fault):
+    change, told = FAULTS[fault]
+    folder = shutil.copytree(adapters, tmp_path / "adapters")
+    change(folder)
+    status, said = build(folder)
+    assert status == 1 and told in said, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_nobody_else_finds_has_to_be_named(adapters, build):
+    for given in ([], ["--fine-tune-of", BASE_ID]):
+        status, said = build(adapters, "--name", NAME, *given)
+        assert status == 1 and "nobody else finds that model; give --fine-tune-of" in said
+
+
+def test_what_stands_beside_published_adapters_fails(adapters, build, run, tmp_path):
+    """Though a manifest lists it."""
+    assert build(adapters)[0] == 0
+    out = tmp_path / "out"
+    (out / "config.json").write_text('{"auto_map": {"AutoModel": "x.Y"}}')
+    manifest = json.loads((out / MANIFEST).read_text())
+    from hub_upload.files import sha256_of
+
+    content = (out / "config.json").read_bytes()
+    manifest["files"]["config.json"] = {"size": len(content), "sha256": sha256_of(content)}
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    status, told = run("verify", out)
+    assert status == 1 and "beside adapters stands config.json" in told
+
+
+@pytest.mark.parametrize("both", [[], ["--weights", "x", "--adapter", "y"]])
+def test_a_build_is_of_one_of_both(run, tmp_path, both):
+    status, said = run("build", *both, "--out", tmp_path / "out")
+    assert status == 1 and "one of --weights SOURCE and --adapter DIR" in said
