@@ -200,7 +200,7 @@ def test_adapters_that_are_broken_are_not_merged(files, tmp_path, words):
 )
 def test_what_is_more_than_lora_is_refused_by_name(files, tmp_path, words, changes, named):
     adapters = moved_to(files.model, files, tmp_path / "adapters", **changes)
-    with words.refused(ValueError, named):
+    with words.refused(ValueError, named, files=files.model.parent):
         merge(str(adapters), tmp_path / "merged")
 
 
