@@ -118,7 +118,7 @@ def test_an_environment_is_asked_for_with_the_commands_that_make_it(original, ca
 )
 def test_only_a_transformers_that_the_code_works_with_is_taken(tmp_path, found, works):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho '[\"{found}\", \"2.11\"]'\n")
+    python.write_text(f'#!/bin/sh\necho \'["{found}", "2.11"]\'\n')
     python.chmod(0o700)
     if works:
         assert environment.check_python(str(python)) == f"transformers {found}, torch 2.11"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from transformers import GenerationConfig
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.rows import Source
@@ -152,6 +153,17 @@ def test_batches_draw_other_tokens(answerer):
     prompt = [{"role": "user", "content": "Which shapes?"}]
     [[one], [same], [other]] = [drawn.answer([prompt], number) for number in (1, 1, 2)]
     assert one == same != other
+
+
+def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
+    own, config = answerer.model.generation_config, answerer.model.config
+    for said, ends in ((7, [7]), ([7, 8], [7, 8]), (None, config.eos_token_id)):
+        monkeypatch.setattr(
+            answerer.model, "generation_config", GenerationConfig(eos_token_id=said)
+        )
+        assert Answerer((answerer.model, answerer.processor), Generation()).end_ids == ends
+        assert answerer.model.generation_config.eos_token_id == ends
+    answerer.model.generation_config = own
 
 
 def test_an_answer_that_ends_is_told_from_one_that_was_cut(answerer, monkeypatch):

@@ -16,6 +16,7 @@ from glm4v_patched.models import loading
 @pytest.fixture
 def looks(monkeypatch):
     """Answers come from who knows them by the picture, whichever row shows it."""
+
     def know(request, placement, base, questions):
         known = {q.prompt[0]["image"]: q.reference for q in questions if not q.swapped}
         for question in questions:
@@ -34,7 +35,9 @@ def test_a_model_that_looks_is_right_only_with_the_right_pictures(
 ):
     (tmp_path / "mine.py").write_text("def same(a, b): return 10 * (a == b)\n")
     out = tmp_path / "out"
-    assert evaluate(files, referenced, "--out", str(out), "--metric", f"{tmp_path}/mine.py:same") == 0
+    assert (
+        evaluate(files, referenced, "--out", str(out), "--metric", f"{tmp_path}/mine.py:same") == 0
+    )
     report = json.loads((out / "metrics.json").read_text())
     assert (report["rows"], report["rows_swapped"], report["rows_cut"]) == (4, 4, 0)
     assert (report["exact_match"], report["exact_match_swapped"]) == (1, 0)
