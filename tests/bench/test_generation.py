@@ -58,29 +58,10 @@ def a_second_a_step(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_this_process", "a_second_a_step")
-def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
-    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--prompt-tokens", "6"]
-    generate("--config", config, "--batch", 1, 2, *sizes, "--repeats", 1, "--out", out)
-    rows = json.loads(out.read_text())
-    assert [row["batch"] for row in rows] == [1, 2]
-    for row in rows:
-        assert row["workload"] == "generate" and row["implementation"] == "ours"
-        assert row["new_tokens"] == 4 and row["cache"] == "static" and row["device"] == "cpu"
-        assert row["weights"] is None
-        assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
-        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
-        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
-        assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["steps_per_s"])
-        assert {"python", "torch", "transformers"} <= row["versions"].keys()
-        assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
-    printed = capfd.readouterr().out
-    assert "batch 1: " in printed and "batch 2: " in printed
-
-
-@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
 @pytest.mark.parametrize("asked", [[], ["--draw-ahead"]], ids=["transformers' loop", "ours"])
-def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, asked):
+def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
+    config, tmp_path, monkeypatch, capfd, asked
+):
     calls = []
 
     @wraps(static_cache.draw_ahead)  # generate reads its signature
@@ -91,9 +72,19 @@ def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, ask
     monkeypatch.setattr(static_cache, "draw_ahead", counted)
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
     generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
-    for row in json.loads(out.read_text()):
-        assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
+    printed = capfd.readouterr().out
+    for number, row in enumerate(json.loads(out.read_text()), start=1):
+        named = ("batch", "implementation", "new_tokens", "cache", "device", "weights")
+        assert [row[name] for name in named] == [number, "ours", 4, "static", "cpu", None]
+        assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
         assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
+        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
+        assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
+        assert row["tokens_per_s"] == pytest.approx(number * row["steps_per_s"])
+        assert {"python", "torch", "transformers"} <= row["versions"].keys()
+        assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
+        assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
+        assert f"batch {number}: " in printed
     # Of each batch: twice to warm up, the first token, and the whole answer.
     assert len(calls) == (8 if asked else 0)
 
@@ -156,20 +147,14 @@ def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
         assert row["weights_gb"] * 1e9 < 0.9 * plain and row["tokens_per_s"] > 0
 
 
-def test_prints_the_table_of_rows(tmp_path, capsys):
+def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
     fast |= {"batch": 8, "draw_ahead": True, "weights": "int8"}
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
-    lines = capsys.readouterr().out.splitlines()
-    head = (
-        "| code | transformers | device | weights | cache | draws ahead | batch | first token, s |"
-    )
-    assert lines[0].startswith(head)
-    assert lines[2] == r"| ours | - | cpu | - | - | - | 1 | a \| b | - | - | - |"
-    assert lines[3] == "| ours | - | cpu | int8 | - | yes | 8 | 0.250 | 1,234.6 | 50% | - |"
+    words(capsys.readouterr().out)
 
 
 def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):

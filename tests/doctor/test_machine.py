@@ -26,14 +26,18 @@ from glm4v_patched.remote.configuration_chatglm import (
 from glm4v_patched.terminal_text import pip_install
 
 Usage = namedtuple("Usage", "total used free")
-TWO_OF_FOUR_JOINED = (
-    "\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\x1b[0m\n".replace("GPU0", "\tGPU0", 1)
-    + "GPU0\t X \tNV18\tSYS\tSYS\tPXB\t0-47\n"
-    + "GPU1\tNV18\t X \tSYS\tSYS\tPXB\t0-47\n"
-    + "GPU2\tSYS\tSYS\t X \tNV18\tSYS\t48-95\n"
-    + "GPU3\tSYS\tSYS\tNV18\t X \tSYS\t48-95\n"
-    + "NIC0\tPXB\tPXB\tSYS\tSYS\t X \t\n\nLegend:\n\n  X    = Self\n"
-)
+TWO_OF_FOUR_JOINED = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tSYS\tPXB\t0-47
+GPU1\tNV18\t X \tSYS\tSYS\tPXB\t0-47
+GPU2\tSYS\tSYS\t X \tNV18\tSYS\t48-95
+GPU3\tSYS\tSYS\tNV18\t X \tSYS\t48-95
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \t
+
+Legend:
+
+  X    = Self
+"""
 
 
 @pytest.fixture
@@ -205,7 +209,6 @@ def test_every_private_name_has_a_module():
 def test_a_message_is_divided_into_what_is_wrong_and_the_cure():
     divided = finding("data", "fails", "out is a file: no folder; expected a folder")
     assert (divided.found, divided.cure) == ("out is a file: no folder", "expected a folder")
-    assert finding("data", "fails", "broken").cure == ""
 
 
 def test_what_will_fail_comes_last_and_commands_stay_whole():

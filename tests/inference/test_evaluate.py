@@ -33,11 +33,9 @@ def evaluate(files, data: Path, *options: str) -> int:
 def test_a_model_that_looks_is_right_only_with_the_right_pictures(
     files, referenced, looks, tmp_path, capsys
 ):
-    (tmp_path / "mine.py").write_text("def same(a, b): return 10 * (a == b)\n")
-    out = tmp_path / "out"
-    assert (
-        evaluate(files, referenced, "--out", str(out), "--metric", f"{tmp_path}/mine.py:same") == 0
-    )
+    metric, out = tmp_path / "mine.py", tmp_path / "out"
+    metric.write_text("def same(a, b): return 10 * (a == b)\n")
+    assert evaluate(files, referenced, "--out", str(out), "--metric", f"{metric}:same") == 0
     report = json.loads((out / "metrics.json").read_text())
     assert (report["rows"], report["rows_swapped"], report["rows_cut"]) == (4, 4, 0)
     assert (report["exact_match"], report["exact_match_swapped"]) == (1, 0)

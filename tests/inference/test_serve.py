@@ -237,10 +237,9 @@ def test_what_is_drawn_depends_on_the_seed(server):
 
 
 def test_penalties_lower_what_was_said(server):
-    plain = text_of(server.ask(WORDS, max_tokens=30, presence_penalty=0, frequency_penalty=0.0))
-    assert plain == text_of(server.ask(WORDS, max_tokens=30))
     penalties = {"frequency_penalty": 2, "presence_penalty": 2}
-    assert plain != text_of(server.ask(WORDS, max_tokens=30, **penalties))
+    greedy, other = (server.ask(WORDS, max_tokens=30, **each) for each in ({}, penalties))
+    assert text_of(greedy) != text_of(other)
     ids = torch.tensor([[0, 1, 2, 2, 3], [0, 1, 3, 3, 3]])
     scores = Penalties(2, presence=0.5, frequency=0.25)(ids, torch.ones(2, 5))
     assert scores.tolist() == [[1, 1, 0, 0.25, 1], [1, 1, 1, -0.25, 1]]
@@ -268,7 +267,8 @@ def test_max_tokens_is_cut_to_the_room_that_is_left(server):
         {"stream_options": None, "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
         {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "repetition_penalty": 1.0},
         {"model": None, "max_tokens": 7, "max_completion_tokens": 7},
-        # VLMEvalKit's.
+        # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
+        {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
         {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
     ],
 )
@@ -308,28 +308,21 @@ def of_user(*parts: dict) -> dict:
     [
         ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
         ({"n": True}, "n is true, which"),
-        ({"logprobs": 0}, "logprobs is 0, which"),
         ({"tools": [{"type": "function"}]}, "tools is a list"),
         ({"temperature": 100.1}, "temperature: "),
         ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
         ({"temperature": float("nan")}, "temperature: "),
-        ({"top_p": 1.1}, "top_p: "),
         ({"top_k": -2}, "top_k: "),
-        ({"presence_penalty": 2.1}, "presence_penalty: "),
-        ({"frequency_penalty": False}, "frequency_penalty: "),
         ({"repetition_penalty": 1e-42}, "repetition_penalty: "),
-        ({"max_tokens": 0}, "max_tokens: "),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
         ({"top_q": 1}, "top_q: is not read; expected one of model, "),
         ({"stop": ["a", "b" * 1001]}, "stop.1: "),
         ({"stop": ["a"] * 17}, "stop: "),
         ({"seed": 2**63}, "seed: "),
         ({"model": "gpt"}, 'there is no model "gpt"; this server has "m" and "b"'),
-        ({"messages": []}, "an empty list"),
         ({"messages": [*WORDS, {"role": "assistant", "content": "b"}]}, "end with the assistant"),
         ({"messages": [WORDS[0] | {"image": "/etc/passwd"}]}, 'key "image" is not read'),
         (of_user({"type": "image", "path": "/etc/passwd"}), "a picture is an object.*expected"),
-        (of_user({"type": "input_audio"}), "input_audio"),
         ({"messages": [], "\ud800": 1}, "unicode"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
@@ -338,18 +331,6 @@ def test_what_the_server_cannot_do_is_refused(given, match):
     with pytest.raises(ApiError, match=match) as error:
         read_request(ChatRequest, {"messages": WORDS} | given, ["m", "b"], Generation())
     assert error.value.status in (400, 404) and json.dumps(error.value.body())
-
-
-def test_glm_4s_own_request_script_is_answered(server):
-    """What its glm4v_api_request.py sends."""
-    [url, words] = PICTURE[0]["content"]
-    said = [{"role": "user", "content": [words, url]}, {"role": "assistant", "content": "A cat."}]
-    data = {"model": "glm-4v", "messages": [*said, NEXT], "stream": False, "max_tokens": 2048}
-    data |= {"temperature": 0.8, "top_p": 0.8, "presence_penalty": 1.2}
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    asked = f"{server.url}/chat/completions", json.dumps(data).encode(), headers
-    with urllib.request.urlopen(urllib.request.Request(*asked)) as reply:
-        assert json.load(reply)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_a_name_that_is_served_goes_before_that_of_any_glm_4v():

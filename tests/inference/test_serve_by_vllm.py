@@ -76,23 +76,20 @@ def write_adapters(folder: Path, model: Path, name: str, rank: int, **more) -> N
 
 
 def test_adapters_are_served_beside_their_model(files, executed, tmp_path, refused):
-    folder = tmp_path / "adapters"
+    folder, other = tmp_path / "adapters", tmp_path / "other"
     write_adapters(folder, files.model, LANGUAGE, 4)
-    assert main(["serve", str(folder), "--served-model-name", "mine", "--temperature", "2"]) == 0
-    [(_, command, _)] = executed
-    assert command[2] == str(files.model) and "--enable-lora" in command
-    assert option(command, "--lora-modules") == f"mine={folder}"
-    assert option(command, "--max-lora-rank") == "8"  # vLLM takes no 4
-    assert json.loads(option(command, "--override-generation-config"))["temperature"] == 2
-    executed.clear()
-    other = tmp_path / "other"
     write_adapters(other, files.model, LANGUAGE, 9)
+    assert main(["serve", str(folder), "--served-model-name", "mine", "--temperature", "2"]) == 0
     by_name = ["--adapter", f"b={other}", "--adapter", f"glm-4v={folder}"]
     assert main(["serve", str(files.model), *by_name]) == 0
-    [(_, command, _)] = executed
-    assert options(command, "--lora-modules") == [f"b={other}", f"glm-4v={folder}"]
-    assert option(command, "--max-lora-rank") == "16" and option(command, "--max-loras") == "2"
-    assert options(command, "--served-model-name") == [str(files.model), "glm-4v-9b"]
+    [(_, mine, _), (_, both, _)] = executed
+    assert mine[2] == str(files.model) and "--enable-lora" in mine
+    assert option(mine, "--lora-modules") == f"mine={folder}"
+    assert option(mine, "--max-lora-rank") == "8"  # vLLM takes no 4
+    assert json.loads(option(mine, "--override-generation-config"))["temperature"] == 2
+    assert options(both, "--lora-modules") == [f"b={other}", f"glm-4v={folder}"]
+    assert option(both, "--max-lora-rank") == "16" and option(both, "--max-loras") == "2"
+    assert options(both, "--served-model-name") == [str(files.model), "glm-4v-9b"]
     write_adapters(folder, files.model, "transformer.vision.layers.0", 4)
     refused(["serve", folder], "1 of the adapters' weights", program=own_command())
 

@@ -156,12 +156,9 @@ def test_without_hooks_a_glm4v_is_refused_and_no_other_model(fake, words):
     assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL}
     with words.refused(RuntimeError, "models.config.MODELS_CONFIG_MAP", pip=pip_install()):
         vllm_plugin.check_vllm()
-
-
-def test_a_hook_of_somebody_else_is_left_and_a_glm4v_refused(fake):
-    fake.hooks["GLM4VForCausalLM"] = dict
+    fake.config.MODELS_CONFIG_MAP = others = {"GLM4VForCausalLM": dict}  # of somebody else
     register()
-    assert fake.hooks["GLM4VForCausalLM"] is dict
+    assert others == {"GLM4VForCausalLM": dict}
     with pytest.raises(RuntimeError, match="MODELS_CONFIG_MAP has <class 'dict'>"):
         vllm_plugin.check_vllm()
 
@@ -195,7 +192,7 @@ def test_a_newer_vllm_that_fits_is_taken_with_a_word(fake, logged, version, is_s
 # Settings
 
 
-@pytest.mark.parametrize("given", [{}, {"rope_parameters": None}, {"rope_parameters": {"a": 1}}])
+@pytest.mark.parametrize("given", [{"rope_parameters": None}, {"rope_parameters": {"a": 1}}])
 def test_vllm_will_ask_the_model_for_positions(fake, given):
     register()
     model = settings(**given)
@@ -203,11 +200,6 @@ def test_vllm_will_ask_the_model_for_positions(fake, given):
     kept = given.get("rope_parameters") or {}
     wanted = {"rope_type": "default", "mrope_section": [32, 0, 0]}
     assert model.hf_config.rope_parameters == kept | wanted
-
-
-def test_a_vllm_that_would_not_ask_is_refused(fake):
-    register()
-    model = settings()
     model.uses_mrope = False
     with pytest.raises(RuntimeError, match="uses_mrope stays False"):
         SharedPositions.verify_and_update_model_config(model)
