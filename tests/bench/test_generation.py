@@ -107,29 +107,6 @@ def test_measures_weights_of_torchao(config, tmp_path, capfd, weights, cache):
     assert f"GB a token, weights {weights} built in" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("weights", sorted(WEIGHTS))
-def test_says_how_weights_are_held_also_where_nothing_was_measured(
-    config, tmp_path, monkeypatch, weights
-):
-    started = []
-
-    def run(command: list[str], *rest) -> str:
-        started.append(json.loads(command[-2]))
-        return "the process ended with status 1"
-
-    monkeypatch.setattr(generation, "_run", run)
-    monkeypatch.setattr(placement, "place", lambda *given: None)
-    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
-    out, asked = tmp_path / "generate.json", WEIGHTS[weights].option
-    assert not generate("--config", config, *asked.split(), "--device", "cuda", "--out", out)
-    rows = json.loads(out.read_text())
-    assert {row["weights"] for row in rows} == {weights} == {each["weights"] for each in started}
-    assert rows[0]["command"].endswith(f" {asked}")
-    # bitsandbytes's are not compiled.
-    (cache,) = {each["cache"] for each in started}
-    assert cache == ("dynamic" if weights in ("4bit", "8bit") else "static")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
@@ -157,16 +134,26 @@ def test_prints_the_table_of_rows(tmp_path, capsys, words):
     words(capsys.readouterr().out)
 
 
-def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
-    out, failed = tmp_path / "generate.json", "the process ended with status 1"
-    monkeypatch.setattr(generation, "_run", lambda *_: failed)
+@pytest.mark.parametrize("weights", sorted(WEIGHTS))
+def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch, weights):
+    started, failed = [], "the process ended with status 1"
+    monkeypatch.setattr(
+        generation, "_run", lambda command, *_: started.append(json.loads(command[-2])) or failed
+    )
+    monkeypatch.setattr(placement, "place", lambda *given: None)
+    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
+    out, held = tmp_path / "generate.json", WEIGHTS[weights].option
+    asked = ["--config", config, "--batch", 8, *held.split(), "--device", "cuda", "--out", out]
     for _ in range(2):  # rows are added
-        generate("--config", config, "--batch", 8, "--out", out)
-    assert [(row["batch"], row["error"]) for row in json.loads(out.read_text())] == [
-        (8, failed)
-    ] * 2
+        assert not generate(*asked)
+    rows = json.loads(out.read_text())
+    assert [(row["batch"], row["error"]) for row in rows] == [(8, failed)] * 2
+    assert rows[0]["command"].endswith(f" {held}")
+    assert rows[0]["weights"] == weights == started[0]["weights"]
+    # bitsandbytes's are not compiled.
+    assert started[0]["cache"] == ("dynamic" if weights in ("4bit", "8bit") else "static")
     out.write_text('[{"workload": "lora_lm"}]')
-    assert generate("--config", config, "--out", out)
+    assert generate(*asked)
     assert json.loads(out.read_text()) == [{"workload": "lora_lm"}]
 
 

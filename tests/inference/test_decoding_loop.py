@@ -189,21 +189,6 @@ def test_a_cache_is_continued(model, two_late):
     assert torch.equal(*outputs)
 
 
-def test_kept_caches_are_used_again(model, two_late):
-    caches = [StaticCaches(model, 64), StaticCaches(model, 64, draws_ahead=True)]
-    seen = []
-    for image in (three_id_image(), [], grown_image()):
-        batch = batch_of(image)
-        got = []
-        for each in caches:
-            given = each.options(2, 60)
-            got.append(model.generate(**batch, **GREEDY, **ENDS, **given))
-            seen.append((given.get("custom_generate"), given[CACHE]))
-        assert torch.equal(*got)
-    assert [drawn for drawn, _ in seen] == [None, draw_ahead] * 3
-    assert len({id(cache) for _, cache in seen}) == 2
-
-
 def test_virtual_tokens_are_refused():
     prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = get_peft_model(tiny_model(), prompted).eval()

@@ -94,20 +94,19 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words, said,
 
 
 def test_something_moves_until_an_answer_begins():
-    asked = {"role": "user", "content": "a"}
-    begun = [asked, {"role": "assistant", "content": "b"}]
-    assert shown([asked], waits=True) == [asked, ANSWERING]
-    assert ANSWERING["metadata"]["status"] == "pending"  # which gradio shows as a spinner
-    assert shown(begun, waits=True) == begun and shown([asked]) == [asked] and shown([]) == []
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
+    assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tif", "ppm", "jp2"])
+@pytest.mark.parametrize("kind", ["png", "webp", "tif", "ppm"])
 def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
     path = tmp_path / f"picture.{kind}"
     Image.new("RGB", (3000, 2000), "orange").save(path)
+    own = preview(str(path)) == str(path)
     with Image.open(preview(str(path))) as image:
-        assert image.format in ("PNG", "JPEG", "GIF", "WEBP", "BMP")
-        assert image.size == ((3000, 2000) if preview(str(path)) == str(path) else (1024, 683))
+        assert own == (kind in ("png", "webp")) and (own or image.format == "PNG")
+        assert image.size == ((3000, 2000) if own else (1024, 683))
         assert image.convert("RGB").getpixel((9, 9))[0] > 240
 
 
