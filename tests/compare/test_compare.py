@@ -95,22 +95,30 @@ def test_what_runs_is_said_in_the_same_breath(compared, original):
     )
 
 
-def test_no_code_runs_unless_asked(original, capsys, monkeypatch):
+def refused(capsys, *arguments) -> str:
+    capsys.readouterr()
+    assert main(["compare", *map(str, arguments)]) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("", r"modeling_chatglm.py \((.|\n)*--run-code\n$"),
+        ("--run-code", "--make-environment environment-of-the-original"),
+        ("--run-code", r"install .*torch==[\d.]+ transformers==4\.44\.2"),
+        ("--run-code --python /no/python", "/no/python cannot be run"),
+        ("--run-code --python /bin/false", "/bin/false cannot be used: it ended with status 1"),
+        ("--run-code --make-environment new --device cuda", "there is no GPU: no driver"),
+    ],
+)
+def test_no_code_runs_and_no_environment_is_made_unless_asked(
+    original, capsys, monkeypatch, asked, told
+):
     monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("it was run"))
-    assert main(["compare", str(original)]) == 1
-    told = capsys.readouterr().err
-    assert "modeling_chatglm.py (" in told and told.rstrip().endswith("--run-code")
-
-
-def test_an_environment_is_asked_for_with_the_commands_that_make_it(original, capsys):
-    assert main(["compare", str(original), "--run-code"]) == 1
-    told = capsys.readouterr().err
-    assert "--make-environment environment-of-the-original" in told
-    assert re.search(r"install .*torch==[\d.]+ transformers==4\.44\.2", told)
-    assert main(["compare", str(original), "--run-code", "--python", "/no/python"]) == 1
-    assert "/no/python cannot be run" in capsys.readouterr().err
-    assert main(["compare", str(original), "--run-code", "--python", "/bin/false"]) == 1
-    assert "/bin/false cannot be used: it ended with status 1" in capsys.readouterr().err
+    monkeypatch.setattr(environment, "make_environment", lambda *_: pytest.fail("it was made"))
+    monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
+    assert re.search(told, refused(capsys, original, *asked.split()))
 
 
 @pytest.mark.parametrize(
@@ -130,14 +138,11 @@ def test_only_a_transformers_that_the_code_works_with_is_taken(tmp_path, found, 
 def test_memory_that_does_not_suffice_is_told_before_code_runs(original, monkeypatch, capsys):
     monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
     monkeypatch.setattr(command, "_compute", lambda *_: pytest.fail("it was run"))
-    asked = ["compare", str(original), "--run-code", "--python", "python", "--device", "cpu"]
-    needed: list[float] = []
+    asked, needed = [original, "--run-code", "--python", "python", "--device", "cpu"], []
     monkeypatch.setattr(command, "in_bytes", lambda size: needed.append(size) or str(size))
-    monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", lambda: 1)
-    assert main(asked) == 1
-    assert re.search(r"needs about [\d.]+ and 1 are free", capsys.readouterr().err)
-    monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", lambda: needed[0] - 1)
-    assert main(asked) == 1 and "are free; expected" in capsys.readouterr().err
+    for missing in (lambda: 1, lambda: needed[0] - 1):
+        monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", missing)
+        assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *asked))
 
 
 def test_an_environment_is_made_once(tmp_path, monkeypatch):
@@ -178,8 +183,7 @@ def test_what_is_no_original_is_refused(tmp_path, capsys, what, told):
             file.unlink()
     if what == "a text model":
         (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert main(["compare", str(folder)]) == 1
-    assert told in capsys.readouterr().err
+    assert told in refused(capsys, folder)
 
 
 @pytest.mark.parametrize(
@@ -191,19 +195,7 @@ def test_what_is_no_original_is_refused(tmp_path, capsys, what, told):
 )
 def test_what_a_download_lacks_is_told_before_its_code_runs(original, tmp_path, capsys, name, told):
     shutil.copytree(original, tmp_path / "copy", ignore=shutil.ignore_patterns(name))
-    assert main(["compare", str(tmp_path / "copy"), "--run-code"]) == 1
-    assert told in capsys.readouterr().err
-
-
-def test_a_gpu_that_is_not_there_is_told_before_an_environment_is_made(
-    original, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
-    monkeypatch.setattr(command, "require_python", lambda *_: pytest.fail("it was made"))
-    new = str(tmp_path / "new")
-    asked = ["compare", str(original), "--run-code", "--make-environment", new]
-    assert main([*asked, "--device", "cuda"]) == 1
-    assert "there is no GPU: no driver; to use the CPU" in capsys.readouterr().err
+    assert told in refused(capsys, tmp_path / "copy", "--run-code")
 
 
 # Verdicts
@@ -265,7 +257,7 @@ def test_ours_is_wrong_where_it_fails_or_loses_pictures():
     apart = computed(**{"loss batch": 0.1, "loss swapped": 0.1})
     assert verdicts(computed(), apart) == wrong("loss, to rows alone")
     blind = computed(**{"gradient batch": -1.0})
-    assert verdicts(computed(), blind) == wrong("tower's gradients")
+    assert verdicts(computed(), blind) == wrong("tower's gradients") == verdicts(blind, blind)
     assert verdicts(blind, computed()) == {
         ("padded batch", "tower's gradients", "the original is wrong")
     }
