@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import GenerationConfig
 from glm4v_patched.cli import main
 from glm4v_patched.data.rows import Source
 from glm4v_patched.inference import answer as module
-from glm4v_patched.inference import answers_file
+from glm4v_patched.inference import answer_worker, answers_file
 from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answer_worker import Answer, Answerer, Words, require_room
 from glm4v_patched.inference.decoding import static_cache
@@ -163,6 +164,42 @@ def test_an_answer_that_ends_is_told_from_one_that_was_cut(answerer, monkeypatch
     monkeypatch.setattr(answerer.model, "generate", generate)
     reasons = [answer.finish_reason for answer in answerer.answer([prompt, prompt])]
     assert reasons == ["stop", "length"]
+
+
+def test_pictures_of_the_next_rows_are_read_while_these_are_answered(files, monkeypatch):
+    some = answer_worker.batches(read_questions(files.data), 1)
+    parts = [answer_worker.Part([q.row for q in part], [q.prompt for q in part]) for part in some]
+    begun = {json.dumps(part.prompts): threading.Event() for part in parts}
+    encode, later = answer_worker.encode, [*begun.values()][1:]
+
+    def noted(processor, prompts):
+        begun[json.dumps(prompts)].set()
+        return encode(processor, prompts)
+
+    def answer(self, batch, number):
+        assert not later or later.pop(0).wait(60), "the next rows are not read meanwhile"
+        return [Answer(str(number), "stop")]
+
+    monkeypatch.setattr(answer_worker, "encode", noted)
+    monkeypatch.setattr(Answerer, "answer_encoded", answer)
+    job = answer_worker.Job(find_source(str(files.model)), "cpu", None, Generation())
+    told = [answers[0].text for answers in answer_worker.answer_parts(job, parts)]
+    assert told == [str(part.rows[0]) for part in parts]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_picture_that_has_gone_since_ends_with_its_row_after_the_answers_before(
+    files, tmp_path, processes
+):
+    shutil.copytree(files.data.parent, tmp_path / "files")
+    data = tmp_path / "files" / files.data.name
+    asked = request(files, data=data, processes=processes, batch_size=1)
+    questions = read_questions(Source(str(data)))
+    Path(questions[3].prompt[0]["image"]).unlink()
+    given = module.answers(asked, asked.place(), find_source(asked.model), questions)
+    assert [next(given)[0].row for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(RuntimeError, match=r"rows \[4\]: "):
+        next(given)
 
 
 @pytest.mark.slow
