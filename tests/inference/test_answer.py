@@ -486,8 +486,6 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
         (["adapters"], "/was/there/once"),
         (["without_weights"], "adapter_model.safetensors"),
         (["model", "--data", "faulty.jsonl"], 'faulty.jsonl:1: message 2 of 2: the key "img"'),
-        (["model", "--data", "lost.jsonl"], "lost.jsonl:1: the image"),
-        (["model", "--data", "broken.jsonl"], "broken.jsonl:1: "),
         (["model", "--data", "answer.jsonl"], "answer.jsonl:1: "),
         (["model", "--load-in-4bit"], "--load-in-4bit needs a GPU"),
         (["model", "--top-p", "2"], "--top-p 2.0"),
@@ -499,6 +497,23 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
 def test_a_mistake_is_told_and_nothing_is_written(mistaken, refused, arguments, named):
     arguments = arguments if "--data" in arguments else [*arguments, "--data", "rows.jsonl"]
     refused(["answer", *arguments, "--device", "cpu", "--out", "out.jsonl"], named)
+    assert not (mistaken / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["lost", "broken"])
+def test_a_picture_that_cannot_be_read_is_named(mistaken, never_loads, capsys, name):
+    command = [
+        "answer",
+        "model",
+        "--data",
+        f"{name}.jsonl",
+        "--device",
+        "cpu",
+        "--out",
+        "out.jsonl",
+    ]
+    assert main([*command, "--device", "cpu"]) == 1
+    assert f"{name}.jsonl:1: the image " in capsys.readouterr().err
     assert not (mistaken / "out.jsonl").exists()
 
 
