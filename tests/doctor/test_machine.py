@@ -47,7 +47,6 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
     monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: (13, 0))
     monkeypatch.setattr(nvidia_driver, "cuda_of_torch", lambda: (12, 8))
-    monkeypatch.setattr(nvidia_driver, "compute_capabilities", lambda number: [(9, 0)] * number)
     uses = [Use(number, 0, 10**11) for number in range(2)]
     monkeypatch.setattr(nvidia_driver, "memory_in_use", lambda: uses)
     monkeypatch.setattr(nvidia_driver, "links", lambda: [(0, 1, "NV18")])
@@ -82,7 +81,8 @@ def unresolved(name):
 # Each fault: what of the machine is replaced, and by what.
 NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
 OLDER_DRIVER = (nvidia_driver, "cuda_of_driver", lambda: (11, 8))
-VOLTA = (nvidia_driver, "compute_capabilities", lambda number: [(7, 0)] * number)
+VOLTAS = Gpus((Gpu("Tesla V100", 32 * 10**9, (7, 0)),) * 2)
+VOLTA = (machine, "find_gpus", lambda: VOLTAS)
 USES = [Use(0, 0, 150 * GIB), Use(1, 41 * GIB, 150 * GIB)]
 TAKEN = (nvidia_driver, "memory_in_use", lambda: USES)
 NO_NVLINK = (nvidia_driver, "links", lambda: parse_topology(TWO_OF_FOUR_JOINED))
