@@ -1,4 +1,4 @@
-"""Measures generation: the process that ``speed.py`` starts for each code.
+"""Measures generation: the process that ``generation.py`` starts for each code.
 
 ``python -m glm4v_patched.bench.generation_worker SETTINGS OUT``. What it imports at the top must be
 there in the published code's old transformers, too.

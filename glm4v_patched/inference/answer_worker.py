@@ -81,7 +81,7 @@ class Answerer:
     """Answers questions with one model.
 
     With a ``static`` cache steps are compiled on a GPU, for as many rows as the first batch has,
-    and nothing waits between them (:func:`drawing.draw_ahead`); other batches, and beams, which
+    and nothing waits between them (:func:`loop.draw_ahead`); other batches, and beams, which
     transformers does not compile, have a ``dynamic`` one.
     """
 

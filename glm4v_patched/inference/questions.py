@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,16 @@ from ..terminal_text import shorten
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3
 LEAST_PENALTY, MOST_PENALTY = 1e-2, 1e2
+FINITE = sys.float_info.max
+# Of each option: the least, the most, and what is expected. A NaN is in no range.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "max_new_tokens": (1, FINITE, "at least 1"),
+    "temperature": (LEAST_TEMPERATURE, FINITE, "at least 0.001 (without it, answers are greedy)"),
+    "top_p": (math.ulp(0), 1, "a number above 0, at most 1"),
+    "top_k": (1, FINITE, "at least 1"),
+    "repetition_penalty": (LEAST_PENALTY, MOST_PENALTY, "a number from 0.01 to 100"),
+    "num_beams": (1, FINITE, "at least 1"),
+}
 
 
 class Question(NamedTuple):
@@ -50,28 +61,11 @@ class Generation:
     def __post_init__(self):
         wrong = [
             f"--{name.replace('_', '-')} {value}: expected {expected}"
-            for name, value, is_right, expected in self._checks()
-            if value is not None and not is_right
+            for name, (least, most, expected) in RANGES.items()
+            if (value := getattr(self, name)) is not None and not least <= value <= most
         ]
         if wrong:
             raise ValueError("; ".join(wrong))
-
-    def _checks(self):
-        def above(value: float | None) -> bool:
-            return value is not None and math.isfinite(value) and value > 0
-
-        yield "max_new_tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"
-        greedy = f"at least {LEAST_TEMPERATURE:g} (without it, answers are greedy)"
-        hot = above(self.temperature) and (self.temperature or 0) >= LEAST_TEMPERATURE
-        yield "temperature", self.temperature, hot, greedy
-        top_p = above(self.top_p) and (self.top_p or 0) <= 1
-        yield "top_p", self.top_p, top_p, "a number above 0, at most 1"
-        yield "top_k", self.top_k, (self.top_k or 0) > 0, "at least 1"
-        penalty = self.repetition_penalty
-        mild = LEAST_PENALTY <= (penalty or 0) <= MOST_PENALTY
-        between = f"a number from {LEAST_PENALTY:g} to {MOST_PENALTY:g}"
-        yield "repetition_penalty", penalty, mild, between
-        yield "num_beams", self.num_beams, self.num_beams > 0, "at least 1"
 
     @property
     def do_sample(self) -> bool:

@@ -1,7 +1,6 @@
 """``glm4v-patched bench --generate``: rows of how fast answers are generated."""
 
 import json
-import re
 from functools import wraps
 from pathlib import Path
 
@@ -59,29 +58,10 @@ def a_second_a_step(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_this_process", "a_second_a_step")
-def test_measures_every_batch_and_says_so(config, tmp_path, capfd):
-    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--prompt-tokens", "6"]
-    generate("--config", config, "--batch", 1, 2, *sizes, "--repeats", 1, "--out", out)
-    rows = json.loads(out.read_text())
-    assert [row["batch"] for row in rows] == [1, 2]
-    for row in rows:
-        assert row["workload"] == "generate" and row["implementation"] == "ours"
-        assert row["new_tokens"] == 4 and row["cache"] == "static" and row["device"] == "cpu"
-        assert row["weights"] is None
-        assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
-        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
-        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
-        assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["steps_per_s"])
-        assert {"python", "torch", "transformers"} <= row["versions"].keys()
-        assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
-    printed = capfd.readouterr().out
-    assert "batch 1: " in printed and "batch 2: " in printed
-
-
-@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
 @pytest.mark.parametrize("asked", [[], ["--draw-ahead"]], ids=["transformers' loop", "ours"])
-def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, asked):
+def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
+    config, tmp_path, monkeypatch, capfd, asked
+):
     calls = []
 
     @wraps(static_cache.draw_ahead)  # generate reads its signature
@@ -92,9 +72,19 @@ def test_measures_the_loop_that_was_asked_for(config, tmp_path, monkeypatch, ask
     monkeypatch.setattr(static_cache, "draw_ahead", counted)
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
     generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
-    for row in json.loads(out.read_text()):
-        assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
+    printed = capfd.readouterr().out
+    for number, row in enumerate(json.loads(out.read_text()), start=1):
+        named = ("batch", "implementation", "new_tokens", "cache", "device", "weights")
+        assert [row[name] for name in named] == [number, "ours", 4, "static", "cpu", None]
+        assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
         assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
+        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
+        assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
+        assert row["tokens_per_s"] == pytest.approx(number * row["steps_per_s"])
+        assert {"python", "torch", "transformers"} <= row["versions"].keys()
+        assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
+        assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
+        assert f"batch {number}: " in printed
     # Of each batch: twice to warm up, the first token, and the whole answer.
     assert len(calls) == (8 if asked else 0)
 
@@ -117,29 +107,6 @@ def test_measures_weights_of_torchao(config, tmp_path, capfd, weights, cache):
     assert f"GB a token, weights {weights} built in" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("weights", sorted(WEIGHTS))
-def test_says_how_weights_are_held_also_where_nothing_was_measured(
-    config, tmp_path, monkeypatch, weights
-):
-    started = []
-
-    def run(command: list[str], *rest) -> str:
-        started.append(json.loads(command[-2]))
-        return "the process ended with status 1"
-
-    monkeypatch.setattr(generation, "_run", run)
-    monkeypatch.setattr(placement, "place", lambda *given: None)
-    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
-    out, asked = tmp_path / "generate.json", WEIGHTS[weights].option
-    assert not generate("--config", config, *asked.split(), "--device", "cuda", "--out", out)
-    rows = json.loads(out.read_text())
-    assert {row["weights"] for row in rows} == {weights} == {each["weights"] for each in started}
-    assert rows[0]["command"].endswith(f" {asked}")
-    # bitsandbytes's are not compiled.
-    (cache,) = {each["cache"] for each in started}
-    assert cache == ("dynamic" if weights in ("4bit", "8bit") else "static")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
@@ -157,32 +124,36 @@ def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
         assert row["weights_gb"] * 1e9 < 0.9 * plain and row["tokens_per_s"] > 0
 
 
-def test_prints_the_table_of_rows(tmp_path, capsys):
+def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
     fast |= {"batch": 8, "draw_ahead": True, "weights": "int8"}
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
-    lines = capsys.readouterr().out.splitlines()
-    head = (
-        "| code | transformers | device | weights | cache | draws ahead | batch | first token, s |"
+    words(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("weights", sorted(WEIGHTS))
+def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch, weights):
+    started, failed = [], "the process ended with status 1"
+    monkeypatch.setattr(
+        generation, "_run", lambda command, *_: started.append(json.loads(command[-2])) or failed
     )
-    assert lines[0].startswith(head)
-    assert lines[2] == r"| ours | - | cpu | - | - | - | 1 | a \| b | - | - | - |"
-    assert lines[3] == "| ours | - | cpu | int8 | - | yes | 8 | 0.250 | 1,234.6 | 50% | - |"
-
-
-def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch):
-    out, failed = tmp_path / "generate.json", "the process ended with status 1"
-    monkeypatch.setattr(generation, "_run", lambda *_: failed)
+    monkeypatch.setattr(placement, "place", lambda *given: None)
+    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
+    out, held = tmp_path / "generate.json", WEIGHTS[weights].option
+    asked = ["--config", config, "--batch", 8, *held.split(), "--device", "cuda", "--out", out]
     for _ in range(2):  # rows are added
-        generate("--config", config, "--batch", 8, "--out", out)
-    assert [(row["batch"], row["error"]) for row in json.loads(out.read_text())] == [
-        (8, failed)
-    ] * 2
+        assert not generate(*asked)
+    rows = json.loads(out.read_text())
+    assert [(row["batch"], row["error"]) for row in rows] == [(8, failed)] * 2
+    assert rows[0]["command"].endswith(f" {held}")
+    assert rows[0]["weights"] == weights == started[0]["weights"]
+    # bitsandbytes's are not compiled.
+    assert started[0]["cache"] == ("dynamic" if weights in ("4bit", "8bit") else "static")
     out.write_text('[{"workload": "lora_lm"}]')
-    assert generate("--config", config, "--out", out)
+    assert generate(*asked)
     assert json.loads(out.read_text()) == [{"workload": "lora_lm"}]
 
 
@@ -193,39 +164,27 @@ def test_a_token_reads_the_language_model_without_its_embeddings():
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    ("arguments", "named"),
     [
-        (["--new-tokens", "1"], "--new-tokens is 1; expected at least 2"),
-        (["--batch", "0"], "--batch is .*; expected at least 1"),
-        (["--compile-options", "no"], "--compile-options is 'no'; expected a JSON object"),
-        (["--gpus", "1"], "--gpus is of training: leave it out with --generate"),
-        (["--micro-batch", "2"], "--micro-batch is of training: leave it out with --generate"),
-        (["--against", "none"], "--against none has no config.json"),
-        (["--draw-ahead", "--cache", "dynamic"], "--draw-ahead with --cache dynamic: expected"),
-        (["--load-in-4bit"], "--load-in-4bit needs a GPU, and --device is cpu"),
-        (["--load-in-8bit"], "--load-in-8bit needs a GPU, and --device is cpu"),
-        (["--torchao", "int8"], "--torchao int8 needs not_there: "),
-        (["--device", "cuda"], "there is no GPU"),
-        (["--device", "cuda", "--load-in-4bit"], "--load-in-4bit needs not_there: "),
-        (
-            ["--device", "cuda", "--load-in-8bit", "--cache", "static"],
-            "--cache static with --load-in-8bit: .* compiles none .*; leave out --cache",
-        ),
-        (
-            ["--device", "cuda", "--load-in-4bit", "--draw-ahead"],
-            "--draw-ahead with --load-in-4bit, whose cache is dynamic: leave out one",
-        ),
-        (
-            ["--device", "cuda", "--load-in-4bit", "--compile-layers"],
-            "--compile-layers with --load-in-4bit, which is not compiled: leave out one",
-        ),
-        (
-            ["--torchao", "fp8", "--against", "original"],
-            "--torchao fp8 is not of the original's code, of --against: leave out one",
-        ),
+        (["--new-tokens", "1"], "--new-tokens is 1"),
+        (["--batch", "0"], "--batch is"),
+        (["--compile-options", "no"], "--compile-options is 'no'"),
+        (["--gpus", "1"], "--gpus"),
+        (["--micro-batch", "2"], "--micro-batch"),
+        (["--against", "none"], "--against none"),
+        (["--draw-ahead", "--cache", "dynamic"], "--cache dynamic"),
+        (["--load-in-8bit"], "--load-in-8bit needs a GPU"),
+        (["--torchao", "int8"], "--torchao int8 needs not_there"),
+        (["--device", "cuda"], "no GPU"),
+        (["--device", "cuda", "--load-in-4bit"], "--load-in-4bit needs not_there"),
+        (["--device", "cuda", "--load-in-8bit", "--cache", "static"], "--cache static"),
+        (["--device", "cuda", "--load-in-4bit", "--draw-ahead"], "--draw-ahead with"),
+        (["--device", "cuda", "--load-in-4bit", "--compile-layers"], "--compile-layers with"),
+        (["--torchao", "fp8", "--against", "original"], "--torchao fp8"),
     ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
-def test_refuses_what_cannot_be_measured(config, arguments, told, capsys, monkeypatch):
+def test_what_cannot_be_measured_is_refused(config, arguments, named, refused, monkeypatch):
     monkeypatch.setattr(generation, "_run", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(placement, "find_gpus", lambda: Gpus((), "no driver"))
     for choice in ("torchao", "qlora"):
@@ -233,8 +192,8 @@ def test_refuses_what_cannot_be_measured(config, arguments, told, capsys, monkey
     monkeypatch.chdir(config.parent)
     (config.parent / "original").mkdir()
     (config.parent / "original" / "config.json").write_text("{}")
-    assert generate("--config", config, *arguments)
-    assert re.search(told, capsys.readouterr().err)
+    asked = ["bench", "--generate", "--device", "cpu", "--config", config]
+    refused([*asked, *arguments], named)
 
 
 def test_the_published_code_is_refused_under_a_transformers_that_does_not_run_it(tmp_path):

@@ -26,7 +26,6 @@ from glm4v_patched.bench.table import (
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.result_files import format_rows
-from glm4v_patched.terminal_text import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -36,6 +35,7 @@ TRIED = read_rows(BENCHMARKS / "tried_h200_x2.json")
 POLICIES, STEP = "policies of tower, language model", "step, s (fastest-slowest)"
 # These contradict each other, and that is found last: should another check be gone, nothing runs.
 NOTHING_RUNS = ["bench", "--zero-stage", "0", "--gpus", "2"]
+UNUSUAL = {"compile": False, "offload": True, "layers_ahead": 1}
 OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.0 GiB."
 
 
@@ -98,23 +98,15 @@ def test_a_file_keeps_its_rows_when_the_disk_is_full(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"", "is no file of rows"),
-        (b'{"workload": "lm"}\n{"workload": "lm"}\n', "is no file of rows"),
-        (b"{}", "holds a JSON dict, no array"),
-        (b"[1]", "entry 1 of 1 has no gpus, micro_batch"),
-        (b'[{"workload": "lm", "gpus": 2, "settings": {}}]', "1 has no micro_batch, text_tokens"),
-        (b"\xff\xfe", "is no file of rows"),
-    ],
+    "text",
+    [b"", b"{}", b"[1]", b'[{"workload": "lm", "gpus": 2, "settings": {}}]', b"\xff\xfe"],
+    ids=["empty", "an object", "a number", "a short row", "no text"],
 )
-def test_a_file_that_holds_no_rows_is_refused_before_anything_runs(tmp_path, capsys, text, message):
+def test_a_file_that_holds_no_rows_is_refused_before_anything_runs(tmp_path, refused, text):
     path = tmp_path / "rows.json"
     path.write_bytes(text)
-    assert main([*NOTHING_RUNS, "--out", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err and "or a new file" in printed.err
-    assert printed.out == "" and path.read_bytes() == text
+    refused([*NOTHING_RUNS, "--out", path], str(path))
+    assert path.read_bytes() == text
 
 
 # The table.
@@ -132,7 +124,6 @@ def cells_of(text):
 @pytest.mark.parametrize(
     ("row", "column", "text"),
     [
-        (make_row(), "hardware", "2 x NVIDIA H200"),
         (make_row(memory_limit_gib=22.5), "hardware", "2 x NVIDIA H200, at most 22.5 GiB"),
         (make_row(device="cpu", gpus=1), "hardware", "CPU, 1 process"),
         (fail(make_row(gpus=1)), "hardware", "1 GPU"),
@@ -141,27 +132,17 @@ def cells_of(text):
         # What was chosen, not what was asked for.
         (make_row("full", policies={"language": "every 2"}), POLICIES, "none, every 2"),
         (make_row("full", implementation="original"), POLICIES, "-"),
-        (make_row(settings={"stage3_max_live_parameters": 2e8}), "live parameters", "2e+08"),
         (make_row(policies={"gathered": 9.44e9}), "live parameters", "9.4e+09"),
         (make_row(policies={"gathered": 1e9}, zero_stage=2), "live parameters", "-"),
-        (make_row(), "method", "ZeRO-3"),
         (make_row(zero_stage=0), "method", "no ZeRO"),
-        (
-            make_row(settings={"compile": False, "optimizer": "adamw_8bit", "layers_ahead": 1}),
-            "method",
-            "ZeRO-3, no compile, optimizer adamw_8bit, layers_ahead 1",
-        ),
-        (make_row(settings={"offload": True}), "method", "ZeRO-3, offload"),
+        (make_row(settings=UNUSUAL), "method", "ZeRO-3, no compile, offload, layers_ahead 1"),
         (make_row(settings={"against": "original"}), "method", "ZeRO-3, the original's code"),
-        (make_row(samples_per_s_per_gpu=0.01234), "samples/s/GPU", "0.0123"),
         (make_row(samples_per_s_per_gpu=3.7), "samples/s/GPU", "3.70"),
         (make_row(), "tokens/s/GPU", "1,512"),
         (make_row(), "roofline", "50%"),
         (make_row(step_s={"median": 2, "fastest": 1, "slowest": 3.1}), STEP, "2.000 (1.000-3.100)"),
         (make_row(), STEP, "-"),
-        (make_row(peak_allocated_gib=1.25), "GiB allocated", "1.2"),
         (make_row(peak_reserved_gib=1.36), "reserved", "1.4"),
-        (make_row(peak_reserved_gib=None), "reserved", "-"),
         (fail(make_row()), "samples/s/GPU", "out of memory"),
         (fail(make_row()), "tokens/s/GPU", "-"),
         (fail(make_row(), "a\nnot done after 600 s"), "samples/s/GPU", "not done in time"),
@@ -193,11 +174,9 @@ def test_the_documented_table_has_every_row_beside_its_command():
     assert table.strip() == markdown_table(MEASURED).strip(), f"run: {command}"
     assert command in page
     commands, cells = re.findall(r"^\d+\. `([^`]+)` \(python", table, re.MULTILINE), cells_of(table)
-    assert sorted(commands) == sorted(row["command"] for row in MEASURED)
-    for cell, named in zip(cells, commands, strict=True):
-        found = [row for row in MEASURED if row["command"] == named]
-        figures = [f"{row['tokens_per_s_per_gpu']:,.0f}" for row in found]
-        assert cell["tokens/s/GPU"] in figures and cell["trained"] == found[0]["workload"]
+    shown = [(c, cell["tokens/s/GPU"]) for c, cell in zip(commands, cells, strict=True)]
+    rows = [(row["command"], f"{row['tokens_per_s_per_gpu']:,.0f}") for row in MEASURED]
+    assert sorted(shown) == sorted(rows)
 
 
 def test_what_to_choose_is_measured():
@@ -232,7 +211,7 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
         assert path.read_text() == f"before\n{BEGIN}\n\n{markdown_table(rows)}\n{END}\nafter\n"
 
 
-@pytest.mark.parametrize("text", ["", f"{BEGIN}\n", f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"])
+@pytest.mark.parametrize("text", ["", f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"])
 def test_a_page_without_both_markers_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "page.md"
     path.write_text(text)
@@ -255,33 +234,29 @@ def test_a_rows_command_asks_for_its_settings(row):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--into", "README.md"], "name them with --rows"),
-        (["--rows", str(FILES[0]), "--out", "new.json"], "--rows measures nothing"),
+        (["--into", "README.md"], "--into"),
+        (["--rows", str(FILES[0]), "--out", "new.json"], "--rows"),
         (["--rows", "none.json"], "none.json"),
-        (["--batch", "8"], "--batch is of generation: leave it out, or add --generate"),
-        (["--compile-layers"], "--compile-layers is of generation: leave it out"),
-        (["--torchao", "int8"], "--torchao int8 is of generation: leave it out"),
-        (["--load-in-4bit"], "--load-in-4bit is of generation: leave it out"),
-        (["--python", "python3"], "--python is of generation: leave it out"),
-        (["--out", "none/rows.json"], "is no folder; make it first"),
-        (["--pictures", __file__], "is a file; pictures need a folder"),
-        (["--liger"], f"liger needs not_there: {pip_install('not_there')}"),
-        (["--trained", "lm", "qlora"], f"qlora needs not_there: {pip_install('not_there')}"),
-        (["--optimizer", "adamw_8bit"], f"adamw_8bit needs not_there: {pip_install('not_there')}"),
-        (
-            [],
-            "zero_stage 0 on 2 processes: without ZeRO a single one trains; expected --gpus 1",
-        ),
+        (["--batch", "8"], "--batch"),
+        (["--torchao", "int8"], "--torchao int8"),
+        (["--python", "python3"], "--python"),
+        (["--out", "none/rows.json"], "none"),
+        (["--pictures", "file"], "file"),
+        (["--liger"], "liger needs not_there"),
+        (["--trained", "lm", "qlora"], "qlora needs not_there"),
+        (["--optimizer", "adamw_8bit"], "adamw_8bit needs not_there"),
+        ([], "zero_stage 0 on 2 processes"),
     ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value[:1]),
 )
-def test_options_that_cannot_work_are_refused(arguments, message, capsys, monkeypatch):
+def test_options_that_cannot_work_are_refused(tmp_path, refused, monkeypatch, arguments, named):
     for choice in ("liger", "qlora", "adamw_8bit"):
         monkeypatch.setitem(PACKAGES, choice, ["not_there"])
-    assert main([*NOTHING_RUNS, *arguments]) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.out == ""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    refused([*NOTHING_RUNS, *arguments], named)
 
 
 # The pictures.
@@ -349,31 +324,6 @@ def test_a_bar_is_named_by_what_sets_its_row_apart():
     assert name == "1; lm; 2 x NVIDIA H200; 4, 512; -, full; ZeRO-3"
 
 
-@pytest.mark.parametrize("rows", [MEASURED, TRIED, MEASURED[:1]], ids=len)
-@pytest.mark.parametrize("draw", [memory_figure, speed_figure])
-def test_pictures_of_rows_of_any_age_are_whole_and_legible(draw, rows):
-    before = copy.deepcopy(rows)
-    figure = draw(rows)
-    figure.draw_without_rendering()
-    assert rows == before
-    (axes,) = figure.axes
-    names = [label.get_window_extent() for label in axes.get_yticklabels()]
-    assert len(names) == len(rows) and min(name.x0 for name in names) >= 0
-    assert all(above.y0 > below.y1 for above, below in zip(names, names[1:], strict=False))
-    assert axes.get_position().width >= 0.4  # of the figure
-    for text in (*figure.texts, axes.xaxis.label):
-        extent = text.get_window_extent()
-        assert extent.x0 >= 0 and extent.y0 >= 0
-        assert extent.x1 <= figure.bbox.width and extent.y1 <= figure.bbox.height
-    drawn = "peak_allocated_gib" if draw is memory_figure else "tokens_per_s_per_gpu"
-    longest = "peak_reserved_gib" if draw is memory_figure else drawn
-    bars = {place: sum(part[2] for part in bar) for place, bar in bars_of(figure).items()}
-    found = [bars.get(place, 0) for place in range(len(rows))]
-    assert found == pytest.approx([row.get(drawn, 0) for row in rows], rel=2e-3, abs=0.1)
-    assert axes.get_xlim()[0] == 0
-    assert axes.get_xlim()[1] > max(row.get(longest, 0) for row in rows)
-
-
 @pytest.mark.parametrize(
     ("row", "names"),
     [
@@ -383,14 +333,21 @@ def test_pictures_of_rows_of_any_age_are_whole_and_legible(draw, rows):
     ],
 )
 def test_pictures_are_drawn_of_what_was_measured(tmp_path, row, names):
-    paths = draw_pictures([row], tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == names
-    for path in paths:
+    assert [path.name for path in draw_pictures([row], tmp_path / "new" / "folder")] == names
+
+
+@pytest.mark.parametrize("rows", [MEASURED, TRIED], ids=len)
+def test_rows_of_any_age_are_drawn_and_left_as_they_are(tmp_path, rows):
+    before = copy.deepcopy(rows)
+    for path in draw_pictures(rows, tmp_path):
         with Image.open(path) as picture:
             assert picture.format == "PNG" and picture.convert("L").getextrema() == (0, 255)
+    assert rows == before
 
 
-def test_the_command_draws_the_rows_it_reads_in_the_tables_order(tmp_path, capsys, monkeypatch):
+def test_the_command_draws_the_rows_it_reads_in_the_tables_order(
+    tmp_path, capsys, monkeypatch, refused
+):
     drawn, speed, file = [], charts.speed_figure, tmp_path / "rows.json"
     monkeypatch.setattr(charts, "memory_figure", lambda rows: drawn.append(rows) or speed(rows))
     file.write_text(format_rows([make_row("qlora"), make_row(added="a"), make_row("lm")]))
@@ -398,13 +355,5 @@ def test_the_command_draws_the_rows_it_reads_in_the_tables_order(tmp_path, capsy
     assert main(command) == 0
     assert [row["workload"] for row in drawn[0]] == ["lm", "qlora", "lora_lm"]
     assert capsys.readouterr().out.endswith(f"memory.png\n{tmp_path / 'speed.png'}\n")
-    file.write_text("[]")
-    assert main(command) == 1
-    assert "there are no rows to draw" in capsys.readouterr().err
-
-
-def test_without_matplotlib_nothing_runs_and_the_cure_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
-    assert main([*NOTHING_RUNS, "--pictures", str(tmp_path)]) == 1
-    printed = capsys.readouterr()
-    assert pip_install("matplotlib") in printed.err and printed.out == ""
+    refused([*NOTHING_RUNS, "--pictures", tmp_path], "matplotlib")

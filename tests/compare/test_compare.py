@@ -95,24 +95,54 @@ def test_what_runs_is_said_in_the_same_breath(compared, original):
     )
 
 
-def test_no_code_runs_unless_asked(original, capsys, monkeypatch):
+def refused(capsys, *arguments) -> str:
+    capsys.readouterr()
+    assert main(["compare", *map(str, arguments)]) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("", r"modeling_chatglm.py \((.|\n)*--run-code\n$"),
+        ("--run-code", "--make-environment environment-of-the-original"),
+        ("--run-code", r"install .*torch==[\d.]+ transformers==4\.44\.2"),
+        ("--run-code --python /no/python", "/no/python cannot be run"),
+        ("--run-code --python /bin/false", "/bin/false cannot be used: it ended with status 1"),
+        ("--run-code --make-environment new --device cuda", "there is no GPU: no driver"),
+    ],
+)
+def test_no_code_runs_and_no_environment_is_made_unless_asked(
+    original, capsys, monkeypatch, asked, told
+):
     monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("it was run"))
-    assert main(["compare", str(original)]) == 1
-    told = capsys.readouterr().err
-    assert "modeling_chatglm.py (" in told and told.rstrip().endswith("--run-code")
+    monkeypatch.setattr(environment, "make_environment", lambda *_: pytest.fail("it was made"))
+    monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
+    assert re.search(told, refused(capsys, original, *asked.split()))
 
 
-def test_an_environment_is_asked_for_with_the_commands_that_make_it(original, capsys):
-    assert main(["compare", str(original), "--run-code"]) == 1
-    told = capsys.readouterr().err
-    assert "--make-environment environment-of-the-original" in told
-    assert re.search(r"install .*torch==[\d.]+ transformers==4\.44\.2", told)
-    assert main(["compare", str(original), "--run-code", "--python", sys.executable]) == 1
-    assert "works with >=4.42,<4.45" in capsys.readouterr().err
-    assert main(["compare", str(original), "--run-code", "--python", "/no/python"]) == 1
-    assert "/no/python cannot be run" in capsys.readouterr().err
-    assert main(["compare", str(original), "--run-code", "--python", "/bin/false"]) == 1
-    assert "/bin/false cannot be used: it ended with status 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("found", "works"), [("4.41.2", False), ("4.42.0", True), ("4.44.2", True), ("4.45", False)]
+)
+def test_only_a_transformers_that_the_code_works_with_is_taken(tmp_path, found, works):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho \'["{found}", "2.11"]\'\n')
+    python.chmod(0o700)
+    if works:
+        assert environment.check_python(str(python)) == f"transformers {found}, torch 2.11"
+    else:
+        with pytest.raises(RuntimeError, match=rf"has transformers {found}; .*>=4.42,<4.45"):
+            environment.check_python(str(python))
+
+
+def test_memory_that_does_not_suffice_is_told_before_code_runs(original, monkeypatch, capsys):
+    monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
+    monkeypatch.setattr(command, "_compute", lambda *_: pytest.fail("it was run"))
+    asked, needed = [original, "--run-code", "--python", "python", "--device", "cpu"], []
+    monkeypatch.setattr(command, "in_bytes", lambda size: needed.append(size) or str(size))
+    for missing in (lambda: 1, lambda: needed[0] - 1):
+        monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", missing)
+        assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *asked))
 
 
 def test_an_environment_is_made_once(tmp_path, monkeypatch):
@@ -135,8 +165,16 @@ def test_an_environment_is_made_once(tmp_path, monkeypatch):
         environment.make_environment(tmp_path / "mine")
 
 
-@pytest.mark.parametrize("what", ["nothing", "ours", "no code", "a text model"])
-def test_what_is_no_original_is_refused(tmp_path, capsys, what):
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("nothing", "is no folder; expected your download"),
+        ("ours", "is this package's"),
+        ("no code", "has no modeling_chatglm.py"),
+        ("a text model", "is not a glm-4v's"),
+    ],
+)
+def test_what_is_no_original_is_refused(tmp_path, capsys, what, told):
     folder = tmp_path / "model"
     if what != "nothing":
         tiny_model().save_pretrained(folder)
@@ -145,38 +183,19 @@ def test_what_is_no_original_is_refused(tmp_path, capsys, what):
             file.unlink()
     if what == "a text model":
         (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert main(["compare", str(folder)]) == 1
-    told = {
-        "nothing": "is no folder; expected your download",
-        "ours": "is this package's",
-        "no code": "has no modeling_chatglm.py",
-        "a text model": "is not a glm-4v's",
-    }
-    assert told[what] in capsys.readouterr().err
+    assert told in refused(capsys, folder)
 
 
-def test_what_a_download_lacks_is_told_before_its_code_runs(original, tmp_path, capsys):
-    for number, (names, told) in enumerate(
-        [
-            (["visual.py"], "has no visual.py; expected the published code"),
-            (["tokenizer.model"], "has no tokenizer.model nor tokenizer.json"),
-        ]
-    ):
-        folder = tmp_path / str(number)
-        shutil.copytree(original, folder, ignore=shutil.ignore_patterns(*names))
-        assert main(["compare", str(folder), "--run-code"]) == 1
-        assert told in capsys.readouterr().err
-
-
-def test_a_gpu_that_is_not_there_is_told_before_an_environment_is_made(
-    original, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
-    monkeypatch.setattr(command, "require_python", lambda *_: pytest.fail("it was made"))
-    new = str(tmp_path / "new")
-    asked = ["compare", str(original), "--run-code", "--make-environment", new]
-    assert main([*asked, "--device", "cuda"]) == 1
-    assert "there is no GPU: no driver; to use the CPU" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("visual.py", "has no visual.py; expected the published code"),
+        ("tokenizer.model", "has no tokenizer.model nor tokenizer.json"),
+    ],
+)
+def test_what_a_download_lacks_is_told_before_its_code_runs(original, tmp_path, capsys, name, told):
+    shutil.copytree(original, tmp_path / "copy", ignore=shutil.ignore_patterns(name))
+    assert told in refused(capsys, tmp_path / "copy", "--run-code")
 
 
 # Verdicts
@@ -227,12 +246,18 @@ def test_a_difference_on_a_single_row_is_no_fault_of_the_original_s(change, row,
 
 
 def test_ours_is_wrong_where_it_fails_or_loses_pictures():
+    def wrong(what: str, row: str = "padded batch") -> set[tuple[str, str, str]]:
+        return {(row, what, "OURS IS WRONG")}
+
     without = computed(**{"loss swapped": -0.5})
-    assert verdicts(computed(), without) == {
-        ("padded batch", "loss, other pictures", "OURS IS WRONG")
-    }
+    assert verdicts(computed(), without) == wrong("loss, other pictures")
     failing = computed()
     failing.told["text"]["loss"] = {"error": "ValueError: no"}
-    assert ("text", "loss", "OURS IS WRONG") in verdicts(computed(), failing)
-    apart = {("padded batch", "loss, to rows alone", "OURS IS WRONG")}
-    assert verdicts(computed(), computed(**{"loss batch": 0.1, "loss swapped": 0.1})) == apart
+    assert wrong("loss", "text") < verdicts(computed(), failing)
+    apart = computed(**{"loss batch": 0.1, "loss swapped": 0.1})
+    assert verdicts(computed(), apart) == wrong("loss, to rows alone")
+    blind = computed(**{"gradient batch": -1.0})
+    assert verdicts(computed(), blind) == wrong("tower's gradients") == verdicts(blind, blind)
+    assert verdicts(blind, computed()) == {
+        ("padded batch", "tower's gradients", "the original is wrong")
+    }

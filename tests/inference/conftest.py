@@ -1,10 +1,69 @@
-"""What tests of answers ask."""
+"""What tests of answers ask, and the models that answer."""
+
+from pathlib import Path
 
 import pytest
 
+from glm4v_patched.cli import main
+from glm4v_patched.inference.answer_worker import Answerer
+from glm4v_patched.inference.questions import Generation
+from glm4v_patched.models import loading
+from glm4v_patched.models.find import find_source
+from glm4v_patched.terminal_text import pip_install
 from tests.helpers.answering import Files, write_files
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Files:
     return write_files(tmp_path_factory.mktemp("inference"))
+
+
+@pytest.fixture(scope="session")
+def load_answerer():
+    """A model of a folder that answers in six tokens."""
+
+    def load(folder: Path) -> Answerer:
+        loaded = loading.load(find_source(str(folder)), "cpu")
+        return Answerer(loaded, Generation(max_new_tokens=6))
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def answerer(files, load_answerer) -> Answerer:
+    return load_answerer(files.model)
+
+
+@pytest.fixture(scope="module")
+def adapted(files, load_answerer) -> Answerer:
+    return load_answerer(files.adapters)
+
+
+@pytest.fixture(scope="session")
+def referenced(files) -> Path:
+    """The rows that have a reference."""
+    lines = files.data.read_text().splitlines(keepends=True)
+    path = files.data.with_name("referenced.jsonl")
+    path.write_text("".join(lines[at] for at in (0, 1, 3, 5)))
+    return path
+
+
+@pytest.fixture
+def never_loads(monkeypatch) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+
+
+@pytest.fixture
+def refused(never_loads, capsys, words, files):
+    """A command ends before a model is loaded, and names what is wrong with it."""
+
+    def check(command: list, *named: str, **changing) -> None:
+        capsys.readouterr()
+        assert main([*map(str, command)]) == 1
+        # On a busy machine, what is being done is said before.
+        told = f"\n{capsys.readouterr().err.strip()}".partition("\nglm4v-patched: ")[2]
+        for part in named:
+            assert part in told, told
+        words(told, files=files.model.parent, pip=pip_install(), **changing)
+
+    return check

@@ -3,19 +3,19 @@
 import json
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from transformers import GenerationConfig
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.rows import Source
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import answer_worker, answers_file
-from glm4v_patched.inference.answer import Request, answer_file, answers
-from glm4v_patched.inference.answer_worker import Answer, Answerer, Words
+from glm4v_patched.inference.answer import Request, answer_file
+from glm4v_patched.inference.answer_worker import Answer, Answerer, Words, require_room
 from glm4v_patched.inference.decoding import static_cache
 from glm4v_patched.inference.merge import merge
 from glm4v_patched.inference.questions import (
@@ -31,20 +31,13 @@ from glm4v_patched.models.loading import load
 from tests.helpers.local_hub import LocalHub
 
 NEW = 6
+SETTINGS = "answers.jsonl.settings.json"
 
 
 def request(files, **changes) -> Request:
     given = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
-    given["generation"] = Generation(max_new_tokens=NEW)
-    given |= changes
+    given |= {"generation": Generation(max_new_tokens=NEW)} | changes
     return Request(**given | {"data": Source(str(given["data"]))})
-
-
-@pytest.fixture
-def never_loads(monkeypatch):
-    from glm4v_patched.models import loading
-
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
 
 
 @pytest.fixture(scope="module")
@@ -54,295 +47,115 @@ def answered(files, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+@pytest.fixture
+def begun(answered, out) -> list[str]:
+    """The lines of a file of answers, which lies there with its settings."""
+    for path in answered.parent.iterdir():
+        shutil.copy(path, out.parent)
+    return out.read_text().splitlines(keepends=True)
+
+
+@pytest.fixture
+def answers_at_once(monkeypatch) -> None:
+    known = [Answer("a", "stop")] * 6
+    monkeypatch.setattr(module, "answers", lambda *a: zip(a[-1], known, strict=True))
+
+
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("source", ["model", "adapters"])
-def test_a_static_cache_gives_the_same_answers(files, source, tmp_path, monkeypatch):
-    """It is kept for the next batch of as many rows; the last batch has fewer. Nothing waits
-    between its steps."""
-    made, taken, drawn = [], static_cache.StaticCaches.of, []
-    draw_ahead = static_cache.draw_ahead
-    monkeypatch.setattr(
-        static_cache, "draw_ahead", lambda *a, **k: drawn.append(1) or draw_ahead(*a, **k)
-    )
-    monkeypatch.setattr(
-        static_cache.StaticCaches,
-        "of",
-        lambda self, *sizes: made.append((sizes[0], cache := taken(self, *sizes))) or cache,
-    )
-    files_of = {}
-    for cache in ("static", "dynamic"):
-        asked = request(files, model=str(getattr(files, source)), batch_size=2, cache=cache)
-        if cache == "static":
-            asked = request(files, model=str(getattr(files, source)), batch_size=4, cache=cache)
-        answer_file(asked, tmp_path / cache)
-        files_of[cache] = (tmp_path / cache).read_text()
-    assert files_of["static"] == files_of["dynamic"]
-    assert [rows for rows, _ in made] == [4]
-    answer_file(replace(asked, cache="static"), tmp_path / "again")
-    assert (tmp_path / "again").read_text() == files_of["dynamic"]
-    caches = [cache for rows, cache in made if rows == 2]
-    assert len(caches) == 3 and len({*map(id, caches)}) == 1
-    assert len(drawn) == len(made)
-
-
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_words_come_as_they_are_answered(files, cache):
-    loaded = load(find_source(str(files.model)), "cpu")
-    answerer = Answerer(loaded, Generation(max_new_tokens=NEW), cache)
-    said: list[str] = []
-    asked = [{"role": "user", "content": "Which shapes?"}]
-    words = Words(loaded.processor.tokenizer, said.append)
-    [answer] = answerer.answer([asked], streamer=words)
-    assert "".join(said).strip() == answer.text and len(said) > 1
-
-
-def test_auto_is_static_where_a_gpu_has_enough_to_do():
-    assert static_cache.chosen("auto", "cuda", 8000) == "static"
-    assert static_cache.chosen("auto", "cuda", 500) == "dynamic"
-    assert static_cache.chosen("auto", "cpu", 8000) == "dynamic"
-    assert static_cache.chosen("static", "cpu", 1) == "static"
-    assert static_cache.chosen("auto", "cuda", 8000, "int8") == "static"
-    assert static_cache.chosen("auto", "cuda", 8000, "4bit") == "dynamic"  # is not compiled
+# What is answered
 
 
 def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answered):
     lines = rows_of(answered)
     assert [line["row"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    given = [json.loads(text)["messages"] for text in files.data.read_text().splitlines()]
-    for line, messages in zip(lines, given, strict=True):
-        last = messages[-1]
+    for line, row in zip(lines, rows_of(files.data), strict=True):
+        last = row["messages"][-1]
         assert line.get("reference") == (last["content"] if last["role"] == "assistant" else None)
-    questions = read_questions(files.data)
-    assert questions[0].prompt[-1]["role"] == "user" and questions[4].reference is None
+    assert read_questions(files.data)[0].prompt[-1]["role"] == "user"
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_answers_in_batches_are_those_of_single_rows(files, adapters):
-    base = find_source(str(files.adapters if adapters else files.model))
-    answerer = Answerer(load(base, "cpu"), Generation(max_new_tokens=NEW))
+@pytest.mark.parametrize("source", ["model", "adapters"])
+def test_a_static_cache_gives_the_same_answers(files, source, tmp_path, monkeypatch):
+    """It is kept for the next batch of as many rows; the last batch has fewer."""
+    made, drawn = [], []
+    taken, draw_ahead = static_cache.StaticCaches.of, static_cache.draw_ahead
+
+    def of(self, rows, positions):
+        made.append((rows, taken(self, rows, positions)))
+        return made[-1][1]
+
+    monkeypatch.setattr(static_cache.StaticCaches, "of", of)
+    monkeypatch.setattr(
+        static_cache, "draw_ahead", lambda *a, **k: drawn.append(1) or draw_ahead(*a, **k)
+    )
+    model = str(getattr(files, source))
+    for name, rows, cache in (("plain", 2, "dynamic"), ("four", 4, "static"), ("two", 2, "static")):
+        answer_file(request(files, model=model, batch_size=rows, cache=cache), tmp_path / name)
+        assert (tmp_path / name).read_text() == (tmp_path / "plain").read_text()
+    assert [rows for rows, _ in made] == [4, 2, 2, 2]
+    assert len({id(cache) for rows, cache in made if rows == 2}) == 1
+    assert len(drawn) == len(made)  # nothing waits between their steps
+
+
+def test_beams_have_a_cache_of_their_own(answerer):
+    loaded = answerer.model, answerer.processor
+    assert Answerer(loaded, Generation(num_beams=2), "static").caches is None
+
+
+def test_auto_is_static_where_a_gpu_has_enough_to_do():
+    assert static_cache.chosen("auto", "cuda", 4000) == "static"
+    assert static_cache.chosen("auto", "cuda", 3999) == "dynamic"
+    assert static_cache.chosen("auto", "cpu", 8000) == "dynamic"
+    assert static_cache.chosen("static", "cpu", 1) == "static"
+    assert static_cache.chosen("auto", "cuda", 8000, "4bit") == "dynamic"  # is not compiled
+
+
+def test_words_come_as_they_are_answered_from_a_static_cache_too(answerer):
+    said: list[str] = []
+    fresh = Answerer((answerer.model, answerer.processor), answerer.generation, "static")
+    words = Words(fresh.processor.tokenizer, said.append)
+    [answer] = fresh.answer([[{"role": "user", "content": "Which shapes?"}]], streamer=words)
+    assert "".join(said).strip() == answer.text and len(said) > 1
+
+
+@pytest.mark.parametrize("source", ["answerer", "adapted"])
+def test_answers_in_batches_are_those_of_single_rows(files, source, request):
+    answerer = request.getfixturevalue(source)
     prompts = [question.prompt for question in read_questions(files.data)]
     together = answerer.answer(prompts)
     assert together == [answerer.answer([prompt])[0] for prompt in prompts]
-    # Else the test would say nothing.
-    assert len({answer.text for answer in together}) > 2
-    lengths = answerer.encode(prompts)["attention_mask"].sum(-1)
-    assert lengths.min() < lengths.max()
+    assert len({answer.text for answer in together}) > 2  # else this says nothing
+    assert answerer.model.dtype == torch.float32 and not answerer.model.training
 
 
-def test_adapters_are_loaded_on_the_model_that_they_name(files):
-    [prompt] = [q.prompt for q in read_questions(files.data)][:1]
-    loaded = load(find_source(str(files.adapters)), "cpu")
-    model, processor = loaded
-    batch = Answerer(loaded, Generation()).encode([prompt])
-    with torch.no_grad():
-        adapted = model(**batch).logits
-        with model.disable_adapter():
-            without = model(**batch).logits
-        plain = load(find_source(str(files.model)), "cpu").model(**batch).logits
-    torch.testing.assert_close(without, plain)
-    assert (adapted - plain).abs().max() > 0.1
-    assert model.dtype == torch.float32 and not model.training
+def test_batches_and_seeds_draw_other_tokens(answerer):
+    loaded, prompt = (answerer.model, answerer.processor), {"role": "user", "content": "Which?"}
+
+    def drawn(number: int, **generation) -> list[Answer]:
+        asked = Generation(top_k=50, max_new_tokens=NEW, **generation)
+        return Answerer(loaded, asked).answer([[prompt]], number)
+
+    assert drawn(1) == drawn(1) != drawn(2) and drawn(1) != drawn(1, seed=3)
 
 
-def test_code_in_the_folder_is_not_run(files, tmp_path):
-    shutil.copytree(files.model, tmp_path / "model")
-    for path in (tmp_path / "model").glob("*.py"):
-        path.write_text("raise SystemExit('the code of the folder was run')\n")
-    model, _ = load(find_source(str(tmp_path / "model")), "cpu")
-    assert type(model).__module__ == "glm4v_patched.remote.modeling_chatglm"
+def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
+    loaded = model, _ = answerer.model, answerer.processor
+    for said, ends in ((7, [7]), ([7, 8], [7, 8]), (None, model.config.eos_token_id)):
+        monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=said))
+        assert Answerer(loaded, Generation()).end_ids == ends
+        assert model.generation_config.eos_token_id == ends
 
 
-def test_it_is_continued_where_it_was_stopped(files, answered, tmp_path, capsys):
-    out = tmp_path / "answers.jsonl"
-    text = answered.read_text()
-    lines = text.splitlines(keepends=True)
-    for name in ("answers.jsonl.settings.json",):
-        shutil.copy(answered.with_name(name), tmp_path / name)
-    out.write_text("".join(lines[:3]) + lines[3][:10])
-    answer_file(request(files, batch_size=2), out)
-    assert out.read_text() == text
-    told = capsys.readouterr().out
-    assert "line 4 of" in told and "cut off" in told and "3 of 6 answers are there" in told
-
-
-def test_a_finished_file_is_left_as_it_is(files, answered, never_loads):
-    before = answered.read_bytes(), answered.stat().st_mtime_ns
-    assert len(answer_file(request(files), answered)) == 6
-    assert (answered.read_bytes(), answered.stat().st_mtime_ns) == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"generation": Generation(max_new_tokens=7)}, "options.max_new_tokens: 6 there, 7 now"),
-        ({"generation": Generation(max_new_tokens=6, seed=1)}, "options.seed: 0 there, 1 now"),
-        ({"model": "adapters"}, "model.adapters: adapter_config.json: nothing there, "),
-        ({"data": "shorter"}, "data: .* there, .* now"),
-    ],
-)
-def test_answers_of_something_else_are_not_continued(
-    files, answered, never_loads, changes, message
-):
-    if "model" in changes:
-        changes = {"model": str(files.adapters)}
-    if "data" in changes:
-        shorter = files.data.with_name("shorter.jsonl")
-        shorter.write_text("".join(files.data.read_text().splitlines(keepends=True)[:5]))
-        changes = {"data": shorter}
-    before = answered.read_bytes()
-    with pytest.raises(ValueError, match=rf"(?s)belong to something else.*{message}"):
-        answer_file(request(files, **changes), answered)
-    assert answered.read_bytes() == before
-
-
-def test_pictures_count_by_what_is_in_them(tmp_path):
-    """Not by their paths; in bitmaps of one side, not by their sizes."""
-
-    def digest(name: str, colour: str) -> str:
-        path = tmp_path / name
-        Image.new("RGB", (8, 8), colour).save(path)
-        rows = [Question(1, [{"role": "user", "image": str(path), "content": "a"}], "b")]
-        return digest_questions(rows, digest_pictures(rows))
-
-    red, blue = digest("a.bmp", "red"), digest("a.bmp", "blue")
-    assert red != blue == digest("b.bmp", "blue")
-    with pytest.raises(ValueError, match="row 2: the image .* cannot be read: Is a directory"):
-        digest_pictures([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda lines: ["no JSON\n", *lines], ":1 is no answer to a row"),
-        (lambda lines: [*lines, lines[0]], ":7 answers row 1 a second time"),
-        (lambda lines: [lines[0].replace("yellow", "red")], ":1 has another reference than row 1"),
-        (lambda lines: [lines[0].replace('"row": 1', '"row": 9')], ":1 is no answer to a row"),
-    ],
-)
-def test_damaged_answers_are_not_continued(files, answered, tmp_path, never_loads, change, message):
-    out = tmp_path / "answers.jsonl"
-    shutil.copy(answered.with_name("answers.jsonl.settings.json"), tmp_path)
-    out.write_text("".join(change(answered.read_text().splitlines(keepends=True))))
-    with pytest.raises(ValueError, match=message):
-        answer_file(request(files), out)
-
-
-def test_other_files_are_not_replaced_unless_told_so(files, tmp_path, never_loads):
-    out = tmp_path / "notes.txt"
-    out.write_text("mine")
-    with pytest.raises(ValueError, match="does not say what its answers belong to"):
-        answer_file(request(files), out)
-    assert out.read_text() == "mine"
-    for path in (files.data, Path(read_questions(files.data)[0].prompt[0]["image"])):
-        before = path.read_bytes()
-        with pytest.raises(ValueError, match="is what is read"):
-            answer_file(request(files), path, overwrite=True)
-        assert path.read_bytes() == before
-    with pytest.raises(ValueError, match="is a folder"):
-        answer_file(request(files), tmp_path)
-
-
-def test_overwrite_replaces(files, answered, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    out.write_text("mine")
-    answer_file(request(files), out, overwrite=True)
-    assert out.read_text() == answered.read_text()
-
-
-@pytest.mark.parametrize("reason", ["no room", "stopped"])
-def test_what_is_to_be_replaced_stays_until_there_is_an_answer(
-    files, answered, tmp_path, monkeypatch, reason
-):
-    out = tmp_path / "answers.jsonl"
-    for path in answered.parent.iterdir():
-        shutil.copy(path, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def stopped(*_):
-        yield from ()
-        raise KeyboardInterrupt
-
-    if reason == "no room":
-        with pytest.raises(ValueError, match="leave too little room"):
-            answer_file(request(files, generation=Generation(max_new_tokens=1010)), out, True)
-    else:
-        monkeypatch.setattr(module, "answers", stopped)
-        with pytest.raises(KeyboardInterrupt, match=f"nothing was answered, and {out} is as it"):
-            answer_file(request(files), out, overwrite=True)
-    assert len(before) == 2
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_file_of_settings_that_is_not_of_answers_is_not_replaced(
-    files, answered, tmp_path, monkeypatch
-):
-    out, settings = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.settings.json"
-    settings.write_text('{"mine": 1}')
-    with pytest.raises(ValueError, match=f"{settings} is there, without answers beside it"):
-        answer_file(request(files), out)
-    assert settings.read_text() == '{"mine": 1}' and not out.exists()
-    # Ours, of other options, that a killed process has left, is.
-    left = json.loads((answered.parent / settings.name).read_text()) | {"options": {}}
-    settings.write_text(json.dumps(left))
-    known = [Answer("a", "stop")] * 6
-    monkeypatch.setattr(module, "answers", lambda *a: zip(a[-1], known, strict=True))
-    answer_file(request(files), out)
-    assert settings.read_text() == (answered.parent / settings.name).read_text()
-
-
-def test_a_file_that_another_process_has_just_removed_is_made_anew(files, tmp_path, monkeypatch):
-    """That process had no answer, and ended after this one opened the file."""
-    out = tmp_path / "answers.jsonl"
-    lock = answers_file.fcntl.flock
-
-    def removed(file, how):
-        monkeypatch.setattr(answers_file.fcntl, "flock", lock)
-        out.unlink()
-        lock(file, how)
-
-    monkeypatch.setattr(answers_file.fcntl, "flock", removed)
-    known = [Answer("a", "stop")] * 6
-    monkeypatch.setattr(module, "answers", lambda *a: zip(a[-1], known, strict=True))
-    answer_file(request(files), out)
-    assert len(rows_of(out)) == 6
-
-
-def test_two_processes_do_not_write_to_one_file(files, tmp_path, monkeypatch):
-    out = tmp_path / "answers.jsonl"
-
-    def answers(*_):
-        with pytest.raises(ValueError, match="another process writes to"):
-            answer_file(request(files), out)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "answers", answers)
-    with pytest.raises(KeyboardInterrupt):
-        answer_file(request(files), out)
-    # Nothing was answered, and nothing is left that would say so.
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_drawn_depends_on_the_seed_and_not_on_where_it_was_stopped(files, tmp_path):
-    drawn = Generation(max_new_tokens=NEW, temperature=1.5, seed=3)
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    answer_file(request(files, generation=drawn), one)
-    shutil.copy(one, other)
-    shutil.copy(f"{one}.settings.json", f"{other}.settings.json")
-    other.write_text("".join(one.read_text().splitlines(keepends=True)[:3]))
-    answer_file(request(files, generation=drawn), other)
-    assert one.read_text() == other.read_text()
-    third = tmp_path / "third.jsonl"
-    answer_file(request(files, generation=Generation(max_new_tokens=NEW, temperature=1.5)), third)
-    assert third.read_text() != one.read_text()
-
-
-def test_an_answer_that_ends_is_told_from_one_that_was_cut(files, monkeypatch):
-    answerer = Answerer(load(find_source(str(files.model)), "cpu"), Generation(max_new_tokens=3))
-    end = answerer.end_ids[0]
-    prompt = read_questions(files.data)[2].prompt
+def test_an_answer_that_ends_is_told_from_one_that_was_cut(answerer, monkeypatch):
+    end, prompt = answerer.end_ids[0], [{"role": "user", "content": "Which shapes?"}]
 
     def generate(**batch):
         new = torch.tensor([[5, end, end], [5, 6, 7]])
@@ -353,51 +166,11 @@ def test_an_answer_that_ends_is_told_from_one_that_was_cut(files, monkeypatch):
     assert reasons == ["stop", "length"]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "told"),
-    [(KeyboardInterrupt(), 130, "stopped"), (RuntimeError("OOM"), 1, "OOM")],
-)
-def test_a_run_that_stops_says_how_to_go_on(
-    files, answered, tmp_path, monkeypatch, capsys, error, status, told
-):
-    def two_batches(*arguments):
-        yield from list(given(*arguments))[:3]
-        raise error
-
-    given = module.answers
-    out = tmp_path / "answers.jsonl"
-    options = ["--data", str(files.data), "--device", "cpu", "--max-new-tokens", str(NEW)]
-    options += ["--batch-size", "3"]
-    monkeypatch.setattr(module, "answers", two_batches)
-    assert main(["answer", str(files.model), *options, "--out", str(out)]) == status
-    assert f"{told}\n3 of 6 answers are in {out}, and the same command" in capsys.readouterr().err
-    assert (
-        main(["evaluate", str(files.model), *options, "--data", str(with_reference(files))])
-        == status
-    )
-    assert f"{told}\nno answer is kept, as there is no --out" in capsys.readouterr().err
-    monkeypatch.setattr(module, "answers", given)
-    assert main(["answer", str(files.model), *options, "--out", str(out)]) == 0
-    assert out.read_text() == answered.read_text()
-
-
-def with_reference(files) -> Path:
-    lines = files.data.read_text().splitlines(keepends=True)
-    path = files.data.with_name("some.jsonl")
-    path.write_text("".join(lines[at] for at in (0, 1, 3, 5)))
-    return path
-
-
-def parts_of(files, size: int = 1) -> list[answer_worker.Part]:
-    questions = read_questions(files.data)
-    some = answer_worker.batches(questions, size)
-    return [answer_worker.Part([q.row for q in part], [q.prompt for q in part]) for part in some]
-
-
 def test_pictures_of_the_next_rows_are_read_while_these_are_answered(files, monkeypatch):
-    parts, encode = parts_of(files), answer_worker.encode
+    some = answer_worker.batches(read_questions(files.data), 1)
+    parts = [answer_worker.Part([q.row for q in part], [q.prompt for q in part]) for part in some]
     begun = {json.dumps(part.prompts): threading.Event() for part in parts}
-    later = [*begun.values()][1:]
+    encode, later = answer_worker.encode, [*begun.values()][1:]
 
     def noted(processor, prompts):
         begun[json.dumps(prompts)].set()
@@ -423,154 +196,331 @@ def test_a_picture_that_has_gone_since_ends_with_its_row_after_the_answers_befor
     asked = request(files, data=data, processes=processes, batch_size=1)
     questions = read_questions(Source(str(data)))
     Path(questions[3].prompt[0]["image"]).unlink()
-    given = answers(asked, asked.place(), find_source(asked.model), questions)
+    given = module.answers(asked, asked.place(), find_source(asked.model), questions)
     assert [next(given)[0].row for _ in range(3)] == [1, 2, 3]
     with pytest.raises(RuntimeError, match=r"rows \[4\]: "):
         next(given)
 
 
 @pytest.mark.slow
-def test_several_processes_give_the_same_answers_in_order(files, answered, tmp_path):
-    out = tmp_path / "answers.jsonl"
+def test_several_processes_give_the_same_answers_in_order(files, answered, out):
     answer_file(request(files, processes=2, batch_size=1), out)
     assert out.read_text() == answered.read_text()
 
 
-def test_each_process_sees_one_gpu_of_those_that_there_are(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    seen = [each["CUDA_VISIBLE_DEVICES"] for each in module.environments(2, on_cpu=False)]
-    assert seen == ["3", "5"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    seen = [each["CUDA_VISIBLE_DEVICES"] for each in module.environments(2, on_cpu=False)]
-    assert seen == ["0", "1"]
+@pytest.mark.parametrize(("given", "seen"), [("3,5", ["3", "5"]), (None, ["0", "1"])])
+def test_each_process_sees_one_gpu_of_those_that_there_are(monkeypatch, given, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    environments = module.environments(2, on_cpu=False)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == seen
 
 
-def test_adapters_of_a_model_that_has_changed_since_are_refused(files, tmp_path):
+def test_the_speed_leaves_out_the_answers_before_which_the_model_was_loaded(words):
+    words(module._describe_speed([0.0, 9.0, 10.0, 10.5, 11.0], at_once=2))
+    words(module._describe_speed([0.0, 9.0, 10.0], at_once=2))
+
+
+def test_rows_of_other_trainers_are_answered_with_their_pictures_elsewhere(files, answered, out):
+    """LLaVA's form, a row with a key that means nothing here."""
+    user, assistant = rows_of(files.data)[0]["messages"]
+    turns = [{"from": "human", "value": f"<image>\n{user['content']}"}]
+    turns.append({"from": "gpt", "value": assistant["content"]})
+    row = {"id": 7, "image": user["image"], "conversations": turns}
+    out.with_name("llava.json").write_text(json.dumps([row]))
+    options = ["--data", str(out.with_name("llava.json")), "--out", str(out), "--device", "cpu"]
+    options += ["--image-folder", str(files.data.parent), "--ignore", "id"]
+    assert main(["answer", str(files.model), *options, "--max-new-tokens", str(NEW)]) == 0
+    assert rows_of(out) == rows_of(answered)[:1]
+
+
+# Models and adapters
+
+
+def test_code_in_the_folder_is_not_run(files, tmp_path):
+    shutil.copytree(files.model, tmp_path / "model")
+    for path in (tmp_path / "model").glob("*.py"):
+        path.write_text("raise SystemExit('the code of the folder was run')\n")
+    model, _ = load(find_source(str(tmp_path / "model")), "cpu")
+    assert type(model).__module__ == "glm4v_patched.remote.modeling_chatglm"
+
+
+def test_adapters_of_a_model_that_has_changed_since_are_refused(files, tmp_path, words):
     shutil.copytree(files.adapters, tmp_path / "adapters")
-    recorded = identify(Base(str(files.model)))
-    report = tmp_path / "adapters" / "training.json"
+    recorded, report = identify(Base(str(files.model))), tmp_path / "adapters" / "training.json"
     report.write_text(json.dumps({"base": recorded}))
     assert find_source(str(tmp_path / "adapters")).model == str(files.model)
-    changed = recorded | {"model.safetensors": "0" * 64}
-    report.write_text(json.dumps({"base": changed}))
-    told = r"(?s)were trained on another model than .*model.safetensors: 0{64} there"
-    with pytest.raises(ValueError, match=told):
+    report.write_text(json.dumps({"base": recorded | {"model.safetensors": "0" * 64}}))
+    is_now = recorded["model.safetensors"]
+    with words.refused(ValueError, "0" * 64, files=files.model.parent, is_now=is_now):
         find_source(str(tmp_path / "adapters"))
 
 
 def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypatch):
-    kept = {"adapter_config.json", "adapter_model.safetensors", "modeling_chatglm.py"}
-    held = {p.name: p.read_bytes() for p in files.adapters.iterdir() if p.name in kept}
-    kept.add("tokenizer.model")  # of adapters that were trained on the published code
-    held["tokenizer.model"] = b"IQ== 0"
+    kept = ("adapter_config.json", "adapter_model.safetensors")
+    held = {name: (files.adapters / name).read_bytes() for name in kept}
+    held |= {"modeling_chatglm.py": b"code", "tokenizer.model": b"IQ== 0"}
     with LocalHub() as hub:
         hub.redirect_client(monkeypatch)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         repository = hub.add_repository("our-org/adapters", held)
         repository.refs["v1"] = first = repository.head
         moved = json.loads(held["adapter_config.json"]) | {"base_model_name_or_path": "/was/there"}
-        changes = {"adapter_config.json": json.dumps(moved).encode()}
-        repository.add_commit(changes)
+        repository.add_commit({"adapter_config.json": json.dumps(moved).encode()})
         base = find_source("our-org/adapters", "v1")
         assert (base.model, base.revision) == (str(files.model), None)
         assert base.adapters is not None and base.adapters.name == first
         # What is a program there is not even fetched.
-        assert {path.name for path in base.adapters.iterdir()} == kept - {"modeling_chatglm.py"}
-        difference = merge("our-org/adapters", tmp_path / "merged", "v1", check=False)
-        assert difference is None and (tmp_path / "merged" / "model.safetensors").is_file()
+        assert {p.name for p in base.adapters.iterdir()} == {*kept, "tokenizer.model"}
+        merge("our-org/adapters", tmp_path / "merged", "v1", check=False)
+        assert (tmp_path / "merged" / "model.safetensors").is_file()
         with pytest.raises(ValueError, match="our-org/adapters holds .* /was/there: .*in a copy"):
             find_source("our-org/adapters")
         with pytest.raises(ValueError, match="our-org/none is no folder here, and cannot be had"):
             find_source("our-org/none")
-    same = load(base, "cpu").model.state_dict()
-    wanted = load(find_source(str(files.adapters)), "cpu").model.state_dict()
-    assert all(torch.equal(same[name], weight) for name, weight in wanted.items())
 
 
-MISTAKES = {
-    "there is no such folder": ["no such/model/at/all"],
-    "holds adapters of the model": ["adapters"],
-    "adapter_model.safetensors is missing": ["without_weights"],
-    "a folder without config.json": ["empty"],
-    "message 2 of 2: the key": ["model", "--data", "faulty.jsonl"],
-    "does not exist": ["model", "--data", "lost.jsonl"],
-    "is of assistant, at the beginning": ["model", "--data", "answer.jsonl"],
-    "there is no GPU": ["model", "--device", "cuda"],
-    "--load-in-4bit needs a GPU": ["model", "--load-in-4bit"],
-    "expected at least 1": ["model", "--max-new-tokens", "0"],
-    "--top-p 2.0: expected": ["model", "--top-p", "2"],
-    "none.jsonl: there is no such file": ["model", "--data", "none.jsonl"],
-    "--format llama: expected one of auto": ["model", "--format", "llama"],
-    "--image-folder none: there is no": ["model", "--image-folder", "none"],
-    "has no revisions": ["model", "--revision", "main"],
-}
+# The file
 
 
-@pytest.fixture(scope="module")
-def mistaken(files, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("mistaken")
-    (folder / "model").symlink_to(files.model)
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "drawn"])
+def test_it_is_continued_where_it_was_stopped(files, out, capsys, words, drawn):
+    asked = request(files, generation=Generation(max_new_tokens=NEW, **drawn))
+    answer_file(asked, out)
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:3]) + lines[3][:10])
+    capsys.readouterr()
+    answer_file(asked, out)
+    assert out.read_text() == "".join(lines)
+    cut, there, *_ = capsys.readouterr().out.splitlines()
+    assert "line 4 of" in cut
+    words(f"{cut}\n{there}")
+
+
+def test_a_finished_file_is_left_as_it_is(files, answered, never_loads):
+    before = answered.read_bytes(), answered.stat().st_mtime_ns
+    assert len(answer_file(request(files), answered)) == 6
+    assert (answered.read_bytes(), answered.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"generation": Generation(max_new_tokens=6, seed=1)}, "options.seed: 0 there, 1 now"),
+        ({"model": "adapters"}, "model.adapters: adapter_config.json: nothing there, "),
+        ({"data": "referenced"}, "data: "),
+    ],
+)
+def test_answers_of_something_else_are_not_continued(
+    files, referenced, begun, out, never_loads, changes, named
+):
+    others = {"adapters": str(files.adapters), "referenced": referenced}
+    changes = {name: others.get(value, value) for name, value in changes.items()}
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match=f"(?s)belong to something else.*{named}"):
+        answer_file(request(files, **changes), out)
+    assert out.read_bytes() == before
+
+
+def test_pictures_count_by_what_is_in_them(tmp_path, words):
+    """Not by their paths; in bitmaps of one side, not by their sizes."""
+
+    def digest(name: str, colour: str) -> str:
+        path = tmp_path / name
+        Image.new("RGB", (8, 8), colour).save(path)
+        rows = [Question(1, [{"role": "user", "image": str(path), "content": "a"}], "b")]
+        return digest_questions(rows, digest_pictures(rows))
+
+    red, blue = digest("a.bmp", "red"), digest("a.bmp", "blue")
+    assert red != blue == digest("b.bmp", "blue")
+    with words.refused(ValueError, "row 2"):
+        digest_pictures([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda lines: ["no JSON\n", *lines], ":1 is no answer"),
+        (lambda lines: [*lines, lines[0]], ":7 answers row 1"),
+        (lambda lines: [lines[0].replace("yellow", "red")], ":1 has another reference than row 1"),
+        (lambda lines: [lines[0].replace('"row": 1', '"row": 9')], ":1 is no answer"),
+    ],
+)
+def test_damaged_answers_are_not_continued(files, begun, out, never_loads, change, named):
+    out.write_text("".join(change(begun)))
+    with pytest.raises(ValueError, match=named):
+        answer_file(request(files), out)
+
+
+def test_other_files_are_replaced_only_when_told_so(files, answered, out, words):
+    out.write_text("mine")
+    with words.refused(ValueError, str(out)):
+        answer_file(request(files), out)
+    assert out.read_text() == "mine"
+    answer_file(request(files), out, overwrite=True)
+    assert out.read_text() == answered.read_text()
+    for path in (files.data, Path(read_questions(files.data)[0].prompt[0]["image"])):
+        before = path.read_bytes()
+        with words.refused(ValueError, "is what is read", files=files.model.parent):
+            answer_file(request(files), path, overwrite=True)
+        assert path.read_bytes() == before
+    with words.refused(ValueError, "is a folder"):
+        answer_file(request(files), out.parent)
+
+
+def test_what_is_to_be_replaced_stays_until_there_is_an_answer(
+    files, begun, out, monkeypatch, words
+):
+    before = {path.name: path.read_bytes() for path in out.parent.iterdir()}
+
+    def stopped(*_):
+        yield from ()
+        raise KeyboardInterrupt
+
+    with words.refused(ValueError, "1,010", "1,024 positions"):
+        answer_file(request(files, generation=Generation(max_new_tokens=1010)), out, True)
+    monkeypatch.setattr(module, "answers", stopped)
+    with words.refused(KeyboardInterrupt, str(out)):
+        answer_file(request(files), out, overwrite=True)
+    assert len(before) == 2
+    assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
+
+
+@pytest.mark.usefixtures("answers_at_once")
+def test_a_file_of_settings_that_is_not_of_answers_is_not_replaced(files, answered, out, words):
+    settings, ours = out.with_name(SETTINGS), answered.with_name(SETTINGS).read_text()
+    settings.write_text('{"mine": 1}')
+    with words.refused(ValueError, str(settings)):
+        answer_file(request(files), out)
+    assert settings.read_text() == '{"mine": 1}' and not out.exists()
+    # Ours, of other options, that a killed process has left, is.
+    settings.write_text(json.dumps(json.loads(ours) | {"options": {}}))
+    answer_file(request(files), out)
+    assert settings.read_text() == ours
+
+
+@pytest.mark.usefixtures("answers_at_once")
+def test_a_file_that_another_process_has_just_removed_is_made_anew(files, out, monkeypatch):
+    """That process had no answer, and ended after this one opened the file."""
+    lock = answers_file.fcntl.flock
+
+    def removed(file, how):
+        monkeypatch.setattr(answers_file.fcntl, "flock", lock)
+        out.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(answers_file.fcntl, "flock", removed)
+    answer_file(request(files), out)
+    assert len(rows_of(out)) == 6
+
+
+def test_two_processes_do_not_write_to_one_file(files, out, monkeypatch, words):
+    def answers(*_):
+        with words.refused(ValueError, str(out)):
+            answer_file(request(files), out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "answers", answers)
+    with pytest.raises(KeyboardInterrupt):
+        answer_file(request(files), out)
+    # Nothing was answered, and nothing is left that would say so.
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [(KeyboardInterrupt(), 130, "stopped"), (RuntimeError("OOM"), 1, "OOM")],
+)
+def test_a_run_that_stops_says_how_to_go_on(
+    files, referenced, answered, out, monkeypatch, capsys, error, status, told
+):
+    def one_batch(*arguments):
+        yield from list(given(*arguments))[:3]
+        raise error
+
+    given = module.answers
+    options = [str(files.model), "--device", "cpu", "--max-new-tokens", "6", "--batch-size", "3"]
+    answering = ["answer", *options, "--data", str(files.data), "--out", str(out)]
+    monkeypatch.setattr(module, "answers", one_batch)
+    assert main(answering) == status
+    assert f"{told}\n3 of 6 answers are in {out}, and the same command" in capsys.readouterr().err
+    assert main(["evaluate", *options, "--data", str(referenced)]) == status
+    assert f"{told}\nno answer is kept, as there is no --out" in capsys.readouterr().err
+    monkeypatch.setattr(module, "answers", given)
+    assert main(answering) == 0 and out.read_text() == answered.read_text()
+
+
+# Mistakes, told before a model is loaded
+
+
+@pytest.fixture
+def mistaken(files, tmp_path, monkeypatch) -> Path:
+    (tmp_path / "model").symlink_to(files.model)
     for name in ("adapters", "without_weights"):
-        shutil.copytree(files.adapters, folder / name)
-    (folder / "without_weights" / "adapter_model.safetensors").unlink()
-    config = folder / "adapters" / "adapter_config.json"
+        shutil.copytree(files.adapters, tmp_path / name)
+    (tmp_path / "without_weights" / "adapter_model.safetensors").unlink()
+    config = tmp_path / "adapters" / "adapter_config.json"
     moved = json.loads(config.read_text()) | {"base_model_name_or_path": "/was/there/once"}
     config.write_text(json.dumps(moved))
-    (folder / "empty").mkdir()
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     rows = {
         "rows": [user, assistant],
         "faulty": [user, assistant | {"img": "a"}],
         "lost": [user | {"image": "a.png"}],
+        "broken": [user | {"image": "broken.png"}],
         "answer": [assistant],
     }
     for name, messages in rows.items():
-        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    return folder
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_told_before_torch_is_loaded(mistaken, monkeypatch, capsys, message):
-    monkeypatch.chdir(mistaken)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = MISTAKES[message]
-    arguments += [] if "--data" in arguments else ["--data", "rows.jsonl"]
-    arguments += [] if "--device" in arguments else ["--device", "cpu"]
-    assert main(["answer", *arguments, "--out", "out.jsonl"]) == 1
-    assert message in capsys.readouterr().err
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["no such/model/at/all"], "no such/model/at/all"),
+        (["adapters"], "/was/there/once"),
+        (["without_weights"], "adapter_model.safetensors"),
+        (["model", "--data", "faulty.jsonl"], 'faulty.jsonl:1: message 2 of 2: the key "img"'),
+        (["model", "--data", "answer.jsonl"], "answer.jsonl:1: "),
+        (["model", "--load-in-4bit"], "--load-in-4bit needs a GPU"),
+        (["model", "--top-p", "2"], "--top-p 2.0"),
+        (["model", "--format", "llama"], "--format llama"),
+        (["model", "--image-folder", "none"], "--image-folder none"),
+        (["model", "--revision", "main"], "has no revisions"),
+    ],
+)
+def test_a_mistake_is_told_and_nothing_is_written(mistaken, refused, arguments, named):
+    arguments = arguments if "--data" in arguments else [*arguments, "--data", "rows.jsonl"]
+    refused(["answer", *arguments, "--device", "cpu", "--out", "out.jsonl"], named)
     assert not (mistaken / "out.jsonl").exists()
 
 
-def test_a_row_that_leaves_no_room_is_named_before_the_model_is_loaded(
-    files, tmp_path, never_loads
-):
-    long = Generation(max_new_tokens=1010)
-    with pytest.raises(ValueError, match="leave too little room .*1,024 positions; lower"):
-        answer_file(request(files, generation=long), tmp_path / "out.jsonl")
+@pytest.mark.parametrize("name", ["lost", "broken"])
+def test_a_picture_that_cannot_be_read_is_named(mistaken, never_loads, capsys, name):
+    command = [
+        "answer",
+        "model",
+        "--data",
+        f"{name}.jsonl",
+        "--device",
+        "cpu",
+        "--out",
+        "out.jsonl",
+    ]
+    assert main([*command, "--device", "cpu"]) == 1
+    assert f"{name}.jsonl:1: the image " in capsys.readouterr().err
+    assert not (mistaken / "out.jsonl").exists()
 
 
-def test_rows_of_other_trainers_are_answered_with_their_pictures_elsewhere(
-    files, answered, tmp_path
-):
-    """LLaVA's form, a row with a key that means nothing here."""
-    first = json.loads(files.data.read_text().splitlines()[0])["messages"]
-    turns = [{"from": "human", "value": f"<image>\n{first[0]['content']}"}]
-    turns.append({"from": "gpt", "value": first[1]["content"]})
-    row = {"id": 7, "image": first[0]["image"], "conversations": turns}
-    (tmp_path / "llava.json").write_text(json.dumps([row]))
-    out = tmp_path / "out.jsonl"
-    options = ["--data", str(tmp_path / "llava.json"), "--out", str(out), "--device", "cpu"]
-    options += ["--image-folder", str(files.data.parent), "--ignore", "id"]
-    assert main(["answer", str(files.model), *options, "--max-new-tokens", str(NEW)]) == 0
-    assert rows_of(out) == rows_of(answered)[:1]
-
-
-def test_a_picture_that_cannot_be_decoded_is_named_before_the_model_is_loaded(
-    tmp_path, files, never_loads
-):
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
-    row = {"messages": [{"role": "user", "image": "broken.png", "content": "a"}]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*broken.png cannot be decoded"):
-        answer_file(request(files, data=tmp_path / "rows.jsonl"), tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
+def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
+    """To the position: the longest row and its answer just fit, and one more token does not."""
+    questions = read_questions(files.data)
+    taken = max(answerer.encode([each.prompt for each in questions[2:3]])["input_ids"].shape)
+    require_room(answerer.processor, taken + 9, questions[2:3], new=9)
+    with words.refused(ValueError, "line 3"):
+        require_room(answerer.processor, taken + 8, questions[2:3], new=9)

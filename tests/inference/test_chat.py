@@ -6,17 +6,8 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference.answer_worker import Answer, Answerer
+from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.chat import Chat
-from glm4v_patched.inference.questions import Generation
-from glm4v_patched.models import loading
-from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
-
-
-@pytest.fixture(scope="module")
-def answerer(files) -> Answerer:
-    return Answerer(load(find_source(str(files.model)), "cpu"), Generation(max_new_tokens=6))
 
 
 @pytest.fixture
@@ -62,68 +53,49 @@ def test_what_a_terminal_would_obey_is_shown(answerer, monkeypatch):
 
 
 def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, cat):
-    told = talk(
-        answerer,
-        f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/reset\nHello\n"
-        "/exit\nnever asked\n",
-        images=[cat],
-        system="Be brief.",
-    )
+    typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/reset\nHello\n"
+    told = talk(answerer, f"{typed}/exit\nnever asked\n", images=[cat], system="Be brief.")
     assert told == "1\n2\n3\n4\n"
-    assert [message["role"] for message in asked[2]] == [
-        "system",
-        *["user", "assistant"] * 2,
-        "user",
-    ]
-    assert [message["content"] for message in asked[2] if message["role"] == "assistant"] == [
-        "1",
-        "2",
-    ]
+    roles = [message["role"] for message in asked[2]]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert [m["content"] for m in asked[2] if m["role"] == "assistant"] == ["1", "2"]
     assert shown(asked[2]) == [0, 1, 0, 0, 0, 2]
-    assert asked[3] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello"},
-    ]
+    system = {"role": "system", "content": "Be brief."}
+    assert asked[3] == [system, {"role": "user", "content": "Hello"}]
 
 
-def test_an_answer_is_streamed_word_for_word(answerer, cat):
+def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(answerer, cat, tmp_path):
     parts: list[str] = []
 
     class Output(io.StringIO):
         def write(self, text):
             parts.append(text)
 
-    conversation = Chat(answerer, 1024, images=[cat], output=Output())
-    conversation.ask("What is it?")
+    Image.new("RGB", (56, 56), "blue").save(tmp_path / "blue.png")
+    images = [cat, str(tmp_path / "blue.png")]
+    conversation = Chat(answerer, 1024, images=images, output=Output())
+    conversation.ask("Which colours?")
     prompt = conversation.messages[:-1]
     [answer] = answerer.answer([prompt])
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}
     # The tokenizer leaves white space before the answer away, and so does the stream.
-    told = "".join(parts)
-    assert told.removesuffix(" (cut at --max-new-tokens 6)\n").strip() == answer.text
-    assert len(parts) > 2
-
-
-def test_two_pictures_in_a_turn_are_both_seen(answerer, cat, tmp_path):
-    Image.new("RGB", (56, 56), "blue").save(tmp_path / "blue.png")
-    conversation = Chat(
-        answerer, 1024, images=[cat, str(tmp_path / "blue.png")], output=io.StringIO()
-    )
-    conversation.ask("Which colours?")
-    assert len(answerer.encode([conversation.messages[:-1]])["pixel_values"]) == 2
+    told = "".join(parts).removesuffix(" (cut at --max-new-tokens 6)\n")
+    assert told.strip() == answer.text and len(parts) > 2
+    assert len(answerer.encode([prompt])["pixel_values"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("lines", "named"),
     [
-        ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png does not exist"),
-        ("/image\n", "line 1 of the input: /image: expected the path"),
-        ("/picture a.png\n", "there is no command /picture; expected one of\n/image PATH"),
-        ("word " * 1100, "of the model's 1,024 positions, .*: begin again with a lower --max-new"),
+        ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png"),
+        ("/image\n", "line 1 of the input: /image"),
+        ("/picture a.png\n", "/picture"),
+        ("word " * 1100, "1,024 positions"),
     ],
+    ids=["no picture", "no path", "no command", "no room"],
 )
-def test_piped_mistakes_end_it_with_their_line(answerer, asked, lines, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+def test_piped_mistakes_end_it_with_their_line(answerer, asked, lines, named, words):
+    with words.refused(ValueError, named):
         talk(answerer, lines)
     assert len(asked) <= 1
 
@@ -164,19 +136,10 @@ def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--image", "none.png"], "none.png does not exist"),
-        (["--image", "text.png"], "text.png cannot be decoded"),
-        (["--load-in-4bit"], "--load-in-4bit needs a GPU"),
-        (["--temperature", "0"], "--temperature 0.0: expected at least 0.001"),
-    ],
+    ("arguments", "named"),
+    [(["--image", "none.png"], "none.png"), (["--image", "text.png"], "text.png")],
 )
-def test_mistakes_are_told_before_the_model_is_loaded(
-    files, tmp_path, monkeypatch, capsys, arguments, message
-):
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused, arguments, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.png").write_text("no picture")
-    assert main(["chat", str(files.model), "--device", "cpu", *arguments]) == 1
-    assert message in capsys.readouterr().err
+    refused(["chat", files.model, "--device", "cpu", *arguments], named)

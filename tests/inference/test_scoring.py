@@ -38,7 +38,6 @@ def names(rows: list[Question]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("answer", "reference", "exact", "f1"),
     [
-        ("a red cross", "a red cross", 1, 1),
         (" a red cross\n", "a red cross", 1, 1),
         ("A red cross.", "a red cross", 0, 1),
         ("red", "a red cross", 0, 0.5),
@@ -57,25 +56,13 @@ def test_answers_are_compared(answer, reference, exact, f1):
 def test_pictures_come_from_a_row_with_the_same_question_and_another_answer():
     rows = [question(1, "red"), question(2, "cross", "which"), question(3, "red")]
     rows += [question(4, "blue"), question(5, "circle", "which"), question(6, "x", "what")]
-    swapped = {each.row: each for each in swap_pictures(rows, names(rows))}
-    assert {row: pictures_of(each.prompt) for row, each in swapped.items()} == {
-        1: ["4-0.png"],
-        2: ["5-0.png"],
-        3: ["4-0.png"],
-        4: ["1-0.png"],
-        5: ["2-0.png"],
-        6: ["1-0.png"],  # nobody else is asked that
-    }
-    assert all(
-        each.swapped and each.reference == rows[row - 1].reference for row, each in swapped.items()
-    )
-    assert pictures_of(rows[0].prompt) == ["1-0.png"]
-
-
-def test_rows_that_cannot_be_swapped_are_left_out():
-    rows = [question(1, "red"), question(2, "red"), question(3, "blue", pictures=0)]
-    rows.append(question(4, "blue", pictures=2))
-    assert swap_pictures(rows, names(rows)) == []
+    swapped = swap_pictures(rows, names(rows))
+    assert [pictures_of(each.prompt) for each in swapped] == [
+        [f"{row}-0.png"]
+        for row in (4, 5, 4, 1, 2, 1)  # nobody else is asked what the last one is
+    ]
+    assert all(each.swapped for each in swapped)
+    assert [each.reference for each in swapped] == [each.reference for each in rows]
 
 
 def test_pictures_are_other_pictures_where_several_questions_are_about_one(tmp_path):
@@ -131,7 +118,7 @@ def test_swapped_pictures_are_never_of_the_same_answer_nor_the_same(rows):
             assert partner in same or not same
 
 
-def test_a_metric_of_ones_own(tmp_path):
+def test_a_metric_of_ones_own(tmp_path, words):
     (tmp_path / "helper.py").write_text("factor = 2\n")
     (tmp_path / "mine.py").write_text(
         "from helper import factor\n"
@@ -143,24 +130,17 @@ def test_a_metric_of_ones_own(tmp_path):
     assert name == "length"
     assert mean_score(name, metric, [("a", "b"), ("abc", "b")]) == 4
     assert mean_score(name, metric, []) is None
-    for name, message in {"fails": "KeyError", "nothing": "is nan for the answer 'a'"}.items():
-        with pytest.raises(ValueError, match=f"the metric {name} .*{message}"):
+    for name, named in (("fails", "KeyError"), ("nothing", "nan")):
+        with words.refused(ValueError, f"the metric {name} ", named):
             mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mine.py", "expected FILE.py:FUNCTION"),
-        ("none.py:f", "no such file"),
-        ("mine.py:g", "has no function g"),
-        ("broken.py:f", "broken.py fails: NameError"),
-        ("mine.py:token_f1", "is computed anyway"),
-    ],
+    "text", ["mine.py", "none.py:f", "mine.py:g", "broken.py:f", "mine.py:token_f1"]
 )
-def test_a_metric_that_is_not_there_is_named(tmp_path, monkeypatch, text, message):
+def test_a_metric_that_is_not_there_is_named(tmp_path, monkeypatch, words, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(answer, reference): return 1\n")
     (tmp_path / "broken.py").write_text("nonsense\n")
-    with pytest.raises(ValueError, match=message):
+    with words.refused(ValueError, f"--metric {text}: "):
         load_metric(text)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,6 @@ import openai
 import pytest
 import torch
 
-from glm4v_patched.cli import main
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import (
@@ -36,9 +37,6 @@ from glm4v_patched.inference.serving.requests import (
     model_called,
     read_request,
 )
-from glm4v_patched.models import loading
-from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
 from tests.helpers.answering import write_adapters
 from tests.helpers.processes import ROOT, serving
 from tests.helpers.serving import QUESTION, about, data_url, png
@@ -47,6 +45,7 @@ KEY = "secret"
 NEW = 6
 PICTURE = about(data_url(png()))
 WORDS = [{"role": "user", "content": QUESTION}]
+NEXT = {"role": "user", "content": "And now?"}
 
 
 class Server(NamedTuple):
@@ -57,8 +56,8 @@ class Server(NamedTuple):
     def client(self, key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
 
-    def ask(self, messages, key: str = KEY, model: str = "tiny", **options):
-        return self.client(key).chat.completions.create(model=model, messages=messages, **options)
+    def ask(self, messages, model: str = "tiny", **options):
+        return self.client().chat.completions.create(model=model, messages=messages, **options)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +91,8 @@ def server(endless, adapters):
 
 
 @pytest.fixture(scope="module")
-def answerer(endless) -> Answerer:
-    return Answerer(load(find_source(str(endless)), "cpu"), Generation(max_new_tokens=NEW))
+def answerer(endless, load_answerer) -> Answerer:
+    return load_answerer(endless)
 
 
 def text_of(reply) -> str:
@@ -108,55 +107,41 @@ def streamed(chunks) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--port", "TAKEN"], "--port {port} cannot be listened at: Address already in use"),
-        (["--port", "70000"], "--port 70000: expected 0 to 65535"),
-        (["--host", "no.such.invalid"], "--host no.such.invalid --port 0 cannot be listened at"),
-        (["--api-key", ""], "--api-key is empty"),
-        (["--temperature", "0"], "--temperature 0.0: expected at least 0.001"),
-        (["--repetition-penalty", "101"], "penalty 101.0: expected a number from 0.01"),
-        (["--load-in-4bit"], "--load-in-4bit needs a GPU"),
-        (["--max-picture-megapixels", "179"], "more than 178 are refused by Pillow"),
-        (["--adapter", "a=MODEL"], "--adapter a={model}: it is a model; expected LoRA adapters"),
-        (["--adapter", "a=ADAPTERS"], "they are adapters of {other}, and the model that is served"),
-        (["--adapter", "a=x", "--adapter", "a=y"], "of 2, 1 have different names"),
+        (["--port", "TAKEN"], "cannot be listened at"),
+        (["--port", "70000"], "--port 70000"),
+        (["--api-key", ""], "--api-key"),
+        (["--temperature", "0"], "--temperature 0.0"),
+        (["--repetition-penalty", "101"], "penalty 101.0"),
+        (["--max-picture-megapixels", "179"], "179"),
+        (["--adapter", "a=MODEL"], "--adapter a="),
+        (["--adapter", "a=ADAPTERS"], "--adapter a="),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter: of 2, 1"),
+        (["--served-model-name", "a", "--adapter", "a=ONE"], "--adapter a="),
     ],
 )
-def test_mistakes_are_told_before_the_model_is_loaded(
-    files, endless, monkeypatch, capsys, arguments, message
-):
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+def test_a_mistake_is_told(files, endless, adapters, refused, arguments, named):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        given = [port if each == "TAKEN" else each for each in arguments]
-        given = [each.replace("MODEL", str(endless)) for each in given]
-        given = [each.replace("ADAPTERS", str(files.adapters)) for each in given]
-        free = [] if "--port" in given else ["--port", "0"]
-        assert main(["serve", str(endless), "--device", "cpu", *free, *given]) == 1
-    message = message.format(port=port, model=endless, other=files.model)
-    assert message in capsys.readouterr().err
+        stands_for = {"TAKEN": port, "MODEL": endless, "ADAPTERS": files.adapters}
+        stands_for["ONE"] = adapters["one"]
+        for name, value in stands_for.items():
+            arguments = [each.replace(name, str(value)) for each in arguments]
+        free = [] if "--port" in arguments else ["--port", "0"]
+        changing = {"served": endless.parent, "taken": f"--port {port}"}
+        refused(["serve", endless, "--device", "cpu", *free, *arguments], named, **changing)
 
 
-def test_an_adapter_needs_a_name_of_its_own(endless, adapters, capsys):
-    one = adapters["one"]
-    command = ["serve", str(endless), "--device", "cpu", "--port", "0"]
-    assert main([*command, "--served-model-name", "a", "--adapter", f"a={one}"]) == 1
-    assert "the model has this name, too" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*command, "--adapter", str(one)])
-    assert "expected NAME=DIR" in capsys.readouterr().err
-
-
-def test_mistakes_are_told_without_torch_and_name_missing_packages(tmp_path):
-    code = "import sys; sys.modules['torch'] = sys.modules['uvicorn'] = None\n"
+@pytest.mark.parametrize(
+    ("missing", "told"), [(("torch", "uvicorn"), "serve needs uvicorn: "), (("torch",), "none: ")]
+)
+def test_mistakes_are_told_without_torch_and_name_missing_packages(missing, told):
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
     code += "import runpy; runpy.run_module('glm4v_patched', run_name='__main__')"
     command = [sys.executable, "-c", code, "serve", "none", "--device", "cpu", "--port", "0"]
-    told = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert told.returncode == 1 and "serve needs uvicorn: " in told.stderr
-    command[2] = code.replace(" = sys.modules['uvicorn']", "")
-    told = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert told.returncode == 1 and "none: " in told.stderr and "Traceback" not in told.stderr
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and told in done.stderr and "Traceback" not in done.stderr
 
 
 # What is answered
@@ -175,9 +160,8 @@ def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answere
     assert text_of(server.ask(about(data_url(contents[0])))) != alone.text
     # As programs do it, with all keys of the message that they got.
     said = reply.choices[0].message.model_dump() | {"annotations": [], "tool_calls": []}
-    second = server.ask([*first, said, {"role": "user", "content": "And now?"}])
-    turns = [message, {"role": "assistant", "content": alone.text}]
-    [alone] = answerer.answer([[*turns, {"role": "user", "content": "And now?"}]])
+    second = server.ask([*first, said, NEXT])
+    [alone] = answerer.answer([[message, {"role": "assistant", "content": alone.text}, NEXT]])
     assert text_of(second) == alone.text
 
 
@@ -185,8 +169,7 @@ def test_what_is_streamed_is_the_answer(server):
     whole = server.ask(PICTURE, max_tokens=40)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage = server.ask(PICTURE, max_tokens=40, **options)
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert deltas[0].role == "assistant"
+    assert chunks[0].choices[0].delta.role == "assistant"
     assert streamed(chunks) == text_of(whole) and len(chunks) > 4
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
@@ -204,23 +187,22 @@ def test_responses_and_completions_say_the_same(server):
     asked = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 20}
     reply = client.responses.create(model="tiny", **asked)
     assert (reply.output_text, reply.status) == (expected, "incomplete")
+    assert reply.incomplete_details.reason == "max_output_tokens"
     assert reply.usage.output_tokens == 20
     with client.responses.stream(model="tiny", **asked) as stream:
         events = list(stream)
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert events[-1].type == "response.incomplete"
-    assert "".join(deltas) == events[-1].response.output_text == expected and len(deltas) > 2
+    assert events[-1].type == "response.incomplete" and len(deltas) > 2
+    assert "".join(deltas) == events[-1].response.output_text == expected
     # What it said is context, in the form that it had.
-    more = [*asked["input"], *[item.model_dump() for item in reply.output]]
-    more += [{"role": "user", "content": "And now?"}]
+    more = [*asked["input"], *[item.model_dump() for item in reply.output], NEXT]
     second = client.responses.create(model="tiny", input=more, instructions="Be kind.")
     turns = [{"role": "system", "content": "Be kind."}, *PICTURE]
-    turns += [{"role": "assistant", "content": expected}, {"role": "user", "content": "And now?"}]
+    turns += [{"role": "assistant", "content": expected}, NEXT]
     assert second.output_text == text_of(server.ask(turns))
 
     text = client.completions.create(model="tiny", prompt="[a", max_tokens=20)
     assert text.choices[0].text and text.usage.completion_tokens == 20
-    assert text.choices[0].finish_reason == "length"
     chunks = client.completions.create(model="tiny", prompt=["[a"], max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == text.choices[0].text
 
@@ -240,35 +222,31 @@ def test_what_is_drawn_depends_on_the_seed(server):
         return text_of(server.ask(WORDS, max_tokens=12, **options))
 
     greedy = drawn()
-    assert greedy == drawn() == drawn(temperature=0, top_p=0.5) == drawn(top_p=1) == drawn(top_p=0)
-    hot: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9}
-    assert drawn(**hot, seed=1) == drawn(**hot, seed=1) != drawn(**hot, seed=2)
-    assert len({drawn(**hot) for _ in range(3)}) == 3
+    assert greedy == drawn(temperature=0, top_p=0.5) == drawn(top_p=1) == drawn(top_p=0)
     assert drawn(temperature=1, extra_body={"top_k": 1}) == greedy
-    for seed in (2**63 - 1, -(2**63)):  # OpenAI's
+    hot: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9}
+    assert len({drawn(**hot) for _ in range(3)}) == 3
+    assert drawn(**hot, seed=1) != drawn(**hot, seed=2)
+    for seed in (1, 2**63 - 1, -(2**63)):  # OpenAI's range
         assert drawn(**hot, seed=seed) == drawn(**hot, seed=seed)
+    # The ends of what is taken are computed.
     assert drawn(temperature=1e-3) and drawn(temperature=100)
     assert drawn(**hot, extra_body={"repetition_penalty": 0.01})
 
 
-def test_penalties_lower_what_was_said(server, answerer):
-    greedy = text_of(server.ask(WORDS, max_tokens=30))
-    plain = server.ask(WORDS, max_tokens=30, presence_penalty=0, frequency_penalty=0.0)
-    assert text_of(plain) == greedy
-    assert text_of(server.ask(WORDS, max_tokens=30, frequency_penalty=2, presence_penalty=2)) != (
-        greedy
-    )
+def test_penalties_lower_what_was_said(server):
+    penalties = {"frequency_penalty": 2, "presence_penalty": 2}
+    greedy, other = (server.ask(WORDS, max_tokens=30, **each) for each in ({}, penalties))
+    assert text_of(greedy) != text_of(other)
     ids = torch.tensor([[0, 1, 2, 2, 3], [0, 1, 3, 3, 3]])
     scores = Penalties(2, presence=0.5, frequency=0.25)(ids, torch.ones(2, 5))
-    expected = [[1, 1, 0, 0.25, 1], [1, 1, 1, -0.25, 1]]
-    assert scores.tolist() == expected
+    assert scores.tolist() == [[1, 1, 0, 0.25, 1], [1, 1, 1, -0.25, 1]]
 
 
 def test_max_tokens_is_cut_to_the_room_that_is_left(server):
     """As clients of vLLM expect it, which send the largest number that they know."""
     reply = server.ask(WORDS, max_tokens=16_384)
-    assert reply.choices[0].finish_reason == "length"
-    assert reply.usage.total_tokens == 1024
+    assert (reply.choices[0].finish_reason, reply.usage.total_tokens) == ("length", 1024)
     with pytest.raises(openai.BadRequestError, match="of the model's 1,024 positions") as error:
         server.ask([{"role": "user", "content": "word " * 3000}])
     assert error.value.code == "context_length_exceeded"
@@ -287,13 +265,11 @@ def test_max_tokens_is_cut_to_the_room_that_is_left(server):
         {"stream_options": None, "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
         {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "repetition_penalty": 1.0},
         {"model": None, "max_tokens": 7, "max_completion_tokens": 7},
-        # glm4v_api_request.py of GLM-4.
-        {"model": "glm-4v", "stream": False, "max_tokens": 2048, "temperature": 0.8, "top_p": 0.8,
-         "presence_penalty": 1.2},
-        # VLMEvalKit's.
+        # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
+        {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
         {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
     ],
-)  # fmt: skip
+)
 def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing(given):
     wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
     assert wanted.model == "m" and wanted.prompt == WORDS
@@ -301,6 +277,8 @@ def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing(given):
 
 PART = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
 IMAGE = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
+SAID = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}
+SAID |= {"function_call": None, "tool_calls": None}
 
 
 @pytest.mark.parametrize(
@@ -309,18 +287,18 @@ IMAGE = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels"
         ([{"role": "system", "content": ""}, *WORDS], ["user"]),
         ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
         ([{"role": "user", "name": "me", "content": [PART]}], ["user"]),
-        ([{"role": "user", "content": [PART, {"type": "image_url", "image_url": IMAGE}]}],
-         ["user"]),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE["url"]}]}],
-         ["user"]),
-        ([*WORDS, {"role": "assistant", "content": "a", "refusal": None, "annotations": [],
-                   "audio": None, "function_call": None, "tool_calls": None}, *WORDS],
-         ["user", "assistant", "user"]),
+        ([WORDS[0] | {"content": [PART, {"type": "image_url", "image_url": IMAGE}]}], ["user"]),
+        ([WORDS[0] | {"content": [{"type": "input_image", "image_url": IMAGE["url"]}]}], ["user"]),
+        ([*WORDS, SAID, *WORDS], ["user", "assistant", "user"]),
     ],
-)  # fmt: skip
+)
 def test_messages_are_taken_as_clients_send_them(messages, roles):
     wanted = read_request(ChatRequest, {"messages": messages}, ["m"], Generation())
     assert [message["role"] for message in wanted.prompt] == roles
+
+
+def of_user(*parts: dict) -> dict:
+    return {"messages": [{"role": "user", "content": [*parts]}]}
 
 
 @pytest.mark.parametrize(
@@ -328,77 +306,34 @@ def test_messages_are_taken_as_clients_send_them(messages, roles):
     [
         ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
         ({"n": True}, "n is true, which"),
-        ({"logprobs": 0}, "logprobs is 0, which"),
         ({"tools": [{"type": "function"}]}, "tools is a list"),
-        ({"response_format": {"type": "json_object"}}, 'is an object, .* expected {"type": "text"'),
-        ({"ignore_eos": True}, "ignore_eos is true, which"),
-        ({"temperature": -1}, "temperature: .*greater than or equal to 0, and it is -1"),
-        ({"temperature": 1e308}, "temperature: .*less than or equal to 100"),
+        ({"temperature": 100.1}, "temperature: "),
         ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
-        ({"temperature": float("nan")}, "temperature: .*finite"),
-        ({"top_p": 1.1}, "top_p: .*less than or equal to 1"),
-        ({"top_k": -2}, "top_k: .*equal to -1"),
-        ({"presence_penalty": 2.1}, "presence_penalty: .*equal to 2"),
-        ({"frequency_penalty": False}, "frequency_penalty: .*number"),
-        ({"repetition_penalty": 1e-42}, "penalty: .*equal to 0.01, and"),
-        ({"max_tokens": 0}, "max_tokens: .*greater than or equal to 1"),
+        ({"temperature": float("nan")}, "temperature: "),
+        ({"top_k": -2}, "top_k: "),
+        ({"repetition_penalty": 1e-42}, "repetition_penalty: "),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
         ({"top_q": 1}, "top_q: is not read; expected one of model, "),
-        ({"generation_config": "{}"}, "generation_config: is not read"),
-        ({"stop": ""}, "stop.*at least 1 character"),
-        ({"stop": ["a", "b" * 1001]}, "stop.1: .* at most 1000 characters"),
-        ({"stop": ["a"] * 17}, "stop.*at most 16"),
-        ({"seed": 2**63}, "seed: .*less than or equal to 9223372036854775807, and it is 9223"),
+        ({"stop": ["a", "b" * 1001]}, "stop.1: "),
+        ({"stop": ["a"] * 17}, "stop: "),
+        ({"seed": 2**63}, "seed: "),
         ({"model": "gpt"}, 'there is no model "gpt"; this server has "m" and "b"'),
-        ({"stream_options": {"a": 1}}, "stream_options.a: "),
-        ({"messages": []}, "an empty list"),
-        ({"messages": "a"}, "messages: .*list"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, 'role "tool" is not one of'),
         ({"messages": [*WORDS, {"role": "assistant", "content": "b"}]}, "end with the assistant"),
-        ({"messages": [*WORDS, {"role": "assistant", "content": None}, *WORDS]}, "is empty"),
         ({"messages": [WORDS[0] | {"image": "/etc/passwd"}]}, 'key "image" is not read'),
-        ({"messages": [WORDS[0] | {"weight": 1}]}, 'key "weight" is not read'),
-        ({"messages": [WORDS[0] | {"nam": "b"}]}, 'key "nam" is not read'),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "path": "/etc/passwd"}]}]},
-         "a picture is an object.*expected"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "base64": "AAAA"}]}]},
-         "a picture is"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
+        (of_user({"type": "image", "path": "/etc/passwd"}), "a picture is an object.*expected"),
         ({"messages": [], "\ud800": 1}, "unicode"),
-        ({"messages": [{"\ud800": 1}]}, "is not read"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
-)  # fmt: skip
+)
 def test_what_the_server_cannot_do_is_refused(given, match):
     with pytest.raises(ApiError, match=match) as error:
         read_request(ChatRequest, {"messages": WORDS} | given, ["m", "b"], Generation())
     assert error.value.status in (400, 404) and json.dumps(error.value.body())
 
 
-def test_glm_4s_own_request_script_is_answered(server):
-    """What its glm4v_api_request.py sends."""
-    [url, words] = PICTURE[0]["content"]
-    said = [{"role": "user", "content": [words, url]}, {"role": "assistant", "content": "A cat."}]
-    data = {
-        "model": "glm-4v",
-        "messages": [*said, {"role": "user", "content": "In spring or in winter?"}],
-        "stream": False,
-        "max_tokens": 2048,
-        "temperature": 0.8,
-        "top_p": 0.8,
-        "presence_penalty": 1.2,
-    }
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    request = urllib.request.Request(
-        f"{server.url}/chat/completions", json.dumps(data).encode(), headers
-    )
-    with urllib.request.urlopen(request) as reply:
-        assert json.load(reply)["choices"][0]["message"]["role"] == "assistant"
-
-
-@pytest.mark.parametrize("alias", ["glm-4v", "glm-4v-9b", None])
-def test_a_name_that_is_served_goes_before_that_of_any_glm_4v(alias):
-    assert model_called(alias, ["m", "n"]) == "m"
+def test_a_name_that_is_served_goes_before_that_of_any_glm_4v():
+    for alias in ("glm-4v", "glm-4v-9b", None):
+        assert model_called(alias, ["m", "n"]) == "m"
     assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
 
 
@@ -412,8 +347,7 @@ def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
     with pytest.raises(openai.BadRequestError, match="cannot be read as a picture"):
         server.ask(about(data_url(png()[:-30])))
     with pytest.raises(openai.BadRequestError, match="EPS"):
-        eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n"
-        server.ask(about(data_url(eps)))
+        server.ask(about(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n")))
     with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
         server.client().embeddings.create(model="tiny", input="a")
     for stream in (False, True):  # with the answer, and not a broken connection
@@ -429,45 +363,34 @@ def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
 # Several at once
 
 
-def test_adapters_are_served_by_name_beside_their_model(server, endless, adapters):
+def test_adapters_are_served_by_name_beside_their_model(server, endless, adapters, load_answerer):
     client = server.client()
     assert [model.id for model in client.models.list()] == ["tiny", *adapters]
     assert client.models.retrieve("one").id == "one"
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         client.models.retrieve("org/other")
     prompt = [{"role": "user", "image": png(), "content": QUESTION}]
-    said = set()
-    for name, folder in {"tiny": endless, **adapters, "one": adapters["one"]}.items():
-        alone = Answerer(load(find_source(str(folder)), "cpu"), Generation(max_new_tokens=NEW))
-        expected = alone.answer([prompt])[0].text
-        assert text_of(server.ask(PICTURE, model=name)) == expected
-        said.add(expected)
-    assert len(said) == 3
+    served = {"tiny": endless} | adapters
+    said = {n: load_answerer(folder).answer([prompt])[0].text for n, folder in served.items()}
+    assert len({*said.values()}) == 3
+    for name in [*served, "one"]:
+        assert text_of(server.ask(PICTURE, model=name)) == said[name]
 
 
 def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
     """With pictures and without, for models by name, whole and streamed."""
-    texts: dict[int, str] = {}
 
-    def ask(number: int) -> None:
+    def ask(number: int) -> str:
         asked = about(*[data_url(png())] * (number % 3), text=f"{QUESTION} {number}")
         model = "one" if number % 4 == 3 else "tiny"
-        options = {"max_tokens": 10 + number, "model": model}
-        if number % 2:
-            texts[number] = streamed(server.ask(asked, stream=True, **options))
-        else:
-            texts[number] = text_of(server.ask(asked, **options))
+        options = {"max_tokens": 10 + number, "model": model, "stream": number % 2 == 1}
+        reply = server.ask(asked, **options)
+        return streamed(reply) if number % 2 else text_of(reply)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    together = dict(texts)
+    with ThreadPoolExecutor(16) as threads:
+        together = [*threads.map(ask, range(16))]
     assert re.search(r", \d at once: length", server.log.read_text())
-    for number in range(16):
-        ask(number)
-    assert together == texts and len({*texts.values()}) > 8
+    assert together == [*map(ask, range(16))] and len({*together}) > 8
 
 
 def asking(told: dict, name: object, **wanted) -> Ask:
@@ -489,11 +412,9 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
     monkeypatch.setattr(answerer, "generate", note)
     queue = AnswerQueue(answerer, 1024, log=lambda *told: None)
     with queue._changed:
-        for ask in asks:
-            queue._waiting.append(ask)
+        queue._waiting.extend(asks)
         queue._changed.notify()
-    last = asking({}, "last", seed=1, max_tokens=1)
-    ended = threading.Event()
+    last, ended = asking({}, "last", seed=1, max_tokens=1), threading.Event()
     last.tell = lambda event: ended.set() if isinstance(event, Ended) else None
     queue.submit(last)
     assert ended.wait(60)
@@ -509,7 +430,7 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
     seen[0]["content"] = [*seen[0]["content"], {"type": "text", "text": "a"}]
     hot = Generation(temperature=2.0)
     asks = [asking(told, ("plain", n), max_tokens=2) for n in range(9)]
-    asks += [asking(told, ("seed", n), seed=n, max_tokens=2) for n in range(2)]
+    asks += [asking(told, ("seed", n), seed=3, max_tokens=2) for n in range(2)]
     asks += [asking(told, ("hot", n), generation=hot, max_tokens=2 + n) for n in range(2)]
     asks += [asking(told, ("presence", n), presence=0.5 * n, max_tokens=2) for n in (1, 2)]
     asks += [asking(told, ("frequency", 0), frequency=0.5, max_tokens=2)]
@@ -529,19 +450,15 @@ def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
             raise RuntimeError("no memory")
 
     told: dict[object, list[Event]] = {}
-    long = [{"role": "user", "content": "x" * 60}]
-    asks = [asking(told, 1, max_tokens=2), asking(told, 2, prompt=long), asking(told, 3)]
+    long, longest = ([{"role": "user", "content": text}] for text in ("x" * 60, "word " * 3000))
     broken = [{"role": "user", "image": png()[:-30], "content": "a"}]
-    asks.append(asking(told, 4, prompt=broken))
-    asks.append(asking(told, 5, prompt=[{"role": "user", "content": "word " * 3000}]))
+    asks = [asking(told, 1, max_tokens=2), asking(told, 2, prompt=long), asking(told, 3)]
+    asks += [asking(told, 4, prompt=broken), asking(told, 5, prompt=longest)]
     batches_of(answerer, monkeypatch, asks, fail)
     assert isinstance(told[1][-1], Ended) and isinstance(told[3][-1], Ended)
     errors = {n: events[-1].error for n, events in told.items() if isinstance(events[-1], Failed)}
-    assert {n: (error.status, error.param) for n, error in errors.items()} == {
-        2: (500, None),
-        4: (400, "messages"),
-        5: (400, "messages"),
-    }
+    found = {n: (error.status, error.param) for n, error in errors.items()}
+    assert found == {2: (500, None), 4: (400, "messages"), 5: (400, "messages")}
 
 
 def test_a_long_request_and_one_for_a_long_answer_are_both_answered(answerer, monkeypatch):
@@ -567,7 +484,6 @@ def row(stop: tuple[str, ...], said: list, tokenizer=None, **options) -> Row:
     ("pieces", "stop", "expected"),
     [
         (["Hello", " E", "ND", "!"], ("END",), "Hello"),
-        (["Hello E", "N", "D"], ("END",), "Hello"),
         (["Hello E", "N", "d"], ("END",), "Hello ENd"),
         ([" a ", " b "], (), "a  b"),
         (["ab", "c"], ("bc", "b"), "a"),
@@ -585,12 +501,11 @@ def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces(pieces,
 
 
 def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
-    for most, token, reason in ((3, 1, "length"), (3, 2, "stop"), (1, 2, "stop")):
+    for most, token, reason, tokens in ((3, 1, "length", 3), (3, 2, "stop", 1), (1, 2, "stop", 1)):
         said: list = []
         answer = row((), said, answerer.processor.tokenizer, most=most)
-        ends = [answer.take(token) for _ in range(5)]
-        assert ends.index(True) == (most if reason == "length" else 1) - 1
-        assert said[-1] == Ended(reason, 3 if reason == "length" else 1)
+        assert [answer.take(token) for _ in range(5)].index(True) == tokens - 1
+        assert said[-1] == Ended(reason, tokens)
         assert sum(isinstance(event, Ended) for event in said) == 1
     closed: list = []
     assert row((), closed, answerer.processor.tokenizer, is_closed=lambda: True).take(1)
@@ -620,12 +535,10 @@ def test_a_client_that_goes_away_stops_its_answer(server):
 def test_half_open_connections_end_no_service(server):
     """400 of them did, without a key."""
     host, port = re.search(r"//(.*):(\d+)/", server.url).groups()  # type: ignore[union-attr]
-    silent = [socket.create_connection((host, int(port)), 10) for _ in range(400)]
-    try:
+    with ExitStack() as silent:
+        for _ in range(400):
+            silent.enter_context(socket.create_connection((host, int(port)), 10))
         assert server.ask(WORDS, max_tokens=2).usage.completion_tokens == 2
-    finally:
-        for each in silent:
-            each.close()
     assert "Traceback" not in server.log.read_text()
 
 

@@ -10,7 +10,11 @@ from torch.nn.functional import linear
 
 from glm4v_patched.inference.decoding import small_batch_matmul
 from glm4v_patched.inference.decoding.small_batch_matmul import (
+    BLOCKS_A_PROCESSOR,
+    COLUMNS,
+    WIDTH,
     ProductsOfFewRows,
+    blocks_a_part,
     parts_for,
     parts_of_product,
 )
@@ -66,19 +70,15 @@ def test_a_compiled_graph_has_the_products_replaced_and_gives_what_it_gave(
     assert sorted(map(str, replaced)) == [str(aten.addmm.default), str(aten.mm.default)]
 
 
-def no_product(columns, width, rows=5, dtype=torch.bfloat16, **fields):
-    return pytest.param((rows, columns, width), dtype, fields)
-
-
 @pytest.mark.parametrize(
     ("sizes", "dtype", "fields"),
     [
-        no_product(128, 384, rows=17),
-        no_product(128, 384, dtype=torch.float32),
-        no_product(128, 320),
-        no_product(96, 384),
-        no_product(128, 384, smallest_weight=128 * 384 + 1),
-        no_product(128, 384, device="cuda"),
+        ((17, 128, 384), torch.bfloat16, {}),
+        ((5, 128, 384), torch.float32, {}),
+        ((5, 128, 320), torch.bfloat16, {}),
+        ((5, 96, 384), torch.bfloat16, {}),
+        ((5, 128, 384), torch.bfloat16, {"smallest_weight": 128 * 384 + 1}),
+        ((5, 128, 384), torch.bfloat16, {"device": "cuda"}),
     ],
 )
 def test_other_products_are_left_alone(replaced, sizes, dtype, fields):
@@ -98,19 +98,16 @@ def test_a_weight_that_no_linear_layer_holds_so_is_left_alone(replaced):
 
 @pytest.mark.parametrize(("columns", "width"), LAYERS.values(), ids=LAYERS)
 def test_parts_fill_the_gpu_once(columns, width):
-    parts = parts_for(columns, width, MULTIPROCESSORS)
-    blocks, room = (
-        columns // small_batch_matmul.COLUMNS,
-        small_batch_matmul.BLOCKS_A_PROCESSOR * MULTIPROCESSORS,
-    )
+    parts, blocks = parts_for(columns, width, MULTIPROCESSORS), columns // COLUMNS
+    room = BLOCKS_A_PROCESSOR * MULTIPROCESSORS
     assert parts == 1 if blocks > room else parts * blocks <= room < (parts + 1) * blocks
 
 
 def test_no_part_is_empty():
     for blocks in range(1, 40):
         for multiprocessors in range(1, 140, 7):
-            parts = parts_for(64, blocks * small_batch_matmul.WIDTH, multiprocessors)
-            assert (parts - 1) * small_batch_matmul.blocks_a_part(blocks * 128, parts) < blocks
+            parts = parts_for(COLUMNS, blocks * WIDTH, multiprocessors)
+            assert (parts - 1) * blocks_a_part(blocks * WIDTH, parts) < blocks
 
 
 def test_parts_are_sums_over_the_width():

@@ -8,6 +8,7 @@ from torch import nn
 
 from glm4v_patched.inference.decoding.small_batch_matmul import ProductsOfFewRows
 from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
+from tests.helpers.tiny import tiny_model
 
 REDUCTIONS = {"coordinate_descent_tuning", "realize_opcount_threshold", "max_autotune_pointwise"}
 
@@ -33,3 +34,11 @@ def test_one_row_of_other_weights_has_inductors_reductions(monkeypatch, rows, dt
     wanted = REDUCTIONS if rows == 1 and dtype == torch.float32 else set()
     assert REDUCTIONS & options.keys() == wanted
     assert options["post_grad_custom_pre_pass"] == ProductsOfFewRows()
+
+
+def test_a_cache_is_used_again_as_long_as_it_has_room():
+    caches = StaticCaches(tiny_model(), 64)
+    first = caches.of(1, 64)
+    assert caches.of(1, 64) is first is not caches.of(2, 64)
+    larger = caches.of(1, 65)
+    assert first is not larger is caches.of(1, 128) is not caches.of(1, 129)

@@ -15,6 +15,7 @@ from glm4v_patched.inference import vllm_plugin
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
 from glm4v_patched.remote.image_checks import ImageFormat
 from glm4v_patched.remote.image_layout import GivenRows, grow_rows
+from glm4v_patched.terminal_text import own_command, pip_install
 from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -41,10 +42,8 @@ class FakeVllm:
     def __init__(self) -> None:
         self.registered: dict[str, str] = {}
         self.hooks: dict[str, object] = {}
-        self.vllm = SimpleNamespace(
-            __version__=vllm_plugin.NEWEST,
-            ModelRegistry=SimpleNamespace(register_model=self.registered.__setitem__),
-        )
+        registry = SimpleNamespace(register_model=self.registered.__setitem__)
+        self.vllm = SimpleNamespace(__version__=vllm_plugin.NEWEST, ModelRegistry=registry)
         self.config = SimpleNamespace(MODELS_CONFIG_MAP=self.hooks)
         self.glm4v = SimpleNamespace(
             GLM4VForCausalLM=FakeModel,
@@ -52,19 +51,15 @@ class FakeVllm:
             GLM4VMultiModalProcessor=object,
             GLM4VDummyInputsBuilder=object,
         )
-        self.multimodal = SimpleNamespace(
-            MULTIMODAL_REGISTRY=SimpleNamespace(
-                register_processor=lambda processor, info, dummy_inputs: None
-            )
-        )
+        processors = SimpleNamespace(register_processor=lambda processor, info, dummy_inputs: None)
+        self.multimodal = SimpleNamespace(MULTIMODAL_REGISTRY=processors)
+        mapper = SimpleNamespace(_map_name=lambda self, key: key)
         self.modules = {
             "vllm": self.vllm,
             "vllm.model_executor.models.config": self.config,
             "vllm.transformers_utils.config": SimpleNamespace(uses_mrope=lambda config: True),
             "vllm.model_executor.models.glm4v": self.glm4v,
-            "vllm.model_executor.models.utils": SimpleNamespace(
-                WeightsMapper=SimpleNamespace(_map_name=lambda self, key: key)
-            ),
+            "vllm.model_executor.models.utils": SimpleNamespace(WeightsMapper=mapper),
             "vllm.multimodal": self.multimodal,
         }
 
@@ -77,6 +72,13 @@ def fake(monkeypatch) -> FakeVllm:
     return fake
 
 
+@pytest.fixture
+def logged(caplog):
+    vllm_plugin.logger.addHandler(caplog.handler)
+    yield caplog
+    vllm_plugin.logger.removeHandler(caplog.handler)
+
+
 def settings(**fields) -> SimpleNamespace:
     """vLLM's settings of a model."""
     config = SimpleNamespace(kv_channels=128, **fields)
@@ -86,19 +88,12 @@ def settings(**fields) -> SimpleNamespace:
 # Positions
 
 
-def image(inner: int) -> list[int]:
-    return [BOI, *[FILL] * inner, EOI]
-
-
 @pytest.mark.parametrize("inner", [2, 4, 1600])
-@pytest.mark.parametrize(
-    "parts",
-    ["7", "i", "7 8 i 9", "i i 7", "7 i 8 9 i i", "7 8 i 9 9 9 i 5 6 7"],
-)
+@pytest.mark.parametrize("parts", ["7", "i", "i i 7", "7 i 8 9 i i", "7 8 i 9 9 9 i 5 6 7"])
 def test_positions_are_those_of_the_model(parts, inner):
     row, images = [], []
     for part in parts.split():
-        ids = image(inner) if part == "i" else [int(part)]
+        ids = [BOI, *[FILL] * inner, EOI] if part == "i" else [int(part)]
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
     form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
@@ -110,15 +105,11 @@ def test_positions_are_those_of_the_model(parts, inner):
 # vLLM finds it
 
 
-def test_the_entry_point_leads_to_it():
+def test_the_entry_point_and_the_model_that_it_names_are_there():
     [(name, place)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
     assert name == "glm4v_patched" and pkgutil.resolve_name(place) is register
-
-
-def test_the_model_it_registers_is_a_file_of_this_package():
     module, _, name = vllm_plugin.MODEL.partition(":")
-    spec = importlib.util.find_spec(module)
-    assert f"class {name}(" in Path(spec.origin).read_text()
+    assert f"class {name}(" in Path(importlib.util.find_spec(module).origin).read_text()
 
 
 def test_the_extra_asks_for_what_was_tested_and_dev_does_not():
@@ -153,51 +144,32 @@ def test_registered_twice_is_registered_once_and_no_model_is_imported(fake, monk
 # A vLLM that has moved: other models are served, a glm-4v is refused
 
 
-def test_without_a_registry_it_is_said_and_other_models_are_served(fake, caplog):
+def test_without_a_registry_it_is_said_and_other_models_are_served(fake, logged):
     del fake.vllm.ModelRegistry
-    vllm_plugin.logger.addHandler(caplog.handler)
-    try:
-        register()
-    finally:
-        vllm_plugin.logger.removeHandler(caplog.handler)
-    assert "other positions than it has" in caplog.text and "ModelRegistry" in caplog.text
+    register()
+    assert "other positions than it has" in logged.text and "ModelRegistry" in logged.text
 
 
-def test_without_hooks_a_glm4v_is_refused_and_no_other_model(fake):
+def test_without_hooks_a_glm4v_is_refused_and_no_other_model(fake, words):
     del fake.config.MODELS_CONFIG_MAP
     register()
     assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL}
-    with pytest.raises(RuntimeError, match=r"models\.config\.MODELS_CONFIG_MAP is not there"):
+    with words.refused(RuntimeError, "models.config.MODELS_CONFIG_MAP", pip=pip_install()):
         vllm_plugin.check_vllm()
-
-
-def test_a_hook_of_somebody_else_is_left_and_a_glm4v_refused(fake):
-    fake.hooks["GLM4VForCausalLM"] = dict
+    fake.config.MODELS_CONFIG_MAP = others = {"GLM4VForCausalLM": dict}  # of somebody else
     register()
-    assert fake.hooks["GLM4VForCausalLM"] is dict
+    assert others == {"GLM4VForCausalLM": dict}
     with pytest.raises(RuntimeError, match="MODELS_CONFIG_MAP has <class 'dict'>"):
         vllm_plugin.check_vllm()
 
 
-def test_names_that_have_moved_are_all_said_with_version_and_cure(fake):
+def test_names_that_have_moved_are_all_said_with_version_and_cure(fake, words):
     register()
     vllm_plugin.check_vllm()
     del fake.glm4v.GLM4VProcessingInfo, fake.multimodal.MULTIMODAL_REGISTRY
-    with pytest.raises(RuntimeError) as caught:
-        vllm_plugin.check_vllm()
-    text = str(caught.value)
-    assert f"vLLM {vllm_plugin.NEWEST}: " in text
-    assert "glm4v.GLM4VProcessingInfo.get_supported_mm_limits is not there" in text
-    assert "multimodal.MULTIMODAL_REGISTRY.register_processor is not there" in text
-    assert "install 'vllm>=0.26.0,<=0.33.0'" in text and "VLLM_PLUGINS=" in text
-
-
-def test_other_parameters_are_refused(fake, monkeypatch):
-    register()
-    monkeypatch.setattr(
-        FakeModel, "get_mrope_input_positions", lambda self, input_tokens, grid: None
-    )
-    with pytest.raises(RuntimeError, match=r"takes \('self', 'input_tokens', 'grid'\), not"):
+    fake.glm4v.GLM4VForCausalLM = type("Moved", (FakeModel,), {"compute_logits": lambda grid: 0})
+    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes ('grid',)", vllm_plugin.NEWEST)
+    with words.refused(RuntimeError, *moved, pip=pip_install()):
         vllm_plugin.check_vllm()
 
 
@@ -210,21 +182,17 @@ def test_an_older_vllm_is_refused(fake, version):
 
 
 @pytest.mark.parametrize(("version", "is_said"), [("0.33.1", True), ("0.33.0+cpu", False)])
-def test_a_newer_vllm_that_fits_is_taken_with_a_word(fake, caplog, version, is_said):
+def test_a_newer_vllm_that_fits_is_taken_with_a_word(fake, logged, version, is_said):
     fake.vllm.__version__ = version
     register()
-    vllm_plugin.logger.addHandler(caplog.handler)
-    try:
-        vllm_plugin.check_vllm()
-    finally:
-        vllm_plugin.logger.removeHandler(caplog.handler)
-    assert ("tested with vLLM up to 0.33.0" in caplog.text) == is_said
+    vllm_plugin.check_vllm()
+    assert ("tested with vLLM up to 0.33.0" in logged.text) == is_said
 
 
 # Settings
 
 
-@pytest.mark.parametrize("given", [{}, {"rope_parameters": None}, {"rope_parameters": {"a": 1}}])
+@pytest.mark.parametrize("given", [{"rope_parameters": None}, {"rope_parameters": {"a": 1}}])
 def test_vllm_will_ask_the_model_for_positions(fake, given):
     register()
     model = settings(**given)
@@ -232,24 +200,16 @@ def test_vllm_will_ask_the_model_for_positions(fake, given):
     kept = given.get("rope_parameters") or {}
     wanted = {"rope_type": "default", "mrope_section": [32, 0, 0]}
     assert model.hf_config.rope_parameters == kept | wanted
-
-
-def test_a_vllm_that_would_not_ask_is_refused(fake):
-    register()
-    model = settings()
     model.uses_mrope = False
     with pytest.raises(RuntimeError, match="uses_mrope stays False"):
         SharedPositions.verify_and_update_model_config(model)
 
 
-@pytest.mark.parametrize("lora", [None, False, True])
-def test_adapters_on_the_tower_are_refused(lora):
-    given = None if lora is None else SimpleNamespace(enable_tower_connector_lora=lora)
-    asked = SimpleNamespace(lora_config=given)
-    if not lora:
-        SharedPositions.verify_and_update_config(asked)
-        return
-    with pytest.raises(ValueError, match="--enable-tower-connector-lora: .* merge ADAPTERS --out"):
+def test_adapters_on_the_tower_are_refused(words):
+    for lora in (None, SimpleNamespace(enable_tower_connector_lora=False)):
+        SharedPositions.verify_and_update_config(SimpleNamespace(lora_config=lora))
+    asked = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=True))
+    with words.refused(ValueError, "--enable-tower-connector-lora", program=own_command()):
         SharedPositions.verify_and_update_config(asked)
 
 

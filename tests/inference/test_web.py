@@ -14,16 +14,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from glm4v_patched.cli import main
 from glm4v_patched.inference import web
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import serve
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
 from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
-from glm4v_patched.models import loading
-from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
 from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
 
 NEW = 6
@@ -31,10 +27,8 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
-def answerers(files) -> list[Answerer]:
-    sources = [str(files.model), str(files.adapters)]
-    generation = Generation(max_new_tokens=NEW)
-    return [Answerer(load(find_source(source), "cpu"), generation) for source in sources]
+def answerers(answerer, adapted) -> list[Answerer]:
+    return [answerer, adapted]
 
 
 @pytest.fixture(scope="module")
@@ -82,54 +76,53 @@ def test_an_empty_answer_is_no_turn(conversations):
 
 
 @pytest.mark.parametrize(
-    ("said", "picture", "message"),
+    ("said", "picture", "named"),
     [
         ("", "cat.png", "write a question about the picture"),
-        ("a", "text.png", "are no picture"),
-        ("a", "large.png", r"12,500 x 8,000 pixels"),
-        ("word " * 3000, "cat.png", "of the model's 1,024 positions"),
+        ("a", "text.png", "no picture"),
+        ("a", "large.png", "12,500 x 8,000"),
+        ("word " * 3000, "cat.png", "1,024 positions"),
     ],
+    ids=["no words", "no picture", "too large", "no room"],
 )
-def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, said, picture, message):
+def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words, said, picture, named):
     (tmp_path / "text.png").write_text("no picture")
     if picture == "large.png":
         Image.new("1", (12_500, 8_000)).save(tmp_path / picture)
-    with pytest.raises(ValueError, match=message):
+    with words.refused(ValueError, named):
         list(conversations.ask(said, [str(tmp_path / picture)], []))
 
 
 def test_something_moves_until_an_answer_begins():
-    asked = {"role": "user", "content": "a"}
-    begun = [asked, {"role": "assistant", "content": "b"}]
-    assert shown([asked], waits=True) == [asked, ANSWERING]
-    assert ANSWERING["metadata"]["status"] == "pending"  # which gradio shows as a spinner
-    assert shown(begun, waits=True) == begun and shown([asked]) == [asked] and shown([]) == []
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
+    assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg", "gif", "webp", "bmp", "tif", "ppm", "tga", "jp2"])
+@pytest.mark.parametrize("kind", ["png", "webp", "tif", "ppm"])
 def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
     path = tmp_path / f"picture.{kind}"
     Image.new("RGB", (3000, 2000), "orange").save(path)
+    own = preview(str(path)) == str(path)
     with Image.open(preview(str(path))) as image:
-        assert image.format in ("PNG", "JPEG", "GIF", "WEBP", "BMP")
-        assert image.size == ((3000, 2000) if preview(str(path)) == str(path) else (1024, 683))
+        assert own == (kind in ("png", "webp")) and (own or image.format == "PNG")
+        assert image.size == ((3000, 2000) if own else (1024, 683))
         assert image.convert("RGB").getpixel((9, 9))[0] > 240
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
         (["--web"], "chat --web needs gradio and uvicorn: "),
-        (["other"], "a second model (other) is for the page: add --web"),
-        (["--port", "1"], "--port (1) is for the page"),
-        (["--web", "--image", "a.png"], "with --web, pictures are given in the page"),
+        (["other"], "a second model (other)"),
+        (["--port", "1"], "--port (1)"),
+        (["--web", "--image", "a.png"], "--image a.png"),
+        (["--web", "--cache", "static"], "--cache static"),
     ],
 )
-def test_mistakes_are_told_before_a_model_is_loaded(files, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+def test_a_mistake_is_told(files, monkeypatch, refused, arguments, named):
     monkeypatch.setattr(serve, "is_installed", lambda name: False)
-    assert main(["chat", str(files.model), *arguments, "--device", "cpu"]) == 1
-    assert message in capsys.readouterr().err
+    refused(["chat", files.model, *arguments, "--device", "cpu"], named)
 
 
 HOLD = """

@@ -50,15 +50,10 @@ def test_answers_and_their_ends_are_learned(collate):
     collate, tokenizer, conversations = collate
     (question, answer), (other, other_answer) = conversations[:2]
     asked, asked_too = (
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "path": q["image"]},
-                {"type": "text", "text": q["content"]},
-            ],
-        }
+        {"role": "user", "content": [{"type": "image", "path": q["image"]},
+                                     {"type": "text", "text": q["content"]}]}
         for q in (question, other)
-    )
+    )  # fmt: skip
     batch = collate([asked, answer, asked_too, other_answer], [asked, answer])
     first, second = (row[row != -100].tolist() for row in batch["labels"])
     said, said_too = answer["content"], other_answer["content"]

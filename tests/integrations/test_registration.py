@@ -16,6 +16,7 @@ import glm4v_patched
 from glm4v_patched.integrations.api_check import require_members
 from glm4v_patched.integrations.image_places import images_first
 from glm4v_patched.patch.run import STARTUP
+from glm4v_patched.terminal_text import pip_install
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 MODULES = {
@@ -108,14 +109,12 @@ def test_the_file_for_external_plugins_is_printed():
 @pytest.mark.parametrize(
     ("content", "number", "words"),
     [
-        ("<image>What?", 1, "What?"),
         ("<image>\n<image>\nWhat?", 2, "What?"),
         ("What?\n<image>", 1, "What?"),
         ("<image>", 1, ""),
         ("\nWhat?", 0, "\nWhat?"),
         ("Is <image> this?", 0, "Is <image> this?"),
         ("<image> What?\n<image>", 2, "What?"),
-        ("<image><image>", 2, ""),
         ("Is <image> like <image>", 0, "Is <image> like <image>"),
         ("<image>Is <image> like\n<image>", 1, "Is <image> like\n<image>"),
     ],
@@ -124,12 +123,11 @@ def test_pictures_go_before_the_words_in_their_order(content, number, words):
     assert images_first(content) == (number, words)
 
 
-def test_a_method_that_was_renamed_is_an_error_with_the_version():
+def test_a_method_that_was_renamed_is_an_error_with_the_version(words):
     class Template:
         def encode(self): ...
 
     require_members(Template, ["encode"], "pytest", "1.0")
-    with pytest.raises(
-        RuntimeError, match=r"pytest \d.* has no _encode in .*Template.*pytest==1.0"
-    ):
+    found = {"pip": pip_install(), "version": pytest.__version__}
+    with words.refused(RuntimeError, "_encode", **found):
         require_members(Template, ["encode", "_encode"], "pytest", "1.0")

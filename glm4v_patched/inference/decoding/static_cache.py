@@ -28,7 +28,7 @@ class StaticCaches:
         Args:
             step: Sizes are multiples of it: what is not filled is read, too, but each size is
                 compiled.
-            draws_ahead: Whether ``generate`` is given :func:`drawing.draw_ahead`.
+            draws_ahead: Whether ``generate`` is given :func:`loop.draw_ahead`.
             compiled: For :func:`compiling`.
         """
         self.model, self.step, self.compiled = model, step, compiled

@@ -59,7 +59,7 @@ def vllm_command(
     """The command of vLLM's server.
 
     Args:
-        base: Of :func:`source.find_source`.
+        base: Of :func:`find.find_source`.
         name: Of the model, for clients.
         others: Adapters on the same model, by their names.
         address: Host and port.
