@@ -242,8 +242,9 @@ def _rows_of(
 ) -> Iterator[dict[str, Any]]:
     """The rows of sets as they are stored, measured some at a time."""
     for number, source in enumerate(sources):
-        rows = islice(read_rows(source), first)
-        read = iter(tqdm(rows, desc="reading rows", disable=None, delay=5))
+        if first is not None:
+            source = replace(source, max_samples=min(first, source.max_samples or first))
+        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
         while some := [*islice(read, ROWS_AT_ONCE)]:
             stored = [_as_stored(row, number) for row in some]
             good = [
