@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..remote.loss import IGNORE_INDEX
 from .check import ENCODER, fault_of_picture, fault_of_size, fault_of_text, measure
 from .collate import ConversationCollator
 from .decoding import may_be_decoded, read_facts
@@ -27,7 +26,10 @@ from .source import Source
 FAULTS, UNREADABLE = "faults", "unreadable"
 """In a batch: what is wrong with rows that are not in it, a line each with the place; and why a set
 cannot be read on, after which no run may go on."""
-NOTHING_LEARNED = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+NOTHING_LEARNED = [
+    {"role": "user", "content": "-"},
+    {"role": "assistant", "content": "-", "train": False},
+]
 
 
 class Streamed(NamedTuple):
@@ -137,21 +139,19 @@ class StreamCollator:
     def __call__(self, rows: list[Streamed]) -> dict:
         found = [(row, row.fault or self._fault_of(row.messages)) for row in rows]
         try:
-            batch = self._batch([row.messages for row, fault in found if fault is None])
+            batch = self._batch(found)
         except Exception:  # of a picture; Pillow raises what it likes
             found = [(row, fault or self._fault_of_batch(row.messages)) for row, fault in found]
-            batch = self._batch([row.messages for row, fault in found if fault is None])
+            batch = self._batch(found)
         told: dict[bool, list[str]] = {False: [], True: []}
         for row, fault in found:
             if fault is not None:
                 told[row.is_last].append(f"{row.place}: {fault}")
         return {**batch, FAULTS: told[False], UNREADABLE: told[True]}
 
-    def _batch(self, conversations: list[list[dict]]) -> dict[str, torch.Tensor]:
-        batch = self.collator(conversations or [NOTHING_LEARNED])
-        if not conversations:
-            batch["labels"].fill_(IGNORE_INDEX)
-        return batch
+    def _batch(self, found: list[tuple[Streamed, str | None]]) -> dict[str, torch.Tensor]:
+        kept = [row.messages for row, fault in found if fault is None]
+        return self.collator(kept or [NOTHING_LEARNED])
 
     def _fault_of(self, messages: list[dict]) -> str | None:
         """What is wrong with a row's words, or with the size of its pictures."""

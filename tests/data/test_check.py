@@ -12,7 +12,7 @@ from PIL import Image
 from glm4v_patched.data import check, decoding
 from glm4v_patched.data.check import check_file
 from glm4v_patched.data.check_cache import Memory, default_path
-from glm4v_patched.data.checked_data import CheckedData, Counts
+from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from glm4v_patched.demo.tiny_model import tiny_config
@@ -21,7 +21,7 @@ from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
 from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.data_forms import png, said, write_rows
+from tests.helpers.data_forms import found, png, said, write_rows
 from tests.helpers.recipes import drawn_recipe, planned
 
 HOUR = 3600
@@ -64,13 +64,13 @@ def run(tmp_path, processor):
 def test_sizes_are_those_of_the_batches(tmp_path, processor, run, write, draw):
     draw("a.png")
     checked = run(write(turns("a.png"), turns(), turns("a.png", "a red circle", rounds=3)))
-    for conversation, size in zip(checked.conversations(), checked.row_sizes, strict=True):
-        batch = ConversationCollator(processor)([conversation])
-        assert size.positions == batch["input_ids"].shape[1]
-        assert size.learned == (batch["labels"] != -100).sum()
-        assert size.images == len(batch.get("pixel_values", ()))
-    sums = [sum(of) for of in zip(*checked.row_sizes, strict=True)]
-    assert checked.counts == Counts(rows=3, pictures=2, positions=sums[0], learned=sums[3])
+    batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
+    positions = [batch["input_ids"].shape[1] for batch in batches]
+    learned = [int((batch["labels"] != -100).sum()) for batch in batches]
+    assert checked.column("positions").tolist() == positions
+    assert checked.column("learned").tolist() == learned
+    assert checked.column("images").tolist() == [1, 0, 1]
+    assert checked.counts == Counts(3, 2, sum(positions), sum(learned))
     assert checked.row_lines == (1, 2, 3) and checked.skipped == 0
     assert [picture.path for picture in checked.pictures] == [str(tmp_path / "a.png")]
 
@@ -82,8 +82,8 @@ def test_a_row_may_be_as_long_as_the_position_table_and_no_longer(
     draw("a.png")
     path = write(turns(), turns(picture, rounds=4))
     checked = run(path)
-    needed = checked.row_sizes[1].in_table
-    assert run(path, max_positions=needed) == checked
+    needed = checked.column("in_table")[1]
+    assert found(run(path, max_positions=needed)) == found(checked)
     with pytest.raises(ValueError, match=rf"data\.jsonl:2: takes {needed} .* has {needed - 1} "):
         run(path, max_positions=needed - 1)
     # The model itself says the same.
@@ -99,7 +99,7 @@ def test_a_row_may_be_as_long_as_the_position_table_and_no_longer(
 def test_a_row_may_fill_a_packed_row_and_no_more(run, write, draw):
     draw("a.png")
     path = write(turns(), turns("a.png"))
-    needed = run(path).row_sizes[1].positions
+    needed = run(path).column("positions")[1]
     assert run(path, pack_to=needed).pack_to == needed
     with pytest.raises(ValueError, match=rf":2: takes {needed} .* has {needed - 1} \(pack_to\)"):
         run(path, pack_to=needed - 1)
@@ -147,7 +147,7 @@ def test_rows_are_skipped_if_asked_for_and_counted(tmp_path, run, write, draw, w
         run(path, **options)
     checked = run(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 8) and checked.skipped == 6
-    assert checked.counts.rows == len(checked.row_digests) == len(checked.row_sizes) == 2
+    assert checked.counts.rows == len(checked.row_digests) == 2
     assert checked.conversations()[1] == turns()
     words(capsys.readouterr().out)
     (tmp_path / "bad.png").unlink()  # the picture of a row that is left out may change
@@ -199,7 +199,7 @@ def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_know
     a, b = draw("a.png"), draw("b.png")
     first = run(write(turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
     assert decoded == [str(a), str(b)] and len(measured) == 3
-    assert run(Path(first.path)) == first
+    assert found(run(Path(first.path))) == found(first)
     assert len(decoded) == 2 and len(measured) == 3
     mended = run(write(turns("a.png"), turns("b.png", "green"), turns("a.png", "red")))
     assert len(decoded) == 2 and len(measured) == 6
@@ -212,19 +212,18 @@ def test_rows_are_read_again_where_something_changed_on_which_they_depend(
 ):
     path = write(turns(), turns(rounds=2))
     first = run(path)
-    sizes, kept = first.row_sizes, tmp_path / "memory" / "rows"
+    sizes, kept = first.column("positions"), tmp_path / "memory" / "rows"
     for damage in (
         lambda content: content[:-8],
         lambda content: content.replace(b"Which", b"which"),
     ):
         [stored] = kept.glob("*.arrow")
         stored.write_bytes(damage(stored.read_bytes()))
-        assert run(path).conversations() == [turns(), turns(rounds=2)]
+        assert [*run(path).conversations()] == [turns(), turns(rounds=2)]
     with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
         run(Source(str(path), format="alpaca"))
     monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ 'x' }}")
-    longer = [size.positions + 1 for size in sizes]
-    assert [size.positions for size in run(path).row_sizes] == longer
+    assert (run(path).column("positions") == sizes + 1).all()
 
 
 def test_rows_with_a_fault_are_read_again(run, write, draw, any_age):
@@ -321,7 +320,7 @@ def test_a_damaged_memory_is_begun_anew(
 ):
     draw("a.png")
     path = write(turns("a.png"))
-    first = run(path)
+    first = found(run(path))
     memory = tmp_path / "memory" / "m.sqlite"
     content = memory.read_bytes()
     if damage == "value":  # the letters of a picture's digest: its size and times still fit
@@ -334,7 +333,7 @@ def test_a_damaged_memory_is_begun_anew(
         memory.write_bytes(cut[damage])
         Path(f"{memory}-journal").write_bytes(content if damage == "words" else b"")
     for _ in range(2):
-        assert run(path) == first
+        assert found(run(path)) == first
         assert len(decoded) == 2
     assert ("is damaged and begun anew" in caplog.text) == (damage in ("words", "half", "middle"))
     assert not Path(f"{memory}-journal").exists()
@@ -386,22 +385,23 @@ def test_the_memory_is_in_the_users_cache_folder(monkeypatch, tmp_path):
 
 def test_what_was_checked_is_read_back(tmp_path, run, write, draw):
     draw("a.png")
-    path = write(turns("a.png"), turns(), {"messages": []})
-    checked = run(path, on_bad="skip")
+    checked = run(write(turns("a.png"), turns(), {"messages": []}), on_bad="skip")
     checked.write(tmp_path / "data.json")
     read = CheckedData.read(tmp_path / "data.json")
-    assert read == checked and (read.counts, read.skipped) == (checked.counts, 1)
-    assert read.conversations() == [turns(str(tmp_path / "a.png")), turns()]
-    assert read != run(path, on_bad="skip", pack_to=999)
+    assert found(read) == found(checked) and (read.counts, read.skipped) == (checked.counts, 1)
+    assert [*read.conversations()] == [turns(str(tmp_path / "a.png")), turns()]
 
 
 def test_rows_and_pictures_that_changed_since_the_check_are_refused(run, write, draw, words):
     picture, path = draw("a.png"), write(turns("a.png"))
     checked = run(path)
-    content = path.read_bytes()
+    content, before = path.read_bytes(), path.stat()
+    time.sleep(0.02)  # a tick of the file system's clock
     path.write_bytes(content.replace(b"red", b"led"))
-    with words.refused(ValueError, "data.jsonl"):
-        checked.conversations()
+    for _ in range(2):
+        with words.refused(ValueError, "data.jsonl"):
+            checked.conversations()
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as large and as old
     path.write_bytes(content)  # another time and the same rows
     os.utime(picture, (time.time() - HOUR,) * 2)  # touched, and the same
     assert checked.conversations()
@@ -412,12 +412,15 @@ def test_rows_and_pictures_that_changed_since_the_check_are_refused(run, write, 
         change()
         with words.refused(ValueError, "a.png"):
             checked.conversations()
+    draw("a.png")
     path.unlink()
     with words.refused(ValueError, "data.jsonl"):
         checked.conversations()
 
 
-@pytest.mark.parametrize("content", [None, "", "5", '{"rules": 0}', '{"rules": 6, "path": "x"}'])
+@pytest.mark.parametrize(
+    "content", [None, "", "5", '{"rules": 0}', f'{{"rules": {RULES}, "path": "x"}}']
+)
 def test_a_record_of_the_check_that_is_none_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "data.json").write_text(content)
@@ -481,7 +484,8 @@ def test_the_launcher_checks_the_data_before_any_process_starts(tmp_path, launch
     launching.launch(skipping, place)
     assert len(launched) == 1
     assert capsys.readouterr().out.endswith("1 of 21 rows were left out\n")
-    assert CheckedData.read(Path(recipe.out, CHECKED_DATA)) == check_data(skipping)
+    read = CheckedData.read(Path(recipe.out, CHECKED_DATA))
+    assert found(read) == found(check_data(skipping))
 
 
 def test_training_takes_only_rows_that_were_checked_for_it(tmp_path, launched):

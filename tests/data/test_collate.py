@@ -11,9 +11,8 @@ import torch
 from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.decoding import read_facts
 from glm4v_patched.data.packing import PackingCollator
-from glm4v_patched.data.pictures import Picture
+from glm4v_patched.data.pictures import Stamp
 from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
@@ -160,7 +159,7 @@ def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path, proc
     for path in paths:
         Path(path).write_bytes(png())
     conversations = [turns("q", "red", image=path) for path in paths]
-    stamps = {path: Picture(path, *read_facts(path)[:4]) for path in paths}
+    stamps = {path: Stamp.of(path) for path in paths}
     collate = ConversationCollator(processor, stamps)
     os.utime(paths[1], ns=(0, 1000))  # touched, and the same
     assert len(collate(conversations)["pixel_values"]) == 2

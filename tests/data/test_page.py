@@ -47,7 +47,8 @@ def test_a_table_says_the_same(folder):
 
 
 def test_its_recipe_can_be(folder):
-    (text,) = blocks(PAGE, "yaml")
+    text, streamed = blocks(PAGE, "yaml")
+    assert Recipe.of(LEAST | yaml.safe_load(streamed)).data.is_streamed
     recipe = Recipe.of(LEAST | yaml.safe_load(text))
     cats, dogs, birds = recipe.data.sources()
     assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)

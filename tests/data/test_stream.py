@@ -61,6 +61,11 @@ def test_processes_share_the_rows_and_draw_for_themselves(rows):
     assert sizes == [7, 7, 6]
 
 
+def test_blank_lines_are_nobodys_row(tmp_path):
+    few = written(tmp_path / "few.jsonl", [conversation("0"), "", conversation("1"), "", ""])
+    assert [taken(Stream([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
     whole = taken(Stream([rows], 2, buffer=5), 50)
@@ -99,8 +104,10 @@ def table(folder: Path, kind: str, images: list[Image.Image]) -> str:
     return str(folder / "rows")
 
 
-@pytest.mark.parametrize("kind", ["file", "saved", "folder"])
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [("file", "fork"), ("saved", "fork"), ("folder", "fork"), ("folder", "spawn")],
+)
 def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, kind, context):
     """Each process that reads has Arrow and the cache of pictures for itself, and its own rows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

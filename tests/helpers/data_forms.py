@@ -18,6 +18,8 @@ import pyarrow
 import yaml
 from PIL import Image
 
+from glm4v_patched.data.checked_data import CheckedData
+from glm4v_patched.data.collate import Size
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import make_sources
 
@@ -39,6 +41,15 @@ def write_rows(path: Path, *rows: Any) -> Path:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("".join(f"{text}\n" for text in texts))
     return path
+
+
+def found(checked: CheckedData) -> tuple:
+    """All that a check has found, to compare it with another's."""
+    files = [(file.path, file.sha256) for file in (*checked.files, *checked.pictures)]
+    sizes = [checked.column(name).tolist() for name in Size._fields]
+    rows = checked.row_lines, checked.row_digests, [*checked.conversations()]
+    plain = checked.sources, checked.pack_to, checked.skipped, checked.asked
+    return *plain, files, sizes, rows, checked.eval and found(checked.eval)
 
 
 def png(colour: Any = "red") -> bytes:
