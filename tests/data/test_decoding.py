@@ -21,9 +21,9 @@ from glm4v_patched.data.decoding import find_fault, may_be_decoded, read_facts, 
 from tests.helpers.data_forms import png, turns, write_rows
 
 
-def encoded(kind: str, mode: str = "RGB", **options) -> bytes:
+def encoded(kind: str, mode: str = "RGB") -> bytes:
     buffer = io.BytesIO()
-    Image.effect_noise((64, 48), 80).convert(mode).save(buffer, kind, **options)
+    Image.effect_noise((64, 48), 80).convert(mode).save(buffer, kind)
     return buffer.getvalue()
 
 
@@ -128,7 +128,7 @@ def test_a_picture_too_large_to_decode_is_refused(tmp_path, monkeypatch, words, 
     assert not may_be_decoded(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF", "TIFF", "WEBP", "JPEG", "ICO"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "ICO"])
 def test_a_picture_of_169_megapixels_is_told_by_its_header(tmp_path, kind):
     """It took 2 GB of memory, and 10 seconds."""
     (tmp_path / "a").write_bytes(with_sides_of_13_000(kind))
@@ -162,17 +162,13 @@ def looked_at(path: Path) -> tuple[str, float]:
 
 def with_sides_of_13_000(kind: str) -> bytes:
     side = 13_000
-    if kind in ("PNG", "ICO"):
-        content = png_of(side, 1, 0, bytes(side * (side // 8 + 1)))
-        directory = struct.pack("<HHHBBBBHHII", 0, 1, 1, 64, 64, 0, 0, 1, 32, len(content), 22)
-        return directory + content if kind == "ICO" else content
-    if kind == "WEBP":  # its header alone: to write one takes a minute
-        content = encoded(kind, lossless=True)
-        return content[:21] + struct.pack("<I", (side - 1) | (side - 1) << 14) + content[25:]
-    buffer = io.BytesIO()
-    options = {"compression": "group4"} if kind == "TIFF" else {}
-    Image.new("1" if kind == "TIFF" else "L", (side, side)).save(buffer, kind, **options)
-    return buffer.getvalue()
+    if kind == "TIFF":
+        buffer = io.BytesIO()
+        Image.new("1", (side, side)).save(buffer, kind, compression="group4")
+        return buffer.getvalue()
+    content = png_of(side, 1, 0, bytes(side * (side // 8 + 1)))
+    directory = struct.pack("<HHHBBBBHHII", 0, 1, 1, 64, 64, 0, 0, 1, 32, len(content), 22)
+    return directory + content if kind == "ICO" else content
 
 
 def test_pillows_warnings_are_not_shown_and_all_others_still_are(monkeypatch):

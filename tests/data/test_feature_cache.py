@@ -506,23 +506,13 @@ def conversations(tmp_path) -> list[list[dict]]:
 
 
 def trainer(model, features, conversations, processor, out: Path) -> RecipeTrainer:
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        num_train_epochs=3,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        use_cpu=True,
-        remove_unused_columns=False,
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        seed=0,
-    )
+    arguments = {"num_train_epochs": 3, "per_device_train_batch_size": 1, "learning_rate": 1e-3}
+    arguments |= {"gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 0}
+    arguments |= {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "use_cpu": True}
     return RecipeTrainer(
         model,
         features=features,
-        args=arguments,
+        args=TrainingArguments(output_dir=str(out), **arguments),
         train_dataset=conversations,
         eval_dataset=conversations,
         data_collator=ConversationCollator(processor),

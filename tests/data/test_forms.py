@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import tarfile
 import tracemalloc
@@ -193,29 +192,28 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"img": "a.png", "caption": "c"}, '{image: img, question: "?", answer: caption}'),
-        ({"image": "a.png", "prompt": "q", "solution": "s"}, "question: prompt, answer: solution"),
-        ({"text_a": "q", "text_b": "s"}, "{question: text_a, answer: text_b}"),
-        ({"Question Text": "q", "Answer": "s"}, '{question: "{Question Text}", answer: Answer}'),
-        ({"image": "a.png", "qa": [{"question": "q", "answer": "a"}]}, "turns: qa"),
-        ({"dialog": [["q", "a"]]}, "{turns: dialog}"),
-        ({"photo": "data:image/png;base64,AA", "label": 3}, "answer: label, image: photo"),
-        ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question"),
+        (
+            {"img": "a.png", "caption": "c"},
+            'image: img, question: "What is in the picture?", answer: caption',
+        ),
+        (
+            {"image": "a.png", "prompt": "q", "solution": "s"},
+            "question: prompt, answer: solution, image: image",
+        ),
+        ({"text_a": "q", "text_b": "s"}, "question: text_a, answer: text_b"),
+        ({"Question Text": "q", "Answer": "s"}, 'question: "{Question Text}", answer: Answer'),
+        ({"dialog": [["q", "a"]]}, "turns: dialog"),
+        ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question, "),
         ({"query": "q", "answers": [{"answer": "a", "answer_id": 1}]}, "answer: answers"),
-        ({"image": "a.png"}, "answer: COLUMN"),
+        ({"photo": "data:image/png;base64,AA", "label": 3}, "answer: label, image: photo"),
     ],
-    ids=range(10),
-)  # fmt: skip
+    ids=range(8),
+)
 def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path, row, line):
-    (fault,) = read(tmp_path / "a.jsonl", json.dumps(row))
+    (fault,) = read(tmp_path / "a.jsonl", [row])
     (found,) = re.findall(r"'data\.columns=(.*?)'", fault.text)
-    expected = {"answer": "caption", "image": "img", "question": QUESTION}
-    if line.startswith("{image"):
-        assert yaml.safe_load(found) == expected
-    else:
-        assert line.strip("{}") in found
-    assert fault_of_columns(yaml.safe_load(found)) is None
-    assert "glm4v-patched doctor RECIPE --rows 3" in fault.text
+    guessed, expected = yaml.safe_load(found), yaml.safe_load(f"{{{line}}}")
+    assert expected.items() <= guessed.items() and fault_of_columns(guessed) is None
 
 
 def test_rows_that_lack_a_key_have_the_fault_of_the_others(tmp_path):
@@ -337,28 +335,33 @@ def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(t
             read(path, b"".join(parts)[:-cut])
 
 
-@pytest.mark.parametrize("how", ["sparse", "packed", "cut", "compressed"])
-def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path, examples, how):
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("sparse", "1.txt is sparse"),
+        ("packed", "1.txt.gz is sparse or compressed"),
+        ("cut", "cannot be read by datasets"),
+        ("compressed", "expected one that is not: tar -xf"),
+    ],
+)
+def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path, examples, how, told):
     path = tmp_path / ("rows.tar" if how != "compressed" else "rows.tar.gz")
+    (tmp_path / "1.txt").write_bytes(gzip.compress(bytes(1000)))
     with tarfile.open(path, "w:gz" if how == "compressed" else "w") as archive:
         archive.add(tmp_path / "pictures" / examples[0].picture, "1.png")
-        (tmp_path / "1.txt.gz").write_bytes(gzip.compress(bytes(1000)))
-        archive.add(tmp_path / "1.txt.gz", "1.txt.gz" if how == "packed" else "1.txt")
+        archive.add(tmp_path / "1.txt", "1.txt.gz" if how == "packed" else "1.txt")
     if how == "sparse":
-        (tmp_path / "1.txt").write_bytes(b"")
         os.truncate(tmp_path / "1.txt", 2**30)
         subprocess.run(["tar", "-Scf", path, "1.txt"], cwd=tmp_path, check=True, timeout=60)
         assert path.stat().st_size < 2**20
     if how == "cut":
         path.write_bytes(path.read_bytes()[:700])
-    told = {"sparse": "1.txt is sparse", "packed": "1.txt.gz is sparse or compressed"}
-    told |= {"cut": "cannot be read by datasets", "compressed": "expected one that is not: tar -xf"}
-    with pytest.raises(ValueError, match=told[how]):
+    with pytest.raises(ValueError, match=told):
         read(path)
     if how in ("sparse", "packed"):
         (tmp_path / "shards").mkdir()
         path.rename(tmp_path / "shards" / "train-0.tar")
-        with pytest.raises(ValueError, match=told[how]):
+        with pytest.raises(ValueError, match=told):
             read(tmp_path / "shards")
 
 
@@ -399,19 +402,15 @@ def test_one_row_is_no_object_around_rows(tmp_path, times):
 
 def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in "ba":
-        (tmp_path / f"rows-{name}.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    for name in ("rows-b.jsonl", "rows-a.jsonl", "x[1].jsonl"):
+        (tmp_path / name).write_text('{"prompt": "q", "completion": "a"}\n')
     sources = make_sources([{"path": "rows-*.jsonl", "weight": 2.0}], {"max_samples": 5})
     assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
     assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
-    assert fault_of_path("rows-*.jsonl") is None
+    assert [source.path for source in make_sources("x[1].jsonl", {})] == [f"{tmp_path}/x[1].jsonl"]
     (tmp_path / "rows-c.jsonl").touch()
     assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
     assert fault_of_path("no-*.jsonl") == "there is no such file"
-    (tmp_path / "x[1].jsonl").write_text("a file of that name is no pattern")
-    assert [source.path for source in make_sources("x[1].jsonl", {})] == [
-        str(tmp_path / "x[1].jsonl")
-    ]
 
 
 def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
@@ -434,22 +433,6 @@ def test_a_folder_may_have_any_name(examples, tmp_path, called, name):
     assert {len(row.pictures) for row in rows} == {1} and len(rows) == len(examples)
     for row in rows:
         assert row.pictures[0].startswith(f"{path}/") and Path(row.pictures[0]).is_file()
-
-
-def test_splits_of_pictures_are_those_of_their_folders(examples, tmp_path):
-    splits = {"train": examples[:2], "test": examples[2:4]}
-    for split, of_split in splits.items():
-        for example in of_split:
-            folder = tmp_path / "photos" / split / example.answer
-            folder.mkdir(parents=True)
-            shutil.copy(tmp_path / "pictures" / example.picture, folder)
-    columns = {"question": QUESTION, "answer": "label", "image": "image"}
-    for split, of_split in splits.items():
-        rows = read(tmp_path / "photos", split=split, columns=columns)
-        expected = {(example.picture, example.answer) for example in of_split}
-        assert {(Path(row.pictures[0]).name, said(row)[1]) for row in rows} == expected
-    with pytest.raises(ValueError, match="has the splits train, test and not nonsense"):
-        read(tmp_path / "photos", split="nonsense")
 
 
 def test_faults_in_a_folder_of_texts_name_their_file(tmp_path):
