@@ -49,7 +49,7 @@ class Stream(IterableDataset):
         sources: The sets. Where there are several, the next row is of one that is drawn by weight.
         batch_size: Rows of a batch; each process that reads pictures reads whole batches.
         share: ``(k, n)``: this is training process k of n, whose rows differ.
-        buffer: The next row is drawn from so many.
+        buffer: The next row is drawn from so many, which are shared out among the sets.
         start: Rows of this process that a run which is continued has learned.
     """
 
@@ -63,7 +63,8 @@ class Stream(IterableDataset):
         start: int = 0,
     ):
         self.sources, self.batch_size, self.share = sources, batch_size, share
-        self.seed, self.buffer, self.start = seed, buffer, start
+        self.seed, self.start = seed, start
+        self.buffer = max(buffer // len(sources), 1)
 
     def __iter__(self) -> Iterator[Streamed]:
         reader = get_worker_info()

@@ -11,6 +11,7 @@ import tarfile
 import tracemalloc
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 import yaml
@@ -21,11 +22,8 @@ from glm4v_patched.data.columns import fault_of_columns
 from glm4v_patched.data.messages import pictures_of
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import Source, fault_of_path, make_sources
-
-pytest.importorskip("datasets")
-pyarrow = pytest.importorskip("pyarrow")
-from tests.helpers import data_forms  # noqa: E402
-from tests.helpers.data_forms import FORMS, QUESTION, read_by_the_printed_line, turns  # noqa: E402
+from tests.helpers import data_forms
+from tests.helpers.data_forms import FORMS, QUESTION, read_by_the_printed_line, turns
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ def test_each_format_says_the_same(folder, rows):
 
 
 def test_a_table_says_the_same(folder):
-    pytest.importorskip("datasets")
     (code,) = blocks(PAGE, "python")
     exec(compile(code, str(PAGE), "exec"), {})
     ((asked, answer),) = read_conversations(folder / "cats.parquet")

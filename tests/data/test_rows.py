@@ -10,6 +10,7 @@ from contextlib import suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import datasets
 import pytest
 
 from glm4v_patched.data.messages import pictures_of
@@ -17,8 +18,6 @@ from glm4v_patched.data.pictures import PictureFiles, fetch
 from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows
 from glm4v_patched.data.source import Source, fault_of_set
 from tests.helpers.data_forms import png, turns
-
-datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from glm4v_patched.data import decoding
+from glm4v_patched.data import decoding, stream
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from glm4v_patched.data.stream import FAULTS, UNREADABLE, Stream, StreamCollator
@@ -69,8 +69,8 @@ def test_blank_lines_are_nobodys_row(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
     whole = taken(Stream([rows], 2, buffer=5), 50)
-    stream = Stream([rows], 2, buffer=5, start=26)
-    loader = DataLoader(stream, 2, collate_fn=asked, num_workers=workers)
+    rest = Stream([rows], 2, buffer=5, start=26)
+    loader = DataLoader(rest, 2, collate_fn=asked, num_workers=workers)
     assert sum(islice(loader, 12), []) == whole[26:]
 
 
@@ -129,6 +129,20 @@ def test_a_set_is_drawn_from_by_its_weight(rows, tmp_path):
     often = replace(written(tmp_path / "often.jsonl", [conversation("often")]), weight=3)
     drawn = taken(Stream([often, rows], 1), 400)
     assert 0.7 < drawn.count("often") / 400 < 0.8
+
+
+def test_no_more_rows_are_held_than_the_buffer_has_places_however_many_sets(rows, monkeypatch):
+    read, plain = [], stream.read_rows
+
+    def noted(*arguments, **options):
+        for row in plain(*arguments, **options):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(stream, "read_rows", noted)
+    sets = [rows] * 4
+    assert len({*taken(Stream(sets, 1, buffer=8), 30)}) > 10
+    assert len(read) <= 30 + 8 + len(sets)
 
 
 def test_of_a_set_that_is_cut_no_more_rows_come(rows):
