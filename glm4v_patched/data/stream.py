@@ -26,7 +26,7 @@ from .source import Source
 FAULTS, UNREADABLE = "faults", "unreadable"
 """In a batch: what is wrong with rows that are not in it, a line each with the place; and why a set
 cannot be read on, after which no run may go on."""
-NOTHING_LEARNED = [
+NOTHING_LEARNED: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
 ]
