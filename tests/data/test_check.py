@@ -270,8 +270,9 @@ def test_a_picture_that_may_change_within_a_tick_is_not_remembered(run, write, d
     picture, path = draw("a.png"), write(turns("a.png"))
     run(path)
     os.utime(picture, (time.time() - HOUR,) * 2)  # when its entry changed cannot be set
-    run(path)
-    assert len(decoded) == 2
+    for _ in range(2):
+        run(path)
+    assert len(decoded) == 3
 
 
 def test_the_age_of_a_picture_is_that_before_it_is_read(run, write, draw, decoded, monkeypatch):
