@@ -1,4 +1,8 @@
-"""A processor whose words are those of this room's tests."""
+"""A processor whose words are those of this room's tests, and a folder with a short name."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -11,3 +15,11 @@ WORDS += ["a red circle", "a green square", "red it is", "white"]
 @pytest.fixture(scope="module")
 def processor():
     return build_processor(WORDS)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Messages tell long paths in short, and pytest's own are longer where it has several
+    processes."""
+    with TemporaryDirectory(prefix="data-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
