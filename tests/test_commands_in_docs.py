@@ -69,7 +69,6 @@ ELSEWHERE = {
     "python -m openrlhf.cli.train_sft": "nox: jobs, which tries it: it asks for a GPU",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
-    "python -m tests.data.time_forms": "tests/data/test_forms.py, which makes and reads the same",
     # Rows in each format.
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.

@@ -70,6 +70,7 @@ SMOKES = [
     Smoke("time_data_check", "3 64 48", prints=r"next: [\d.]+ s of CPU"),
     Smoke("memory_for_cards", "--cards 1 2 --gigabytes 24", prints=r"2 x 24 GB \| - \| - \| \d+"),
     Smoke("time_many_rows", "20", prints=r"a training process: [\d.]+ s"),
+    Smoke("time_forms", "4", prints=r"\| VQA v2 \| `columns: .*` \| [\d.]+ \|"),
     Smoke("time_stream", "30 --steps 2", prints=r"30 rows: first step after [\d.]+ s"),
     Smoke(
         "export_formats",

@@ -28,11 +28,11 @@ from tqdm import tqdm
 
 from ..terminal_text import shorten
 from .check_cache import Memory, default_path
-from .checked_data import RULES, CheckedData, FileStamp, digest_file, row_digests, stamp_of
+from .checked_data import RULES, CheckedData, row_digests
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
 from .messages import pictures_of, replace_pictures
-from .pictures import Picture
+from .pictures import Stamp, times_of
 from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .source import Source
 from .stored_rows import ROWS_AT_ONCE, column, forget_rows, keep_rows, parts, store_rows
@@ -56,7 +56,7 @@ class _Read:
     """Rows as they were read."""
 
     sources: Sources
-    files: list[FileStamp]
+    files: list[Stamp]
     rows: Dataset
     workplace: TemporaryDirectory | None
     faults: list[list[Fault]] = field(default_factory=list)
@@ -194,14 +194,12 @@ def _read(
     first: int | None = None,
 ) -> _Read:
     """Read and measure the rows of sets, or the first ones."""
-    files = []
-    for source in sources if first is None else ():
-        for path in source.files:
-            files.append(FileStamp(path, *(stamp_of(path) or (-1, -1)), digest_file(path)))
+    streamed = first is not None
+    files = [] if streamed else [Stamp.of(path) for source in sources for path in source.files]
     folder = None if memory is None else memory.parent / "rows"
     key = None
     # Of folders and the Hub it is not seen whether they changed.
-    if first is None and all(source.files for source in sources):
+    if not streamed and all(source.files for source in sources):
         sets = [_with_absolute_paths(source) | {"weight": 1} for source in sources]
         key = [sets, [stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
     rows, workplace = store_rows(lambda: _rows_of(sources, collator, first), key, folder)
@@ -216,7 +214,7 @@ def _read(
                 faults[source].append(Fault(line, fault))
                 dropped.add(row)
     for stamp in files if workplace is not None else ():
-        if stamp_of(stamp.path) != stamp[1:3] and digest_file(stamp.path) != stamp.sha256:
+        if stamp.has_changed():
             raise ValueError(f"{stamp.path} has changed while it was read: start again")
     if workplace is not None and folder is not None and key is not None and not dropped:
         keep_rows(rows, key, folder)  # what cannot be fetched now may be there next time
@@ -242,8 +240,9 @@ def _rows_of(
 ) -> Iterator[dict[str, Any]]:
     """The rows of sets as they are stored, measured some at a time."""
     for number, source in enumerate(sources):
-        rows = islice(read_rows(source), first)
-        read = iter(tqdm(rows, desc="reading rows", disable=None, delay=5))
+        if first is not None:
+            source = replace(source, max_samples=min(first, source.max_samples or first))
+        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
         while some := [*islice(read, ROWS_AT_ONCE)]:
             stored = [_as_stored(row, number) for row in some]
             good = [
@@ -363,9 +362,7 @@ def _keep(
         files=tuple(read.files),
         pack_to=pack_to,
         rows=rows,
-        pictures=tuple(
-            Picture(path, *facts[path][:4]) for path in dict.fromkeys(_pictures_of(rows))
-        ),
+        pictures=tuple(Stamp(path, *facts[path][:4]) for path in dict.fromkeys(_pictures_of(rows))),
         skipped=read.skipped,
         workplace=read.workplace,
     )
@@ -397,12 +394,11 @@ def _check_pictures(paths: Iterable[str], memory: Memory) -> dict[str, Facts]:
     found: dict[str, Facts] = {}
     new: dict[str, int] = {}
     for path in paths:
-        stamp = _size_and_time(path)
-        size, mtime_ns, ctime_ns, sha256 = known.get(keys[path], (-1, -1, -1, ""))
-        if stamp == (size, mtime_ns, ctime_ns) and size >= 0:
-            found[path] = Facts(*stamp, sha256, None)
+        times, (*before, sha256) = times_of(path), known.get(keys[path], [""])
+        if times == tuple(before):
+            found[path] = Facts(*times, sha256, None)
         else:
-            new[path] = max(stamp[0], 0)
+            new[path] = times[0] if times else 0
     processes = _processes(len(new), sum(new.values()))
     sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
     learned: dict[str, Any] = {}
@@ -425,14 +421,6 @@ def _check_pictures(paths: Iterable[str], memory: Memory) -> dict[str, Facts]:
 def _picture_key(path: str) -> str:
     name = hashlib.sha256(os.fsencode(path)).hexdigest()
     return f"picture {RULES} {PIL.__version__} {name}"
-
-
-def _size_and_time(path: str) -> tuple[int, int, int]:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return -1, -1, -1
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _processes(number: int, size: int) -> int:

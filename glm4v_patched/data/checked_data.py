@@ -15,14 +15,13 @@ from datasets import Dataset
 
 from ..atomic import write_atomically
 from ..terminal_text import own_command
-from .collate import Size
 from .packing import share_out
-from .pictures import Picture
+from .pictures import Stamp
 from .rows import place
 from .source import Source
 from .stored_rows import Conversations, column, parts, read_stored, write_stored
 
-RULES = 6
+RULES = 7
 """Raised with every change after which what was good may no longer be."""
 
 
@@ -54,20 +53,9 @@ class BatchRows(NamedTuple):
         return 1 if self.shares is None else sum(map(len, self.shares)) / len(self.shares)
 
 
-class FileStamp(NamedTuple):
-    """A file that rows were read from."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    sha256: str
-
-
 @dataclass(frozen=True, eq=False)
 class CheckedData:
     """Which rows are trained on, and what they were when they were checked.
-
-    Two are equal if they have the same rows of the same sets, wherever these are kept.
 
     Attributes:
         sources: The sets.
@@ -82,10 +70,10 @@ class CheckedData:
     """
 
     sources: tuple[Source, ...]
-    files: tuple[FileStamp, ...]
+    files: tuple[Stamp, ...]
     pack_to: int | None
     rows: Dataset
-    pictures: tuple[Picture, ...]
+    pictures: tuple[Stamp, ...]
     skipped: int
     eval: "CheckedData | None" = None
     asked: Any = None
@@ -123,12 +111,6 @@ class CheckedData:
         return column(self.rows, name)[self.order]
 
     @cached_property
-    def row_sizes(self) -> tuple[Size, ...]:
-        """Of each conversation; of many, :meth:`column` takes less memory."""
-        columns = [self.column(name).tolist() for name in Size._fields]
-        return tuple(map(Size, *columns))
-
-    @cached_property
     def row_digests(self) -> tuple[str, ...]:
         """Of each conversation, by :func:`row_digests`."""
         digests = row_digests(
@@ -163,7 +145,7 @@ class CheckedData:
         return BatchRows(lengths, images, shares)
 
     @property
-    def stamps(self) -> dict[str, Picture]:
+    def stamps(self) -> dict[str, Stamp]:
         """What each picture was, by its path."""
         return {picture.path: picture for picture in self.pictures}
 
@@ -179,14 +161,12 @@ class CheckedData:
         Raises:
             ValueError: a file or a picture is not what was checked.
         """
-        cure = "start the training again, so that it is checked"
-        for stamp in self.files:
-            found = stamp_of(stamp.path)
-            if found != stamp[1:3] and digest_file(stamp.path) != stamp.sha256:
-                raise ValueError(f"{stamp.path} has changed since it was checked: {cure}")
-        for picture in self.pictures:
-            if stamp_of(picture.path) is None or picture.has_changed():
-                raise ValueError(f"{picture.path} has changed since it was checked: {cure}")
+        for file in (*self.files, *self.pictures):
+            if file.has_changed():
+                raise ValueError(
+                    f"{file.path} has changed since it was checked: start the training again, so "
+                    "that it is checked"
+                )
         return Conversations(self.rows, self.order)
 
     def write(self, path: Path) -> "CheckedData":
@@ -234,25 +214,12 @@ class CheckedData:
                 Source(**source | {"ignore": tuple(source["ignore"])})
                 for source in values.pop("sources")
             ),
-            files=tuple(FileStamp(*item) for item in values.pop("files")),
-            pictures=tuple(Picture(*item) for item in values.pop("pictures")),
+            files=tuple(Stamp(*item) for item in values.pop("files")),
+            pictures=tuple(Stamp(*item) for item in values.pop("pictures")),
             rows=read_stored(folder / name, number),
             eval=None if evaluated is None else cls._of(evaluated, folder),
             **values,
         )
-
-    def _facts(self) -> tuple:
-        # Of pictures not when they were last touched.
-        pictures = [(picture.path, picture.sha256) for picture in self.pictures]
-        plain = self.sources, self.files, self.pack_to, pictures, self.skipped, self.asked
-        return *plain, self.row_lines, self.row_digests, self.row_sizes
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CheckedData):
-            return NotImplemented
-        return self._facts() == other._facts() and self.eval == other.eval
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def row_digests(rows: Dataset, pictures: Mapping[str, str]) -> list[str]:
@@ -267,25 +234,3 @@ def row_digests(rows: Dataset, pictures: Mapping[str, str]) -> list[str]:
             of_pictures = "".join(pictures[path] for path in shown).encode()
             digests.append(hashlib.sha256(words + of_pictures).hexdigest())
     return digests
-
-
-def stamp_of(path: str) -> tuple[int, int] | None:
-    """Size and time of change; None if it is not there."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_size, found.st_mtime_ns
-
-
-def digest_file(path: str | Path) -> str:
-    """sha256 of its bytes.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
 from .messages import learned_turns, pictures_of, without_marks
-from .pictures import Picture
+from .pictures import Stamp
 
 
 class Size(NamedTuple):
@@ -32,7 +32,7 @@ class ConversationCollator:
     False`` is not.
     """
 
-    def __init__(self, processor, stamps: Mapping[str, Picture] = MappingProxyType({})):
+    def __init__(self, processor, stamps: Mapping[str, Stamp] = MappingProxyType({})):
         """
         Args:
             stamps: What pictures were that must not change.
@@ -66,8 +66,16 @@ class ConversationCollator:
         if there is an image."""
         for conversation in conversations:
             for path in pictures_of(conversation):
-                if isinstance(path, str) and path in self.stamps:
-                    self._require_unchanged(path)
+                # Of a conversation that was not read from a file they may be images.
+                if (
+                    isinstance(path, str)
+                    and path in self.stamps
+                    and self.stamps[path].has_changed()
+                ):
+                    raise ValueError(
+                        f"{path} has changed since the training began: put the picture back, or "
+                        "start again"
+                    )
         encoded = self.processor.apply_chat_template(
             [without_marks(conversation) for conversation in conversations],
             tokenize=True,
@@ -78,16 +86,6 @@ class ConversationCollator:
         if "pixel_values" in encoded:
             images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
         return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
-
-    def _require_unchanged(self, path: str) -> None:
-        try:
-            has_changed = self.stamps[path].has_changed()
-        except OSError as error:
-            raise ValueError(f"{path} was there when the training began: {error}") from None
-        if has_changed:
-            raise ValueError(
-                f"{path} has changed since the training began: put the picture back, or start again"
-            )
 
     def measure(self, conversations: list[list[dict]]) -> list[Size]:
         """Sizes of what :meth:`encode` makes of each; images are not opened."""

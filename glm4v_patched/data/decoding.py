@@ -60,6 +60,18 @@ def read_facts(path: str) -> Facts:
     return Facts(len(content), found.st_mtime_ns, found.st_ctime_ns, digest, find_fault(content))
 
 
+def may_be_decoded(path: str) -> bool:
+    """Whether a picture's header, which is all that is read, says that it is one, and not larger
+    than :func:`read_facts` takes."""
+    try:
+        if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
+            return False
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
+            return image.width * image.height <= MOST_PIXELS
+    except Exception:  # Pillow raises whatever its readers raise
+        return False
+
+
 def find_fault(content: bytes) -> str | None:
     """Why a picture of these bytes cannot be learned from; None if it can.
 

@@ -28,8 +28,8 @@ MOST_BYTES_FETCHED = 256 * 2**20
 URL_CURE = "expected a path: save the picture beside the rows, or set data.allow_urls: true"
 
 
-class Picture(NamedTuple):
-    """A file as it was when it was checked."""
+class Stamp(NamedTuple):
+    """A file as it was when it was checked: one of rows, or a picture."""
 
     path: str
     size: int
@@ -37,17 +37,35 @@ class Picture(NamedTuple):
     ctime_ns: int
     sha256: str
 
-    def has_changed(self) -> bool:
-        """Whether its bytes are others now. It may have been touched, or have got another name.
+    @classmethod
+    def of(cls, path: str) -> "Stamp":
+        """Raises ``ValueError`` if it cannot be read."""
+        try:
+            with open(path, "rb") as file:
+                found = os.fstat(file.fileno())
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, digest)
 
-        Raises:
-            OSError: it cannot be read.
-        """
-        found = os.stat(self.path)
-        if (found.st_size, found.st_mtime_ns, found.st_ctime_ns) == self[1:4]:
+    def has_changed(self) -> bool:
+        """Whether its bytes are others now, or not there. It may have been touched, or have got
+        another name."""
+        if times_of(self.path) == self[1:4]:
             return False
-        with open(self.path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() != self.sha256
+        try:
+            return Stamp.of(self.path).sha256 != self.sha256
+        except ValueError:
+            return True
+
+
+def times_of(path: str) -> tuple[int, int, int] | None:
+    """Size, time of change and of the entry's change; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 class _OnlyToHttp(urllib.request.HTTPRedirectHandler):

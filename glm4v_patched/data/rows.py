@@ -254,8 +254,10 @@ class _RowReader:
                 told, has = (
                     listed([*map(quoted, of)], MOST_KEYS_LISTED) for of in (names, self.keys)
                 )
+                most = self.source.max_samples
+                none = "no row has" if most is None else f"none of the first {most:,} rows has"
                 raise ValueError(
-                    f"{self.source.path}: no row has {told} ({part} of columns); they have {has}"
+                    f"{self.source.path}: {none} {told} ({part} of columns); they have {has}"
                 )
 
 

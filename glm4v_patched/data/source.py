@@ -183,7 +183,7 @@ def of_llama_factory(source: Source) -> Source:
         if entry.get("ranking"):
             raise ValueError(f"{name} is of preferences, which TRL trains on")
         columns = source.columns or _columns_of_llama_factory(entry)
-        most = source.max_samples or entry.get("num_samples")
+        most = min(filter(None, (source.max_samples, entry.get("num_samples"))), default=None)
         source = replace(source, subset=None, columns=columns, max_samples=most)
         if "file_name" not in entry:
             hub = {"split": entry.get("split"), "subset": entry.get("subset")}

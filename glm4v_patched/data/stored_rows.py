@@ -218,10 +218,3 @@ class Conversations(Sequence):
         if isinstance(index, slice):
             return Conversations(self.rows, self.order[index])
         return json.loads(self.messages[int(self.order[index])]["messages"])
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, Sequence) else False
-        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]  # as of any list

@@ -16,26 +16,30 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..remote.loss import IGNORE_INDEX
 from .check import ENCODER, fault_of_picture, fault_of_size, fault_of_text, measure
 from .collate import ConversationCollator
-from .decoding import read_facts
+from .decoding import may_be_decoded, read_facts
 from .messages import pictures_of
 from .rows import Row, place, read_rows
 from .source import Source
 
-FAULTS = "faults"
-"""In a batch: what is wrong with rows that are not in it, a line each with the place."""
-NOTHING_LEARNED = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+FAULTS, UNREADABLE = "faults", "unreadable"
+"""In a batch: what is wrong with rows that are not in it, a line each with the place; and why a set
+cannot be read on, after which no run may go on."""
+NOTHING_LEARNED: list[dict] = [
+    {"role": "user", "content": "-"},
+    {"role": "assistant", "content": "-", "train": False},
+]
 
 
 class Streamed(NamedTuple):
-    """A row on its way into a batch."""
+    """A row on its way into a batch, or what stands in its place in the order: a fault."""
 
     messages: list[dict]
     place: str
-    passed: tuple[str, ...]
-    """What was wrong with the rows between this one and the one before."""
+    fault: str | None = None
+    is_last: bool = False
+    """Whether the set cannot be read on."""
 
 
 class Stream(IterableDataset):
@@ -45,7 +49,7 @@ class Stream(IterableDataset):
         sources: The sets. Where there are several, the next row is of one that is drawn by weight.
         batch_size: Rows of a batch; each process that reads pictures reads whole batches.
         share: ``(k, n)``: this is training process k of n, whose rows differ.
-        buffer: The next row is drawn from so many.
+        buffer: The next row is drawn from so many, which are shared out among the sets.
         start: Rows of this process that a run which is continued has learned.
     """
 
@@ -59,7 +63,8 @@ class Stream(IterableDataset):
         start: int = 0,
     ):
         self.sources, self.batch_size, self.share = sources, batch_size, share
-        self.seed, self.buffer, self.start = seed, buffer, start
+        self.seed, self.start = seed, start
+        self.buffer = max(buffer // len(sources), 1)
 
     def __iter__(self) -> Iterator[Streamed]:
         reader = get_worker_info()
@@ -80,38 +85,49 @@ class Stream(IterableDataset):
 
     def _passes(self, number: int) -> Iterator[Streamed]:
         source = self.sources[number]
-        passed: list[str] = []
         for of_pass in count():
             draws = np.random.default_rng([self.seed, self.share[0], number, of_pass])
             held: list[Streamed] = []
-            is_empty = True
-            for found in read_rows(source, share=self.share):
-                where = place(source, found.line)
-                if not isinstance(found, Row):
-                    passed.append(f"{where}: {found.text}")
-                    continue
-                row = Streamed(found.messages, where, tuple(passed))
-                passed, is_empty = [], False
+            for row in self._rows(source):
                 if len(held) < self.buffer:
                     held.append(row)
                     continue
                 at = int(draws.integers(self.buffer))
                 yield held[at]
                 held[at] = row
-            if is_empty:
-                raise ValueError(
-                    f"{source.path}: none of the rows of training process {self.share[0] + 1} of "
-                    f"{self.share[1]} can be used; expected more rows, or fewer processes"
-                )
             yield from (held[at] for at in draws.permutation(len(held)))
+
+    def _rows(self, source: Source) -> Iterator[Streamed]:
+        """The rows of a pass, and faults where they stand: a row that is corrected, or that one
+        reader alone cannot fetch, moves no other. Where the set cannot be read on, it has no end.
+        """
+        read, is_empty = read_rows(source, share=self.share), True
+        try:
+            for found in read:
+                where = place(source, found.line)
+                if isinstance(found, Row):
+                    is_empty = False
+                    yield Streamed(found.messages, where)
+                else:
+                    yield Streamed([], where, found.text)
+            fault = (
+                f"none of the rows of training process {self.share[0] + 1} of {self.share[1]} can "
+                "be used; expected more rows, or fewer processes"
+            )
+            where = source.path
+        except ValueError as error:
+            is_empty, (line, _, fault) = True, str(error).removeprefix(source.path).partition(": ")
+            where = source.path + line
+        while is_empty:
+            yield Streamed([], where, fault, is_last=True)
 
 
 class StreamCollator:
     """Makes batches of rows that nobody has looked at.
 
     A row that cannot be learned from is not in its batch, and the batch says so under
-    :data:`FAULTS`. Without any other row it has one of which nothing is learned, for all processes
-    have to take the step.
+    :data:`FAULTS`, or :data:`UNREADABLE`. Without any other row it has one of which nothing is
+    learned, for all processes have to take the step.
 
     Args:
         longest: Positions of a row for which the run's memory was planned.
@@ -122,34 +138,31 @@ class StreamCollator:
         self.collator, self.longest, self.max_positions = collator, longest, max_positions
 
     def __call__(self, rows: list[Streamed]) -> dict:
-        faults = [fault for row in rows for fault in row.passed]
-        kept = []
-        for row in rows:
-            if (fault := self._fault_of_words(row.messages)) is None:
-                kept.append(row)
-            else:
-                faults.append(f"{row.place}: {fault}")
+        found = [(row, row.fault or self._fault_of(row.messages)) for row in rows]
         try:
-            batch = self._batch([row.messages for row in kept])
+            batch = self._batch(found)
         except Exception:  # of a picture; Pillow raises what it likes
-            found = [(row, self._fault_of_pictures(row.messages)) for row in kept]
-            faults += [f"{row.place}: {fault}" for row, fault in found if fault is not None]
-            batch = self._batch([row.messages for row, fault in found if fault is None])
-        return {**batch, FAULTS: faults}
+            found = [(row, fault or self._fault_of_batch(row.messages)) for row, fault in found]
+            batch = self._batch(found)
+        told: dict[bool, list[str]] = {False: [], True: []}
+        for row, fault in found:
+            if fault is not None:
+                told[row.is_last].append(f"{row.place}: {fault}")
+        return {**batch, FAULTS: told[False], UNREADABLE: told[True]}
 
-    def _batch(self, conversations: list[list[dict]]) -> dict[str, torch.Tensor]:
-        batch = self.collator(conversations or [NOTHING_LEARNED])
-        if not conversations:
-            batch["labels"].fill_(IGNORE_INDEX)
-        return batch
+    def _batch(self, found: list[tuple[Streamed, str | None]]) -> dict[str, torch.Tensor]:
+        kept = [row.messages for row, fault in found if fault is None]
+        return self.collator(kept or [NOTHING_LEARNED])
 
-    def _fault_of_words(self, messages: list[dict]) -> str | None:
+    def _fault_of(self, messages: list[dict]) -> str | None:
+        """What is wrong with a row's words, or with the size of its pictures."""
         if fault := fault_of_text(ENCODER.encode(messages)):
             return fault
         [size] = measure([messages], self.collator)
         if isinstance(size, str):
             return size
-        if fault := fault_of_size(len(pictures_of(messages)), size, self.max_positions, None):
+        pictures = pictures_of(messages)
+        if fault := fault_of_size(len(pictures), size, self.max_positions, None):
             return fault
         if size.positions > self.longest:
             return (
@@ -157,14 +170,18 @@ class StreamCollator:
                 "which the rows that were checked suggest: check more of them (data.check), or "
                 "shorten the conversation"
             )
-        return None
+        return _fault_of_pictures([path for path in pictures if not may_be_decoded(path)])
 
-    def _fault_of_pictures(self, messages: list[dict]) -> str | None:
-        for path in pictures_of(messages):
-            if fault := fault_of_picture(path, read_facts(path)):
-                return fault
+    def _fault_of_batch(self, messages: list[dict]) -> str | None:
+        if fault := _fault_of_pictures(pictures_of(messages)):
+            return fault
         try:
             self.collator([messages])
         except Exception as error:  # as above
             return f"cannot be made into a batch: {error}"
         return None
+
+
+def _fault_of_pictures(paths: list[str]) -> str | None:
+    faults = (fault_of_picture(path, read_facts(path)) for path in paths)
+    return next(filter(None, faults), None)

@@ -414,8 +414,9 @@ class _JsonText:
     def value(self, number: int) -> Any:
         self.next_character()
         while True:
+            begins = self.at
             try:
-                value, end = self.read.decoder.raw_decode(self.text, self.at)
+                value, end = self.read.decoder.raw_decode(self.text, begins)
             except json.JSONDecodeError as error:
                 # Else all of a large file would be read before its first fault is told.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - A_WORD
@@ -423,7 +424,7 @@ class _JsonText:
                     raise ValueError(f"{self.path}:{self.line}: row {number} {TOO_LONG}") from None
                 if cut and self._read_more():
                     continue
-                line = self.line + self.text.count("\n", self.at, error.pos)
+                line = self.line + error.doc.count("\n", begins, error.pos)
                 raise ValueError(
                     f"{self.path}:{line}: row {number} is no JSON: {error.msg}"
                 ) from None

@@ -53,7 +53,7 @@ def _describe_reason(recipe: Recipe, steps: Mapping[str, int]) -> str:
 
 def _describe_left_out(report: Mapping[str, Any]) -> str:
     number = report.get("left_out", 0)
-    return f"; {number:,} rows that the first process met could not be used" if number else ""
+    return f"; {number:,} rows could not be used" if number else ""
 
 
 def _describe_saved(recipe: Recipe, report: Mapping[str, Any]) -> str:

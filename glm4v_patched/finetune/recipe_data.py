@@ -77,7 +77,8 @@ class Data(Section):
     once, however many there are. The run's length is then trainer.max_steps, and a set's weight is
     how often it is drawn from, beside the others. null: if not all rows are checked."""
     shuffle_buffer: AtLeastOne = 1000
-    """Of a stream: the next row is drawn from so many that each process has read ahead."""
+    """Of a stream: the next row is drawn from so many, of all sets together, that each process has
+    read ahead."""
     on_bad: Annotated[Literal["fail", "skip"], MAY_CHANGE] = "fail"
     """What to do about rows that cannot be used: end with their list, or leave them out. Of a
     stream: end with a checkpoint and the row's place, or leave it out."""

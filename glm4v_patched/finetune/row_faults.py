@@ -1,5 +1,7 @@
 """Rows of a stream that cannot be used, which are only found as they are learned."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -15,51 +17,62 @@ class BadRow(RuntimeError):
 
 
 class RowFaults(TrainerCallback):
-    """Tells of rows that were left out, and ends the run after one if it is to.
+    """Tells of rows that were left out, and ends the run where it cannot go on.
+
+    It ends at most :data:`divergence.READ_EVERY` steps later, for no process waits for the others
+    in each step; a run that has made all of its steps is whole.
 
     Args:
-        ends: Whether a run ends, at most :data:`divergence.READ_EVERY` steps later, for no process
-            waits for the others in each step; one that has made all of its steps is whole.
+        ends: Whether a run ends after one such row; after a set that cannot be read on, all do.
     """
 
     def __init__(self, ends: bool):
         self.ends, self.has_ended = ends, False
-        self.found: list[str] = []
+        # Each once: a set may be passed through several times.
+        self.found: dict[str, None] = {}
+        self.ending: dict[str, None] = {}
+        """Those of :attr:`found` after which the run cannot go on."""
+        self.number = 0
+        """How many rows were left out, of all processes; known once the run has ended."""
 
-    def see(self, faults: list[str]) -> None:
-        """Take note of what is wrong with rows of a batch, a line each."""
+    def see(self, faults: list[str], unreadable: list[str]) -> None:
+        """Take note of what is wrong with rows of a batch, and of sets that cannot be read on."""
         if not self.ends:
-            for fault in faults[: max(MOST_TOLD - len(self.found), 0)]:
-                tqdm.write(f"left out: {fault}")
-        self.found += faults
-
-    @property
-    def number(self) -> int:
-        """How many rows were left out, of this process."""
-        return len(self.found)
+            new = [fault for fault in faults if fault not in self.found]
+            self._tell(new[: max(MOST_TOLD - len(self.found), 0)])
+        self.found |= dict.fromkeys([*faults, *unreadable])
+        self.ending |= dict.fromkeys([*unreadable, *(faults if self.ends else ())])
 
     def on_step_end(self, args, state, control, **kwargs):
-        if not self.ends or state.global_step >= state.max_steps:
+        if state.global_step >= state.max_steps:
             return control
-        if dist.is_initialized() and state.global_step % READ_EVERY and not control.should_log:
-            return control
-        [found] = highest(torch.tensor([len(self.found)], device=args.device))
-        if found:
+        has_to_end = len(self.ending)
+        if dist.is_initialized():
+            if state.global_step % READ_EVERY and not control.should_log:
+                return control
+            [has_to_end] = highest(torch.tensor([has_to_end], device=args.device))
+        if has_to_end:
             self.has_ended = control.should_save = control.should_training_stop = True
         return control
 
-    def require_none(self, step: int) -> None:
+    def conclude(self, step: int) -> None:
         """Raises :class:`BadRow` if the run has ended with one; all processes must ask."""
-        if not self.has_ended:
-            return
-        found = [self.found]
+        of_all: list[Any] = [(len(self.found), [*self.ending])]
         if dist.is_initialized():
-            found = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(found, self.found)
-        faults = [fault for of_process in found for fault in of_process]
+            of_all = [None] * dist.get_world_size()
+            dist.all_gather_object(of_all, (len(self.found), [*self.ending]))
+        self.number = sum(number for number, _ in of_all)
+        if not self.has_ended:  # those of the last steps, of which nothing has been told
+            self._tell([*self.ending][:MOST_TOLD])
+            return
+        faults = [fault for _, ending in of_all for fault in ending]
         more = f"\n  and {len(faults) - MOST_TOLD} more" if len(faults) > MOST_TOLD else ""
+        cure = ", or leave them out (data.on_bad: skip)," if self.ends else ""
         raise BadRow(
             "rows cannot be used:\n  " + "\n  ".join(faults[:MOST_TOLD]) + more + "\ncheckpoint-"
-            f"{step} has what was learned until then: correct them, or leave them out "
-            "(data.on_bad: skip), and continue"
+            f"{step} has what was learned until then: correct them{cure} and continue"
         )
+
+    def _tell(self, faults: list[str]) -> None:
+        for fault in faults:
+            tqdm.write(f"left out: {fault}")

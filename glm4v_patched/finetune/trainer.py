@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..atomic import give_usual_modes
 from ..data.feature_cache import TowerFeatures
-from ..data.stream import FAULTS, Stream
+from ..data.stream import FAULTS, UNREADABLE, Stream
 from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -83,7 +83,8 @@ class RecipeTrainer(Trainer):
         self._last_step: tuple[nn.Module, dict] | None = None
         super().__init__(model=model, **options)
         self.add_callback(self.watch)
-        self.add_callback(self.faults)
+        if isinstance(self.train_dataset, Stream):
+            self.add_callback(self.faults)
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
@@ -129,7 +130,7 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
-        self.faults.see(inputs.pop(FAULTS, []))
+        self.faults.see(inputs.pop(FAULTS, []), inputs.pop(UNREADABLE, []))
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # Until all batches of a step are there, DeepSpeed has the norm of the step before.

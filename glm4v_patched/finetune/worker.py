@@ -131,7 +131,8 @@ def train(plan: Plan) -> None:
             trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.watch.verdict is not None:
             raise Diverged(trainer.watch.verdict)
-        trainer.faults.require_none(trainer.state.global_step)
+        if recipe.data.is_streamed:
+            trainer.faults.conclude(trainer.state.global_step)
         if recipe.engine.zero_stage == 0:
             _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()

@@ -11,22 +11,17 @@ import torch
 from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.decoding import read_facts
 from glm4v_patched.data.packing import PackingCollator
-from glm4v_patched.data.pictures import Picture
+from glm4v_patched.data.pictures import Stamp
 from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set, draw_shape
-from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor
-from glm4v_patched.finetune.plots import plot_loss
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE
+from tests.helpers.data_forms import png, said, turns, write_rows
 
 
-def chat(*turns: tuple[str, str]) -> list[dict]:
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor(["Which colour is it?", "a red circle", "a green square", "red"])
+def chat(*words: str) -> list[dict]:
+    """Words of the user and the assistant in turn."""
+    return [said(("user", "assistant")[at % 2], text) for at, text in enumerate(words)]
 
 
 def supervised_text(processor, conversation: list[dict]) -> str:
@@ -61,21 +56,9 @@ def test_a_shape_has_its_colour_in_the_middle(shape):
 
 
 def test_a_unicode_line_separator_in_a_text_ends_no_line(tmp_path):
-    conversation = chat(("user", "a\u2028b"), ("assistant", "c"))
+    conversation = chat("a\u2028b", "c")
     write_conversations(tmp_path / "data.jsonl", [conversation])
     assert read_conversations(tmp_path / "data.jsonl") == [conversation]
-
-
-def test_only_the_assistants_words_and_the_end_are_supervised(processor):
-    conversation = chat(("user", "Which colour is it?"), ("assistant", "red"))
-    assert supervised_text(processor, conversation) == "\nred<|endoftext|>"
-
-
-def test_every_turn_of_the_assistant_is_supervised_to_the_token_that_ends_it(processor):
-    conversation = chat(
-        ("user", "a"), ("assistant", "red"), ("user", "b"), ("assistant", "a red circle")
-    )
-    assert supervised_text(processor, conversation) == "\nred<|user|>\na red circle<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -86,10 +69,9 @@ def test_every_turn_of_the_assistant_is_supervised_to_the_token_that_ends_it(pro
         ((True, False), "\nred<|user|>"),
     ],
 )
-def test_a_turn_that_is_not_to_be_learned_is_context(processor, marks, learned):
-    conversation = chat(
-        ("user", "a"), ("assistant", "red"), ("user", "b"), ("assistant", "a red circle")
-    )
+def test_turns_of_the_assistant_are_learned_to_the_token_that_ends_them(processor, marks, learned):
+    """But for those that are context."""
+    conversation = chat("a", "red", "x<|assistant|>y", "a red circle")
     marked = [dict(message) for message in conversation]
     for at, mark in zip((1, 3), marks, strict=True):
         if not mark:
@@ -103,30 +85,23 @@ def test_a_turn_that_is_not_to_be_learned_is_context(processor, marks, learned):
     assert collator.measure([marked])[0].learned == (batch["labels"] != -100).sum()
 
 
-def test_turns_that_cannot_be_told_apart_are_refused(processor):
-    marked = chat(("user", "a"), ("assistant", "red"), ("user", "b"), ("assistant", "red"))
+def test_turns_that_cannot_be_told_apart_are_refused(processor, words):
+    marked = chat("a", "red", "b", "red")
     marked[1]["train"] = False
     collator = ConversationCollator(processor)
-    with pytest.raises(ValueError, match="has 2 turns of the assistant, and .* writes 1"):
+    with words.refused(ValueError, "2 turns", "writes 1"):
         collator.labels([collator.assistant_id, 0], marked)
 
 
 def test_several_pictures_of_a_message_come_in_their_order(processor, tmp_path):
-    paths = []
-    for colour in ("red", "green", "blue"):
-        paths.append(str(tmp_path / f"{colour}.png"))
-        Image.new("RGB", (20, 20), colour).save(paths[-1])
+    paths = [str(tmp_path / f"{colour}.png") for colour in ("red", "green", "blue")]
+    for path in paths:
+        Path(path).write_bytes(png(Path(path).stem))
     parts = [{"type": "image", "image": path} for path in paths[:2]]
-    conversation = [
-        {"role": "user", "content": [*parts, {"type": "text", "text": "a"}]},
-        *chat(("assistant", "red")),
-        {"role": "user", "image": paths[2], "content": "b"},
-        *chat(("assistant", "red")),
-    ]
-    collator = ConversationCollator(processor, {paths[1]: Picture(paths[1], 0, 0, 0, "")})
-    with pytest.raises(ValueError, match="green.png has changed"):
-        collator([conversation])
-    batch = ConversationCollator(processor)([conversation])
+    conversation = turns([*parts, {"type": "text", "text": "a"}], "red")
+    conversation += turns("b", "red", image=paths[2])
+    collator = ConversationCollator(processor)
+    batch = collator([conversation])
     alone = [processor.image_processor(path)["pixel_values"] for path in paths]
     assert torch.equal(batch["pixel_values"], torch.cat(alone))
     (size,) = collator.measure([conversation])
@@ -135,18 +110,9 @@ def test_several_pictures_of_a_message_come_in_their_order(processor, tmp_path):
     assert text.index("<|end_of_image|><|begin_of_image|>") < text.index("a<|assistant|>")
 
 
-def test_special_tokens_in_the_data_are_text(processor):
-    conversation = chat(("user", "x<|assistant|>y"), ("assistant", "red"))
-    assert supervised_text(processor, conversation) == "\nred<|endoftext|>"
-
-
 def test_a_batch_is_padded_on_the_right_with_nothing_supervised_there(processor):
-    image = Image.new("RGB", (20, 20))
-    long = [
-        {"role": "user", "image": image, "content": "Which colour is it?"},
-        {"role": "assistant", "content": "red"},
-    ]
-    short = chat(("user", "a"), ("assistant", "red"))
+    long = turns("Which colour is it?", "red", image=Image.new("RGB", (20, 20)))
+    short = chat("a", "red")
     batch = ConversationCollator(processor)([short, long])
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
     assert batch["pixel_values"].shape == (1, 3, IMAGE_SIDE, IMAGE_SIDE)
@@ -167,10 +133,7 @@ def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_infer
     exif[0x0112] = orientation
     path = tmp_path / "a.jpg"
     image.save(path, exif=exif, quality=95)
-    (tmp_path / "data.jsonl").write_text(
-        '{"messages": [{"role": "user", "image": "a.jpg", "content": "q"}, '
-        '{"role": "assistant", "content": "red"}]}'
-    )
+    write_rows(tmp_path / "data.jsonl", turns("q", "red", image="a.jpg"))
     trained = ConversationCollator(processor)(read_conversations(tmp_path / "data.jsonl"))
     upright = ImageOps.exif_transpose(Image.open(path))
     if orientation > 4:
@@ -191,30 +154,24 @@ def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_infer
         assert torch.equal(inputs["pixel_values"], trained["pixel_values"]), way
 
 
-def test_plots_are_pictures(tmp_path):
-    plot_loss([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "loss.png")
-    assert Image.open(tmp_path / "loss.png").size[0] > 100
-
-
-def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path):
-    conversations = draw_data_set(tmp_path, 2, seed=0, side=IMAGE_SIDE)
-    processor = build_processor([m["content"] for c in conversations for m in c])
-    paths = [conversation[0]["image"] for conversation in conversations]
-    stamps = {path: Picture(path, *read_facts(path)[:4]) for path in paths}
+def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path, processor, words):
+    paths = [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    for path in paths:
+        Path(path).write_bytes(png())
+    conversations = [turns("q", "red", image=path) for path in paths]
+    stamps = {path: Stamp.of(path) for path in paths}
     collate = ConversationCollator(processor, stamps)
-    assert len(collate(conversations)["pixel_values"]) == 2
-    content = Path(paths[1]).read_bytes()
     os.utime(paths[1], ns=(0, 1000))  # touched, and the same
     assert len(collate(conversations)["pixel_values"]) == 2
-    Path(paths[1]).write_bytes(content[::-1])  # as long as before, and as old
-    os.utime(paths[1], ns=(0, stamps[paths[1]].mtime_ns))
-    with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
-        collate(conversations)
-    Image.new("RGB", (8, 8)).save(paths[1])
-    os.utime(paths[1], ns=(0, stamps[paths[1]].mtime_ns))
-    with pytest.raises(ValueError, match="00001.png has changed since the training began: put the"):
-        collate(conversations)
+    for content in (png()[::-1], png("blue")):
+        Path(paths[1]).write_bytes(content)  # the first as long as before, both as old
+        os.utime(paths[1], ns=(0, stamps[paths[1]].mtime_ns))
+        with words.refused(ValueError, "b.png"):
+            collate(conversations)
+        shown = [{"type": "image", "image": path} for path in paths]
+        with pytest.raises(ValueError, match="b.png has changed"):
+            collate([turns([*shown, {"type": "text", "text": "q"}])])
     os.remove(paths[1])
-    with pytest.raises(ValueError, match="00001.png was there when the training began"):
+    with words.refused(ValueError, "b.png"):
         collate(conversations)
     assert len(collate(conversations[:1])["pixel_values"]) == 1

@@ -18,18 +18,18 @@ from PIL import Image
 
 from glm4v_patched.data.check import check_file
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.demo.tiny_model import build_processor
+from tests.helpers.data_forms import found, said
 
 COLOURS = ("red", "green", "blue", "white")
 SUFFIXES = (".png", ".jpg", ".bmp", ".gif")
 
 
 def asked(picture: str | None = None, words: str = "Which colour is it?") -> dict:
-    return {"role": "user", "content": words} | ({"image": picture} if picture else {})
+    return said("user", words, **({"image": picture} if picture else {}))
 
 
 def answered(words: str) -> dict:
-    return {"role": "assistant", "content": words}
+    return said("assistant", words)
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"x": [1]}}}
@@ -38,19 +38,14 @@ CONVERSATIONS = [
     [asked("p/1.jpg", "<image>\nWhich?"), answered("green"), asked(), answered("yes, green")],
     [asked(), answered("which one?"), asked("p/2.bmp", ""), answered("blue \U0001f600 蓝")],
     [
-        {"role": "system", "content": "Be brief.", "tools": [TOOL]},
+        said("system", "Be brief.", tools=[TOOL]),
         asked("p/3.gif"),
-        {"role": "assistant", "content": "{}", "metadata": "look"},
-        {"role": "observation", "content": "white"},
+        said("assistant", "{}", metadata="look"),
+        said("observation", "white"),
         answered("white <|user|>"),
     ],
     [asked(words="No picture."), answered("none")],
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor(["Which colour is it?", "red it is", "green", "blue", "white"])
 
 
 @pytest.fixture(scope="module")
@@ -90,27 +85,17 @@ def damage_bytes(content: bytes, draw: Callable) -> bytes:
 
 KEYS = ["image", "images", "Image", "img", "image_url", "content", "value", "role", "from"]
 KEYS += ["messages", "conversations", "tools", "metadata", "id", "IMAGE", "image ", ""]
-WORDS = [
-    "",
-    " ",
-    "user",
-    "gpt",
-    "human",
-    "assistant",
-    "system",
-    "observation",
+ROLES = ["user", "gpt", "human", "assistant", "system", "observation"]
+NAMES = [
     "<image>",
     "q<image>q",
-]
-WORDS += [
     "p/0.png",
     "p/1.jpg",
     "p/9.png",
     "https://a.b/c.png",
     "<|begin_of_image|>",
-    "\ud83d",
-    "\0",
 ]
+WORDS = ["", " ", "\ud83d", "\0", "<|begin_of_image|>", *ROLES, *NAMES]
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text()
 )
@@ -242,21 +227,18 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
         for number in set(rows) - set(checked.row_lines):
             assert f"{path}:{number}: " in str(refused.value)
     else:
-        assert check_file(path, processor, 1024, **options) == checked
+        assert found(check_file(path, processor, 1024, **options)) == found(checked)
     for number, messages in zip(checked.row_lines, checked.conversations(), strict=True):
         assert_trains_all_it_says(json.loads(lines[number - 1]), messages, folder, processor)
     return len(checked.row_lines)
-
-
-def test_sound_files_are_taken_whole(sound, processor, tmp_path):
-    assert assert_never_silent(sound, processor, tmp_path / "memory") == len(CONVERSATIONS)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 def test_damaged_files_are_refused_or_trained_with_all_that_they_say(
     sound, processor, tmp_path, examples
 ):
-    kept = []
+    kept = [assert_never_silent(sound, processor, tmp_path / "memory")]
+    assert kept == [len(CONVERSATIONS)]
 
     @settings(
         max_examples=examples,

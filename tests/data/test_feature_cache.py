@@ -3,11 +3,11 @@
 Two processes: tests/distributed/test_reused_features.py.
 """
 
-import logging
+import copy
 import os
-import resource
-import signal
-from contextlib import contextmanager
+import re
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, dig
 from glm4v_patched.finetune.plan import settings_of
 from glm4v_patched.finetune.worker import RecipeTrainer, features_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.data_forms import turns
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import (
     encoded,
@@ -45,21 +46,18 @@ def frozen_model(weights: str = "language", **changes):
     model.transformer.vision.requires_grad_(False)
     if weights == "lora":
         torch.manual_seed(0)
-        config = LoraConfig(
-            r=2, target_modules=r".*encoder.*query_key_value", init_lora_weights=False
+        layers = r".*encoder.*query_key_value"
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
         )
-        model = get_peft_model(model, config)
     return model
-
-
-def tower_of(model):
-    return next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
 
 
 def count_runs(model) -> list[int]:
     """Grows by the number of pictures whenever the tower runs."""
     runs = []
-    tower_of(model).register_forward_hook(lambda tower, inputs, output: runs.append(len(output)))
+    tower = next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
+    tower.register_forward_hook(lambda tower, inputs, output: runs.append(len(output)))
     return runs
 
 
@@ -76,7 +74,7 @@ def one_picture(seed: int = 0) -> dict[str, torch.Tensor]:
     return batch([*text(3, seed), *grown_image(), *text(4, seed)], seed=seed)
 
 
-def epoch(image: list[int]) -> list[dict[str, torch.Tensor]]:
+def epoch(image: Sequence[int] = tuple(grown_image())) -> list[dict[str, torch.Tensor]]:  # noqa: B008
     """Rows with two images, with one and with none, and a batch without any."""
     two = [*text(3, 1), *image, *text(2, 2), *image, *text(4, 3)]
     one = [*text(6, 4), *image, *text(5, 5)]
@@ -107,6 +105,17 @@ def assert_same_steps(got: list[tuple], want: list[tuple]) -> None:
         assert [n for n, g in wanted.items() if not torch.equal(gradients[n], g)] == []
 
 
+def runs_of(batches, folder: Path | None = None, model=None, **options) -> list[int]:
+    """The pictures that go through the tower, as a model that reuses features learns the batches;
+    its steps are those of one that does not."""
+    model = model or frozen_model()
+    plain = copy.deepcopy(model)
+    want = train(plain, batches)
+    runs = count_runs(model)
+    assert_same_steps(train(model, batches, TowerFeatures(model, folder, **options)), want)
+    return runs
+
+
 @pytest.fixture(params=["memory", "folder"])
 def folder(request, tmp_path) -> Path | None:
     return None if request.param == "memory" else tmp_path / "features"
@@ -133,17 +142,11 @@ def test_features_given_are_merged_as_the_towers_own(image):
 @torch.no_grad()
 def test_features_belong_to_images_in_the_order_of_their_ids():
     model = tiny_model()
-    inputs = epoch(grown_image())[0]
+    inputs = epoch()[0]
     features = encoded(model, inputs.pop("pixel_values"))
     given, turned = (model(**inputs, image_features=f).logits for f in (features, features.flip(0)))
     assert not torch.equal(given, turned)
-
-
-def test_without_images_there_are_no_features():
-    model = tiny_model()
-    output = model(**batch(text(5)))
-    assert output.image_hidden_states is None
-    assert model.transformer(**batch(text(5))).image_hidden_states is None
+    assert model(**batch(text(5))).image_hidden_states is None
 
 
 def test_no_features_mean_no_image_and_no_blank_one_either(monkeypatch):
@@ -162,36 +165,27 @@ def test_no_features_mean_no_image_and_no_blank_one_either(monkeypatch):
     assert got.image_hidden_states is None
 
 
-@pytest.mark.parametrize("name", ["pixel_values", "images"])
-def test_pictures_and_features_together_are_refused(name):
-    inputs = one_picture()
-    inputs[name] = inputs.pop("pixel_values")
-    with pytest.raises(ValueError, match="1 images were given as pixel_values and 2 as image_feat"):
-        tiny_model()(**inputs, image_features=torch.zeros(2, *SHAPE))
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 64), (1, 6, 32), (6, 64), (1, 1, 6, 64)], ids=str)
-def test_features_of_another_shape_are_refused(shape):
-    inputs = one_picture() | {"pixel_values": None}
-    with pytest.raises(ValueError) as error:
-        tiny_model()(**inputs, image_features=torch.zeros(shape))
-    assert f"have shape {shape} but this model takes (number of images, 6, 64)" in str(error.value)
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_as_many_features_as_images_are_asked_for(number):
-    inputs = one_picture() | {"pixel_values": None}
-    with pytest.raises(ValueError, match=f"{number} images were given for 1 begin-of-image ids"):
-        tiny_model()(**inputs, image_features=torch.zeros(number, *SHAPE))
+@pytest.mark.parametrize(
+    ("changes", "shape", "named"),
+    [
+        ({}, (2, *SHAPE), "1 images were given as pixel_values and 2 as image_feat"),
+        ({"pixel_values": None}, (2, *SHAPE), "2 images were given for 1 begin-of-image ids"),
+        ({"pixel_values": None}, (0, *SHAPE), "0 images were given for 1 begin-of-image ids"),
+        *[({"pixel_values": None}, shape, str(shape)) for shape in ((1, 4, 64), (1, 6, 32), SHAPE)],
+    ],
+    ids=range(6),
+)
+def test_features_that_do_not_fit_are_refused(changes, shape, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        tiny_model()(**one_picture() | changes, image_features=torch.zeros(shape))
 
 
 def test_features_are_refused_with_embeddings_and_in_generation():
     model = tiny_model()
     with pytest.raises(ValueError, match="2 images were given with inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 4, 64), image_features=torch.zeros(2, *SHAPE))
-    inputs = one_picture()
     with pytest.raises(ValueError, match="1 image_features were given to generate.* pixel_values"):
-        model.generate(inputs["input_ids"], image_features=torch.zeros(1, *SHAPE))
+        model.generate(one_picture()["input_ids"], image_features=torch.zeros(1, *SHAPE))
 
 
 def test_features_have_the_gradients_of_a_trained_tower():
@@ -202,26 +196,19 @@ def test_features_have_the_gradients_of_a_trained_tower():
     assert all(p.grad is not None for p in model.transformer.vision.parameters())
 
 
-class InputsRequireGrad:
-    """What makes the inputs of a frozen tower's layers require grad, each in its way."""
-
-    def by_hook(model):
+@pytest.mark.parametrize("way", ["by a hook", "by transformers", "by peft"])
+def test_a_frozen_tower_keeps_nothing_for_a_backward_pass(way):
+    """Whoever makes the inputs of its layers require grad."""
+    model = frozen_model()
+    if way == "by a hook":
         model.transformer.vision.patch_embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_()
         )
-
-    def by_transformers(model):
+    elif way == "by transformers":
         model.enable_input_require_grads()
-
-    def by_peft(model):
+    else:
         model.gradient_checkpointing_enable({"use_reentrant": True})
         get_peft_model(model, LoraConfig(r=2, target_modules=r".*encoder.*query_key_value"))
-
-
-@pytest.mark.parametrize("way", ["by_hook", "by_transformers", "by_peft"])
-def test_a_frozen_tower_keeps_nothing_for_a_backward_pass(way):
-    model = frozen_model()
-    getattr(InputsRequireGrad, way)(model)
     inside = []
     for layer in model.transformer.vision.transformer.layers:
         layer.register_forward_hook(lambda module, inputs, output: inside.append(output.grad_fn))
@@ -245,32 +232,20 @@ def test_pictures_that_require_grad_get_it_through_a_frozen_tower():
 @pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
 @pytest.mark.parametrize("weights", ["language", "lora"])
 def test_reuse_changes_no_bit_and_spares_the_tower(weights, image, folder):
-    plain = frozen_model(weights)
-    plain_runs = count_runs(plain)
-    want = train(plain, 3 * epoch(image))
-    model = frozen_model(weights)
-    runs = count_runs(model)
-    got = train(model, 3 * epoch(image), TowerFeatures(model, folder))
-    assert_same_steps(got, want)
-    assert plain_runs == [3, 1] * 3
-    assert runs == [3, 1]
+    assert runs_of(3 * epoch(image), folder, frozen_model(weights)) == [3, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_features_are_kept_in_the_dtype_of_the_weights(dtype, folder):
-    want = train(frozen_model(dtype=dtype), 2 * epoch(grown_image()))
-    model = frozen_model(dtype=dtype)
-    runs = count_runs(model)
-    assert_same_steps(train(model, 2 * epoch(grown_image()), TowerFeatures(model, folder)), want)
-    assert runs == [3, 1]
+    assert runs_of(2 * epoch(), folder, frozen_model(dtype=dtype)) == [3, 1]
 
 
 def test_a_picture_is_known_in_other_company(folder):
     model = frozen_model()
     runs = count_runs(model)
     features = TowerFeatures(model, folder)
-    train(model, epoch(grown_image())[:2], features)
-    seen = torch.cat([inputs["pixel_values"] for inputs in epoch(grown_image())[:2]])
+    train(model, epoch()[:2], features)
+    seen = torch.cat([inputs["pixel_values"] for inputs in epoch()[:2]])
     mixed = batch([*grown_image(), *text(3, 9), *grown_image(), *grown_image()])
     mixed["pixel_values"] = seen[[3, 0, 3]]
     replaced = features.replace_pictures(mixed)
@@ -285,16 +260,13 @@ def test_a_picture_is_known_in_other_company(folder):
 
 
 def test_a_changed_pixel_runs_the_tower(folder):
-    model = frozen_model()
-    runs = count_runs(model)
-    features = TowerFeatures(model, folder)
     changed = one_picture()
     changed["pixel_values"] = changed["pixel_values"].clone()
     changed["pixel_values"][0, 2, 55, 55] += 1e-6
-    train(model, [one_picture(), one_picture(), changed], features)
-    assert runs == [1, 1]
-    train(model, [one_picture(), changed], features)
-    assert runs == [1, 1]
+    assert runs_of([one_picture(), one_picture(), changed, one_picture(), changed], folder) == [
+        1,
+        1,
+    ]
 
 
 def test_one_new_picture_in_a_batch_runs_the_tower_for_all(folder):
@@ -338,31 +310,19 @@ def test_the_collator_hashes_what_the_model_gets():
     assert "image_features" in replaced and "picture_digests" not in replaced
 
 
-@pytest.mark.parametrize("weights", ["all", "one", "adapters"])
+@pytest.mark.parametrize("weights", ["all", "one", "adapters", "later"])
 def test_a_trained_tower_is_refused(weights, folder):
     model = frozen_model()
-    vision = model.transformer.vision
-    if weights == "all":
-        vision.requires_grad_(True)
-    elif weights == "one":
-        vision.eoi.requires_grad_(True)
+    vision, features = model.transformer.vision, TowerFeatures(model, folder)
+    if weights == "later":
+        train(model, 2 * [one_picture()], features)
+    if weights == "adapters":
+        get_peft_model(model, LoraConfig(r=2, target_modules=r".*vision.*query_key_value"))
     else:
-        vision = get_peft_model(model, LoraConfig(r=2, target_modules=r".*vision.*query_key_value"))
-        vision = vision.base_model.model.transformer.vision
+        (vision.eoi if weights == "one" else vision).requires_grad_(True)
     total = len(list(vision.parameters()))
-    trained = {"all": total, "one": 1, "adapters": 4}[weights]
-    with pytest.raises(
-        ValueError, match=rf"{trained} of the tower's {total} param.*requires_grad_"
-    ):
-        TowerFeatures(model, folder).replace_pictures(one_picture())
-
-
-def test_a_tower_that_is_trained_from_some_step_on_is_refused_there(folder):
-    model = frozen_model()
-    features = TowerFeatures(model, folder)
-    train(model, 2 * [one_picture()], features)
-    model.transformer.vision.requires_grad_(True)
-    with pytest.raises(ValueError, match="parameters are trained"):
+    trained = {"one": 1, "adapters": 4}.get(weights, total)
+    with pytest.raises(ValueError, match=f"{trained} of the tower's {total} param.*requires_grad_"):
         features.replace_pictures(one_picture())
 
 
@@ -372,34 +332,21 @@ def test_a_model_without_a_tower_is_refused():
 
 
 def test_what_memory_has_no_room_for_runs_the_tower(caplog):
-    plain = frozen_model()
-    want = train(plain, 2 * epoch(grown_image()))
-    model = frozen_model()
-    runs = count_runs(model)
-    features = TowerFeatures(model, limit_bytes=4 * BYTES_OF_ONE - 1)
-    assert_same_steps(train(model, 2 * epoch(grown_image()), features), want)
-    assert runs == [3, 1, 1]  # the first batch fits
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
+    assert runs_of(2 * epoch(), limit_bytes=4 * BYTES_OF_ONE) == [3, 1]
+    assert caplog.records == []
+    assert runs_of(2 * epoch(), limit_bytes=4 * BYTES_OF_ONE - 1) == [3, 1, 1]  # the first fits
+    [record] = caplog.records
     numbers = f"3 pictures take {3 * BYTES_OF_ONE} of at most {4 * BYTES_OF_ONE - 1} bytes"
-    assert numbers in warnings[0]
+    assert numbers in record.getMessage()
 
 
 def test_a_picture_twice_in_a_batch_is_kept_once(caplog):
-    model = frozen_model()
-    runs = count_runs(model)
     twice = batch([*grown_image(), *grown_image()])
     twice["pixel_values"] = pictures(1).repeat(2, 1, 1, 1)
-    train(model, [twice, one_picture(), twice], TowerFeatures(model, limit_bytes=BYTES_OF_ONE))
-    assert runs == [2]
-    assert caplog.records == []
-
-
-def test_a_limit_that_is_reached_exactly_is_enough(caplog):
     model = frozen_model()
     runs = count_runs(model)
-    train(model, 2 * epoch(grown_image()), TowerFeatures(model, limit_bytes=4 * BYTES_OF_ONE))
-    assert runs == [3, 1]
+    train(model, [twice, one_picture(), twice], TowerFeatures(model, limit_bytes=BYTES_OF_ONE))
+    assert runs == [2]
     assert caplog.records == []
 
 
@@ -410,40 +357,26 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def filled(folder: Path) -> Path:
-    """The folder, in which a run has left the features of four pictures."""
+@pytest.fixture
+def filled(tmp_path) -> Path:
+    """A folder in which a run has left the features of four pictures."""
     model = frozen_model()
-    train(model, epoch(grown_image()), TowerFeatures(model, folder))
-    assert len(files_in(folder)) == 4
-    return folder
-
-
-def test_a_second_run_reuses_what_the_first_left(tmp_path):
-    filled(tmp_path)
-    want = train(frozen_model(), 2 * epoch(grown_image()))
-    model = frozen_model()
-    runs = count_runs(model)
-    assert_same_steps(train(model, 2 * epoch(grown_image()), TowerFeatures(model, tmp_path)), want)
-    assert runs == [3]  # on its first batch
+    train(model, epoch(), TowerFeatures(model, tmp_path))
     assert len(files_in(tmp_path)) == 4
+    return tmp_path
 
 
-def test_a_run_that_begins_without_pictures_reuses_them_later(tmp_path):
-    filled(tmp_path)
-    model = frozen_model()
-    runs = count_runs(model)
-    train(model, epoch(grown_image())[::-1], TowerFeatures(model, tmp_path))
-    assert runs == [1]
+def test_a_second_run_reuses_what_the_first_left(filled):
+    assert runs_of(2 * epoch(), filled) == [3]  # on its first batch
+    assert len(files_in(filled)) == 4
+    assert runs_of(epoch()[::-1], filled) == [1]  # also one that begins without pictures
 
 
 def folder_of(model, folder: Path, context=None) -> str:
     """Name of the subfolder for a model's features."""
     before = {path.parent.name for path in files_in(folder)}
-    if context is None:
+    with context or nullcontext():
         train(model, [one_picture()], TowerFeatures(model, folder))
-    else:
-        with context:
-            train(model, [one_picture()], TowerFeatures(model, folder))
     (name,) = {path.parent.name for path in files_in(folder)} - before or before
     return name
 
@@ -453,12 +386,7 @@ def test_changed_weights_run_the_tower(tmp_path):
     model = frozen_model()
     with torch.no_grad():
         model.transformer.vision.conv.bias[0] += 1
-    runs = count_runs(model)
-    want = train(model, 2 * [one_picture()])
-    changed = frozen_model()
-    changed.transformer.vision.load_state_dict(model.transformer.vision.state_dict())
-    assert_same_steps(train(changed, 2 * [one_picture()], TowerFeatures(changed, tmp_path)), want)
-    assert runs == [1, 1]
+    assert runs_of(2 * [one_picture()], tmp_path, model) == [1]
     assert len({path.parent.name for path in files_in(tmp_path)} - {first}) == 1
 
 
@@ -470,46 +398,27 @@ def matmul_precision(precision: str):
     torch.set_float32_matmul_precision(before)
 
 
-def test_pixels_rounded_on_their_way_have_other_features(tmp_path):
-    """fp32 towers, and autocast, but pixels in the dtype of the embeddings."""
-    names = set()
-    for dtype in (torch.float32, torch.bfloat16):
-        model = frozen_model()
-        model.transformer.embedding.to(dtype)
-        names.add(folder_of(model, tmp_path, torch.autocast("cpu", torch.bfloat16)))
-    assert len(names) == 2
-
-
 def test_other_settings_have_other_features(tmp_path):
     vision = tiny_config().vision_config
     vision = vision if isinstance(vision, dict) else vision.__dict__
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    in_forward = frozen_model()  # where alone accelerate enters it
+    in_forward.forward = autocast(in_forward.forward)
+    rounded = frozen_model()  # in which pixels have the dtype of the embeddings
+    rounded.transformer.embedding.to(torch.bfloat16)
     names = [
         folder_of(frozen_model(), tmp_path),
         folder_of(frozen_model(vision_config=vision | {"scaling_factor": 2}), tmp_path),
         folder_of(frozen_model(vision_config=vision | {"layer_norm_eps": 1e-3}), tmp_path),
         folder_of(frozen_model(attn_implementation="eager"), tmp_path),
         folder_of(frozen_model(dtype=torch.bfloat16), tmp_path),
-        folder_of(frozen_model(), tmp_path, torch.autocast("cpu", torch.bfloat16)),
+        folder_of(in_forward, tmp_path),
+        folder_of(rounded, tmp_path, autocast),
         folder_of(frozen_model(), tmp_path, matmul_precision("high")),
     ]
     assert len(set(names)) == len(names)
     # What the language model is does not matter.
-    model = frozen_model("lora")
-    assert folder_of(model, tmp_path / "lora") == names[0]
-
-
-def test_autocast_that_only_the_forward_enters_is_told_apart(tmp_path):
-    """As accelerate does it."""
-    plain = folder_of(frozen_model(), tmp_path)
-    model = frozen_model()
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(
-        *args, **kwargs
-    )
-    runs = count_runs(model)
-    train(model, 2 * [one_picture()], TowerFeatures(model, tmp_path))
-    assert runs == [1]
-    assert len({path.parent.name for path in files_in(tmp_path)} - {plain}) == 1
+    assert folder_of(frozen_model("lora"), tmp_path / "lora") == names[0]
 
 
 def test_every_weight_of_the_tower_counts():
@@ -531,22 +440,18 @@ def test_every_weight_of_the_tower_counts():
     assert len(digests) == 4 + len(weights)
 
 
-def cut(path: Path, length: int) -> None:
-    os.truncate(path, length)
-
-
 def rewrite(path: Path, tower: str | None = None, shape=SHAPE) -> None:
     """Other features under this picture's name."""
-    title = f"picture {path.stem} by tower {tower or path.parent.name}"
-    save_file({title: torch.zeros(shape)}, path)
+    save_file(
+        {f"picture {path.stem} by tower {tower or path.parent.name}": torch.zeros(shape)}, path
+    )
 
 
 DAMAGES = {
-    "empty": lambda path, other: cut(path, 0),
-    "cut in the header": lambda path, other: cut(path, 20),
-    "cut by a byte": lambda path, other: cut(path, path.stat().st_size - 1),
+    "empty": lambda path, other: os.truncate(path, 0),
+    "cut in the header": lambda path, other: os.truncate(path, 20),
+    "cut by a byte": lambda path, other: os.truncate(path, path.stat().st_size - 1),
     "longer by a byte": lambda path, other: path.write_bytes(path.read_bytes() + b"0"),
-    "no safetensors": lambda path, other: path.write_text("<html>"),
     "a folder": lambda path, other: (path.unlink(), path.mkdir()),
     "another picture's": lambda path, other: path.write_bytes(other.read_bytes()),
     "another tower's": lambda path, other: rewrite(path, tower="0" * 64),
@@ -557,99 +462,32 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_bad_file_is_named_and_never_used(damage, tmp_path, caplog):
-    folder = filled(tmp_path)
-    (name,) = digest_pictures(epoch(grown_image())[1]["pixel_values"])
-    (bad,) = folder.rglob(f"{bytes(name.tolist()).hex()}.safetensors")
-    other = next(path for path in files_in(folder) if path != bad)
+def test_a_bad_file_is_named_and_never_used(damage, filled, caplog):
+    (name,) = digest_pictures(epoch()[1]["pixel_values"])
+    (bad,) = filled.rglob(f"{bytes(name.tolist()).hex()}.safetensors")
     good = bad.read_bytes()
-    DAMAGES[damage](bad, other)
-    want = train(frozen_model(), epoch(grown_image()))
-    model = frozen_model()
-    runs = count_runs(model)
-    assert_same_steps(train(model, epoch(grown_image()), TowerFeatures(model, folder)), want)
-    assert runs == [3, 1]
-    assert str(bad) in caplog.records[0].getMessage()
-    assert "is not used" in caplog.records[0].getMessage()
+    DAMAGES[damage](bad, next(path for path in files_in(filled) if path != bad))
+    assert runs_of(epoch(), filled) == [3, 1]
+    assert f"{bad} is not used" in caplog.records[0].getMessage()
     if damage != "a folder":
         assert len(caplog.records) == 1
         assert bad.read_bytes() == good
 
 
-def test_what_a_killed_run_left_half_written_is_no_feature(tmp_path):
-    folder = filled(tmp_path)
-    for path in files_in(folder):
-        path.rename(path.with_suffix(".1234.partial"))
-    model = frozen_model()
-    runs = count_runs(model)
-    train(model, epoch(grown_image()), TowerFeatures(model, folder))
-    assert runs == [3, 1]
-
-
-def test_bytes_are_on_the_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
-    done = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda file: (done.append(("flushed", os.fstat(file).st_size)), fsync(file))
-    )
-    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("named"), replace(old, new)))
-    model = frozen_model()
-    train(model, [one_picture()], TowerFeatures(model, tmp_path))
-    (path,) = files_in(tmp_path)
-    assert done == [("flushed", path.stat().st_size), "named"]
-
-
-def test_a_file_holds_the_towers_own_bytes(tmp_path):
-    folder = filled(tmp_path)
-    model = frozen_model()
-    pixels = epoch(grown_image())[0]["pixel_values"]
-    want = encoded(model, pixels)
+def test_a_file_holds_the_towers_own_bytes(filled):
+    pixels = epoch()[0]["pixel_values"]
+    want = encoded(frozen_model(), pixels)
     for digest, features in zip(digest_pictures(pixels).tolist(), want, strict=True):
-        (path,) = folder.rglob(f"{bytes(digest).hex()}.safetensors")
+        (path,) = filled.rglob(f"{bytes(digest).hex()}.safetensors")
         (kept,) = load(path.read_bytes()).values()
         assert torch.equal(kept, features)
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    want = train(frozen_model(), 2 * epoch(grown_image()))
-    model = frozen_model()
-    features = TowerFeatures(model, tmp_path / "file")
-    assert_same_steps(train(model, 2 * epoch(grown_image()), features), want)
+    runs_of(2 * epoch(), tmp_path / "file")
     messages = [record.getMessage() for record in caplog.records]
     assert len([message for message in messages if "could not be written" in message]) == 1
-
-
-def test_a_process_killed_while_it_writes_leaves_no_file_of_that_name(tmp_path):
-    model = frozen_model()
-    features = TowerFeatures(model, tmp_path)
-    train(model, [one_picture()], features)
-    (path,) = files_in(tmp_path)
-    path.unlink()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES_OF_ONE, BYTES_OF_ONE))
-            train(model, [one_picture()], features)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGXFSZ
-    assert [left.suffix for left in files_in(tmp_path)] == [".partial"]
-
-
-def test_a_file_that_cannot_be_written_to_its_end_is_none(tmp_path, caplog):
-    model = frozen_model()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES_OF_ONE, limits[1]))  # without the header
-    try:
-        train(model, epoch(grown_image()), TowerFeatures(model, tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert files_in(tmp_path) == []
-    assert ["File too large" in record.getMessage() for record in caplog.records] == [True]
 
 
 # The recipe
@@ -662,31 +500,19 @@ def conversations(tmp_path) -> list[list[dict]]:
     for number in range(5):
         path = tmp_path / f"{number}.png"
         Image.new("RGB", (56, 56), (40 * number, 10, 200)).save(path)
-        question = {"role": "user", "content": f"Which number is this? {number}"}
-        if number != 3:
-            question["image"] = str(path)
-        made.append([question, {"role": "assistant", "content": "number " * (number + 1)}])
+        shown = {"image": str(path)} if number != 3 else {}
+        made.append(turns(f"Which number is this? {number}", "number " * (number + 1), **shown))
     return made
 
 
 def trainer(model, features, conversations, processor, out: Path) -> RecipeTrainer:
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        num_train_epochs=3,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        use_cpu=True,
-        remove_unused_columns=False,
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        seed=0,
-    )
+    arguments = {"num_train_epochs": 3, "per_device_train_batch_size": 1, "learning_rate": 1e-3}
+    arguments |= {"gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 0}
+    arguments |= {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "use_cpu": True}
     return RecipeTrainer(
         model,
         features=features,
-        args=arguments,
+        args=TrainingArguments(output_dir=str(out), **arguments),
         train_dataset=conversations,
         eval_dataset=conversations,
         data_collator=ConversationCollator(processor),
@@ -696,13 +522,9 @@ def trainer(model, features, conversations, processor, out: Path) -> RecipeTrain
 
 
 def trainable_model(processor) -> GLM4VForCausalLM:
-    tokens = processor.tokenizer.convert_tokens_to_ids
-    model = frozen_model(
-        boi_token_id=tokens("<|begin_of_image|>"),
-        eoi_token_id=tokens("<|end_of_image|>"),
-        pad_token_id=tokens("<|endoftext|>"),
-    )
-    return model
+    names = {"boi": "<|begin_of_image|>", "eoi": "<|end_of_image|>", "pad": "<|endoftext|>"}
+    ids = processor.tokenizer.convert_tokens_to_ids
+    return frozen_model(**{f"{name}_token_id": ids(token) for name, token in names.items()})
 
 
 def test_the_trainer_reuses_features_and_no_bit_changes(folder, conversations, processor, tmp_path):
@@ -734,26 +556,20 @@ def test_a_trainer_predicts_logits_and_no_features(conversations, processor, tmp
     assert predictions.shape[-1] == 512
 
 
-def test_a_recipe_says_where_features_are_kept(tmp_path):
-    model = frozen_model()
-    assert features_of(False, model) is None
-    assert features_of(True, model).folder is None
-    assert features_of(str(tmp_path), model).folder == tmp_path
-
-
-def test_a_continued_run_may_reuse_features_or_not(tmp_path):
-    (tmp_path / "data").write_text("")
-    plain, reusing = (
-        recipe({"trained": "lm", "data.train": str(tmp_path / "data"), "data.reuse_features": r})
-        for r in (False, True)
+def test_a_recipe_says_where_features_are_kept_and_a_continued_one_another_place(tmp_path):
+    model, folder = frozen_model(), str(tmp_path)
+    (tmp_path / "rows").write_text("")
+    changes = {"trained": "lm", "data.train": str(tmp_path / "rows")}
+    off, memory, kept = (
+        recipe(changes | {"data.reuse_features": value}) for value in (False, True, folder)
     )
-    assert settings_of(plain, processes=1) == settings_of(reusing, processes=1)
-
-
-@pytest.mark.parametrize("value", [None, "", 1, ["folder"]], ids=str)
-def test_a_recipe_refuses_what_is_no_folder(value):
-    with pytest.raises(ValueError, match="data.reuse_features"):
-        recipe({"data.reuse_features": value})
+    assert features_of(off.data.reuse_features, model) is None
+    assert features_of(memory.data.reuse_features, model).folder is None
+    assert features_of(kept.data.reuse_features, model).folder == tmp_path
+    assert settings_of(off, 1) == settings_of(memory, 1) == settings_of(kept, 1)
+    for value in (None, "", 1, ["folder"]):
+        with pytest.raises(ValueError, match="data.reuse_features"):
+            recipe({"data.reuse_features": value})
 
 
 @pytest.mark.gpu
@@ -761,7 +577,7 @@ def test_a_recipe_refuses_what_is_no_folder(value):
 def test_on_a_gpu_features_wait_in_page_locked_memory(dtype, folder):
     def on_gpu():
         model = frozen_model(dtype=dtype).cuda()
-        steps = [{n: v.cuda() for n, v in made.items()} for made in 2 * epoch(grown_image())]
+        steps = [{n: v.cuda() for n, v in made.items()} for made in 2 * epoch()]
         return model, steps
 
     want = train(*on_gpu())

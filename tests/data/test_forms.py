@@ -6,12 +6,12 @@ import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import tarfile
 import tracemalloc
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 import yaml
@@ -20,17 +20,10 @@ from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import fault_of_columns
 from glm4v_patched.data.messages import pictures_of
-from glm4v_patched.data.rows import Fault, Row, describe_faults, read_rows
+from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import Source, fault_of_path, make_sources
-from glm4v_patched.demo.tiny_model import build_processor
-
-pytest.importorskip("datasets")
-from tests.helpers.data_forms import FORMS, QUESTION, draw, vqa_v2  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def collator():
-    return ConversationCollator(build_processor([QUESTION, "red 007 NA blue, green"]))
+from tests.helpers import data_forms
+from tests.helpers.data_forms import FORMS, QUESTION, read_by_the_printed_line, turns
 
 
 @pytest.fixture
@@ -38,44 +31,32 @@ def examples(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(tmp_path)
-    return draw(tmp_path, 6)
-
-
-def read_by_the_printed_line(path: Path, fields: dict) -> tuple[list[Row], str | None]:
-    """The rows of a set, and the value of ``data.columns`` that was printed, if one was."""
-    given = {"path": str(path), **fields}
-    rows = [row for source in make_sources([given], {}) for row in read_rows(source)]
-    faults = {row.text for row in rows if isinstance(row, Fault)}
-    if not faults:
-        return rows, None
-    (fault,) = faults
-    (line,) = re.findall(r"'data\.columns=(.*?)'", fault)
-    sources = make_sources([given | {"columns": yaml.safe_load(line)}], {})
-    return [row for source in sources for row in read_rows(source)], line
+    return data_forms.draw(tmp_path, 6)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(examples, tmp_path, collator, name):
+def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(
+    examples, tmp_path, processor, name
+):
     make, fields = FORMS[name]
     rows, _ = read_by_the_printed_line(make(tmp_path, examples), fields)
-    assert [row for row in rows if isinstance(row, Fault)] == []
-    answers = {row.messages[-1]["content"] for row in rows}
-    assert answers == {example.answer for example in examples}
+    assert {row.messages[-1]["content"] for row in rows} == {of.answer for of in examples}
     assert len(rows) == len(examples)
     # In the order of classes, where these are folders.
     first = next(row for row in rows if row.messages[-1]["content"] == examples[0].answer)
     picture = str(tmp_path / "pictures" / examples[0].picture)
-    asked = {"role": "user", "content": QUESTION, "image": picture}
-    expected = collator([[asked, {"role": "assistant", "content": examples[0].answer}]])
+    collator = ConversationCollator(processor)
+    expected = collator([turns(QUESTION, examples[0].answer, image=picture)])
     found = collator([first.messages])
     assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def read(path: Path, text: str | bytes | None = None, **fields) -> list[Row | Fault]:
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+def read(path: Path, content: str | bytes | list | None = None, **fields) -> list[Row | Fault]:
+    if isinstance(content, list):
+        content = "\n".join(map(json.dumps, content))
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (source,) = make_sources([{"path": str(path), **fields}], {})
     return [*read_rows(source)]
 
@@ -100,69 +81,68 @@ WORDS = [
     ("x.y.z", "1"),
     ("{{a}} is {a}", "{a} is b"),
     (["a", "none", "n"], "b\n7"),
-    ("Question Text", '"Question Text" is a column: write "{Question Text}" for it'),
-    ("nothing", 'the column "nothing" is missing; the row has "Question Text", "a", "n", "json", '),
-    ("{none}.", 'the column "none" is missing'),
-    ("json.q", "json.q is a list; expected text; json.q.0 is its first"),
-    ("描述图片", 'the column "描述图片" is missing; .*; words that are no column end with . or ?'),
+]
+NO_WORDS = ["Question Text", "nothing", "{none}.", "json.q", "描述图片"]
+ANSWERS = [
+    (["cat", "dog", "dog"], "dog"),
+    (["cat", "dog"], "cat"),
+    ([{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], "yes"),
+    (3, "3"),
+    (0.5, "0.5"),
 ]
 
 
 @pytest.mark.parametrize(("words", "expected"), WORDS, ids=range(len(WORDS)))
 def test_a_question_is_a_column_or_words_with_columns_among_them(tmp_path, words, expected):
-    columns = {"question": words, "answer": "a"}
-    (row,) = read(tmp_path / "a.jsonl", json.dumps(ROW), columns=columns)
-    if isinstance(row, Row):
-        assert said(row) == [expected, "b"]
-    else:
-        assert re.search(re.escape(expected).replace(r"\.\*", ".*"), row.text)
+    (row,) = read(tmp_path / "a.jsonl", [ROW], columns={"question": words, "answer": "a"})
+    assert said(row) == [expected, "b"]
+
+
+@pytest.mark.parametrize(("answers", "expected"), ANSWERS, ids=range(len(ANSWERS)))
+def test_of_several_answers_the_commonest_is_learned(tmp_path, answers, expected):
+    columns = {"question": "Who?", "answer": "answer"}
+    (row,) = read(tmp_path / "a.jsonl", [{"answer": answers}], columns=columns)
+    assert said(row) == ["Who?", expected]
+
+
+def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
+    for question in NO_WORDS:
+        (row,) = read(tmp_path / "a.jsonl", [ROW], columns={"question": question, "answer": "a"})
+        words(row.text)
+    columns = {"question": "Who?", "answer": "answer"}
+    for answer in (True, [], [["a"]], None):
+        (row,) = read(tmp_path / "a.jsonl", [{"answer": answer}], columns=columns)
+        words(row.text)
+
+
+PAIRS = [["q", "a"], ["r", "b"]]
+NAMED = [{"ask": "q", "reply": "a"}, {"ask": "r", "reply": "b", "by": "me"}]
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
 @pytest.mark.parametrize(
-    ("answers", "expected"),
+    ("talk", "more", "expected"),
     [
-        (["cat", "dog", "dog"], "dog"),
-        (["cat", "dog"], "cat"),
-        ([{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], "yes"),
-        (3, "3"),
-        (0.5, "0.5"),
-        (True, "the answer is true; expected text"),
-        ([], "is an empty list; expected text"),
-        ([["a"]], "is a list; expected text"),
-        (None, 'the column "answer" is missing'),
+        (PAIRS, {}, ["q", "a", "r", "b"]),
+        (NAMED, {"question": "ask", "answer": "reply"}, ["q", "a", "r", "b"]),
+        (turns(), {}, ["q", "a"]),
+        (SHAREGPT, {}, ["q", "a"]),
     ],
-    ids=range(9),
+    ids=["pairs", "named", "messages", "ShareGPT's"],
 )
-def test_of_several_answers_the_commonest_is_learned(tmp_path, answers, expected):
-    columns = {"question": "Who?", "answer": "answer"}
-    (row,) = read(tmp_path / "a.jsonl", json.dumps({"answer": answers}), columns=columns)
-    if isinstance(row, Row):
-        assert said(row) == ["Who?", expected]
-    else:
-        assert expected.removeprefix("the ").replace("answer is", "answer is") in row.text
-
-
-def test_turns_and_history_and_system_are_columns(tmp_path):
-    pairs = [["q", "a"], ["r", "b"]]
-    named = [{"ask": "q", "reply": "a"}, {"ask": "r", "reply": "b", "by": "me"}]
-    roles = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    path = tmp_path / "a.jsonl"
-    whole = ["s", "q", "a", "r", "b"]
-    for turns, more, expected in [
-        (pairs, {}, whole),
-        (named, {"question": "ask", "answer": "reply"}, whole),
-        (roles, {}, whole[:3]),
-        (sharegpt, {}, whole[:3]),
-    ]:
-        columns = {"turns": "talk", "system": "rules", **more}
-        (row,) = read(path, json.dumps({"talk": turns, "rules": "s"}), columns=columns)
-        assert said(row) == expected
-    columns = {"history": "before", "question": "now", "answer": "then", "system": "Be brief."}
-    text = json.dumps({"before": pairs[:1], "now": "r", "then": "b", "other": 1})
-    assert [said(row) for row in read(path, text, columns=columns)] == [["Be brief.", *whole[1:]]]
-    (row,) = read(path, json.dumps({"talk": [["q"]]}), columns={"turns": "talk"})
+def test_turns_are_a_column_of_any_form(tmp_path, talk, more, expected):
+    columns = {"turns": "talk", "system": "rules", **more}
+    (row,) = read(tmp_path / "a.jsonl", [{"talk": talk, "rules": "s"}], columns=columns)
+    assert said(row) == ["s", *expected]
+    (row,) = read(tmp_path / "a.jsonl", [{"talk": [["q"]]}], columns={"turns": "talk"})
     assert said(row).startswith("turn 1 of 1 of talk: is a list; expected ")
+
+
+def test_history_stands_before_the_question_and_the_system_before_both(tmp_path):
+    columns = {"history": "before", "question": "now", "answer": "then", "system": "Be brief."}
+    given = {"before": PAIRS[:1], "now": "r", "then": "b", "other": 1}
+    (row,) = read(tmp_path / "a.jsonl", [given], columns=columns)
+    assert said(row) == ["Be brief.", "q", "a", "r", "b"]
 
 
 def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
@@ -185,10 +165,6 @@ def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(ex
     marked = row | {"question": "<image>r", "image": names[0]}
     (found,) = read(path, json.dumps(marked), columns=columns | {"image": "image"})
     assert found.messages[3]["image"] == absolute[0] and "image" not in found.messages[1]
-    # Also in rows of a known format.
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    (found,) = read(path, json.dumps({"messages": turns, "images": names[:1]}))
-    assert found.messages == [turns[0] | {"image": absolute[0]}, turns[1]]
 
 
 def test_a_picture_in_a_cell_is_a_data_url_by_its_words(tmp_path, examples):
@@ -199,71 +175,69 @@ def test_a_picture_in_a_cell_is_a_data_url_by_its_words(tmp_path, examples):
     assert Path(row.pictures[0]).read_bytes() == base64.b64decode(content)
 
 
-def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(tmp_path, examples):
+def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
+    tmp_path, examples, words
+):
     picture = f"pictures/{examples[0].picture}"
-    text = '{"q": "x", "a": "y"}\n' + json.dumps({"q": "x", "a": "y", "img": picture})
+    rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": picture}]
     columns = {"question": "q", "answer": "a", "image": "img"}
-    with_none, with_one = read(tmp_path / "a.jsonl", text, columns=columns)
+    with_none, with_one = read(tmp_path / "a.jsonl", rows, columns=columns)
     assert (with_none.pictures, with_one.pictures) == ([], [str(tmp_path / picture)])
-    with pytest.raises(
-        ValueError, match=r'no row has "imag" .image of columns.; they have "q", "a", "img"'
-    ):
-        read(tmp_path / "a.jsonl", text, columns=columns | {"image": "imag"})
+    with words.refused(ValueError, '"imag"', '"q", "a", "img"'):
+        read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
 
 
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"img": "a.png", "caption": "c"}, '{image: img, question: "?", answer: caption}'),
-        ({"image": "a.png", "prompt": "q", "solution": "s"}, "question: prompt, answer: solution"),
-        ({"text_a": "q", "text_b": "s"}, "{question: text_a, answer: text_b}"),
-        ({"Question Text": "q", "Answer": "s"}, '{question: "{Question Text}", answer: Answer}'),
-        ({"image": "a.png", "qa": [{"question": "q", "answer": "a"}]}, "turns: qa"),
-        ({"dialog": [["q", "a"]]}, "{turns: dialog}"),
-        ({"photo": "data:image/png;base64,AA", "label": 3}, "answer: label, image: photo"),
-        ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question"),
+        (
+            {"img": "a.png", "caption": "c"},
+            'image: img, question: "What is in the picture?", answer: caption',
+        ),
+        (
+            {"image": "a.png", "prompt": "q", "solution": "s"},
+            "question: prompt, answer: solution, image: image",
+        ),
+        ({"text_a": "q", "text_b": "s"}, "question: text_a, answer: text_b"),
+        ({"Question Text": "q", "Answer": "s"}, 'question: "{Question Text}", answer: Answer'),
+        ({"dialog": [["q", "a"]]}, "turns: dialog"),
+        ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question, "),
         ({"query": "q", "answers": [{"answer": "a", "answer_id": 1}]}, "answer: answers"),
-        ({"image": "a.png"}, "answer: COLUMN"),
+        ({"photo": "data:image/png;base64,AA", "label": 3}, "answer: label, image: photo"),
     ],
-    ids=range(10),
-)  # fmt: skip
+    ids=range(8),
+)
 def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path, row, line):
-    (fault,) = read(tmp_path / "a.jsonl", json.dumps(row))
+    (fault,) = read(tmp_path / "a.jsonl", [row])
     (found,) = re.findall(r"'data\.columns=(.*?)'", fault.text)
-    expected = {"answer": "caption", "image": "img", "question": QUESTION}
-    if line.startswith("{image"):
-        assert yaml.safe_load(found) == expected
-    else:
-        assert line.strip("{}") in found
-    assert fault_of_columns(yaml.safe_load(found)) is None
-    assert "glm4v-patched doctor RECIPE --rows 3" in fault.text
+    guessed, expected = yaml.safe_load(found), yaml.safe_load(f"{{{line}}}")
+    assert expected.items() <= guessed.items() and fault_of_columns(guessed) is None
 
 
 def test_rows_that_lack_a_key_have_the_fault_of_the_others(tmp_path):
-    text = '{"q": "x", "a": "y"}\n{"q": "x"}\n{"q": "x", "other": 1}'
-    first, second, third = (row.text for row in read(tmp_path / "a.jsonl", text))
+    rows = [{"q": "x", "a": "y"}, {"q": "x"}, {"q": "x", "other": 1}]
+    first, second, third = (row.text for row in read(tmp_path / "a.jsonl", rows))
     assert first == second and '"other"' in third
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    "columns",
     [
-        ({"qestion": "a"}, 'has "qestion"; did you mean question'),
-        ({"answer": "a"}, "has neither question nor image nor turns"),
-        ({"question": 5}, "question is 5; expected the name of a column, or words"),
-        ({"question": "{a"}, "expected '}'"),
-        ({"question": "{a!r}"}, "is no such text"),
-        ({"question": "{a:>9999999999}"}, "is no such text"),
-        ({"question": "{}"}, "is no such text"),
-        ({"question": "a", "answer": ["b"]}, "answer is a list"),
-        ({"turns": "a", "history": "b"}, "history and turns"),
-        ([], "is an empty list; expected {question"),
+        {"qestion": "a"},
+        {"answer": "a"},
+        {"question": 5},
+        {"question": "{a"},
+        {"question": "{a!r}"},
+        {"question": "{a:>9999999999}"},
+        {"question": "{}"},
+        {"question": "a", "answer": ["b"]},
+        {"turns": "a", "history": "b"},
+        [],
     ],
     ids=range(10),
 )
-def test_columns_that_cannot_be_are_refused(columns, message):
-    assert message in fault_of_columns(columns)
-    with pytest.raises(ValueError, match=f"set 1 of 1: columns .*{re.escape(message)}"):
+def test_columns_that_cannot_be_are_refused(columns, words):
+    with words.refused(ValueError, "set 1 of 1: columns "):
         make_sources([{"path": "a.jsonl", "columns": columns}], {})
 
 
@@ -295,15 +269,12 @@ def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
         assert said(row) == words if isinstance(words, list) else said(row).startswith(words)
 
 
-def test_csv_of_a_known_format_is_read_and_told_by_lines(tmp_path):
-    text = "prompt,completion\nq,a\nr,\n"
-    (good, bad) = read(tmp_path / "a.csv", text)
-    assert said(good) == ["q", "a"]
-    source = Source(str(tmp_path / "a.csv"))
-    assert f"{source.path}:3: " in describe_faults(source, [bad], 2)
-    with pytest.raises(ValueError, match='a.csv:1: "q" names several columns'):
+def test_csv_of_a_known_format_is_read_and_told_by_lines(tmp_path, words):
+    good, bad = read(tmp_path / "a.csv", "prompt,completion\nq,a\nr,\n")
+    assert said(good) == ["q", "a"] and bad.line == 3
+    with words.refused(ValueError, "a.csv:1: ", '"q"'):
         read(tmp_path / "a.csv", "q,q\nx,y\n")
-    with pytest.raises(ValueError, match="0 conversations"):
+    with words.refused(ValueError, "a.csv: 0 conversations"):
         read(tmp_path / "a.csv", "q,a\n")
 
 
@@ -331,7 +302,6 @@ TOO_LONG = "134,217,728 characters or more"
 def test_a_row_that_unpacks_without_end_is_refused(
     tmp_path, monkeypatch, name, start, filler, expected
 ):
-    pyarrow = pytest.importorskip("pyarrow")
     monkeypatch.setattr("glm4v_patched.data.text_rows.MOST_CHARACTERS", LIMIT)
     path = tmp_path / f"{name}.zst"
     with pyarrow.output_stream(str(path), compression="zstd") as file:
@@ -350,7 +320,6 @@ def test_a_row_that_unpacks_without_end_is_refused(
 
 @pytest.mark.parametrize("kind", ["gzip", "bz2", "zstd"])
 def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(tmp_path, kind):
-    pyarrow = pytest.importorskip("pyarrow")
     path = tmp_path / "a.jsonl"  # told by its bytes, whatever it is called
     lines = [json.dumps({"prompt": f"{at}?", "completion": "a"}) + "\n" for at in range(2000)]
     parts = []
@@ -364,71 +333,66 @@ def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(t
             read(path, b"".join(parts)[:-cut])
 
 
-@pytest.mark.parametrize("how", ["sparse", "packed", "cut", "compressed"])
-def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path, examples, how):
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("sparse", "1.txt is sparse"),
+        ("packed", "1.txt.gz is sparse or compressed"),
+        ("cut", "cannot be read by datasets"),
+        ("compressed", "expected one that is not: tar -xf"),
+    ],
+)
+def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path, examples, how, told):
     path = tmp_path / ("rows.tar" if how != "compressed" else "rows.tar.gz")
+    (tmp_path / "1.txt").write_bytes(gzip.compress(bytes(1000)))
     with tarfile.open(path, "w:gz" if how == "compressed" else "w") as archive:
         archive.add(tmp_path / "pictures" / examples[0].picture, "1.png")
-        (tmp_path / "1.txt.gz").write_bytes(gzip.compress(bytes(1000)))
-        archive.add(tmp_path / "1.txt.gz", "1.txt.gz" if how == "packed" else "1.txt")
+        archive.add(tmp_path / "1.txt", "1.txt.gz" if how == "packed" else "1.txt")
     if how == "sparse":
-        (tmp_path / "1.txt").write_bytes(b"")
         os.truncate(tmp_path / "1.txt", 2**30)
         subprocess.run(["tar", "-Scf", path, "1.txt"], cwd=tmp_path, check=True, timeout=60)
         assert path.stat().st_size < 2**20
     if how == "cut":
         path.write_bytes(path.read_bytes()[:700])
-    told = {"sparse": "1.txt is sparse", "packed": "1.txt.gz is sparse or compressed"}
-    told |= {"cut": "cannot be read by datasets", "compressed": "expected one that is not: tar -xf"}
-    with pytest.raises(ValueError, match=told[how]):
+    with pytest.raises(ValueError, match=told):
         read(path)
     if how in ("sparse", "packed"):
         (tmp_path / "shards").mkdir()
         path.rename(tmp_path / "shards" / "train-0.tar")
-        with pytest.raises(ValueError, match=told[how]):
+        with pytest.raises(ValueError, match=told):
             read(tmp_path / "shards")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        ('{"data": [{"a": 1}], "data": []}', 'a.json:1: the key "data" stands twice'),
-        ('{"data": [{"a": 1}]} x', "something stands after|no JSON"),
-        ('{"data": [' + '{"a": 1}, ' * 9000 + '{"a": 1}]} x', "something stands after the end of"),
-        ('{"data": [' + '{"a": 1}, ' * 9000 + "[[", "row 9001 is no JSON"),
-        ('{"train": [{"a": 1}], "test": [{"a": 1}]}', 'the lists "test", "train"; .*jq .NAME'),
-        (
-            '{"images": [{"id": 1}], "annotations": [{"image_id": 7, "caption": "c"}]}',
-            "image_id is 7, and no",
-        ),
-        ('{"x": ' + "[" * 100_000, "nested too deeply|no JSON"),
-        (b"\x80\x04\x95pickle", "is Python's pickle; .*pickles can run code"),
-        (b"PK\x03\x04\0\0", "is a zip archive; .*unzip "),
-        (b"\x89HDF\r\n", "is HDF5; "),
-        (b"SQLite format 3", "an SQLite database; .*sqlite3 -json"),
-        (b"\xfd7zXZ\0", "is compressed by xz; .*xz -dk"),
-        (b"\xff\xfea\0b\0", "iconv -f UTF-16 -t UTF-8"),
+        ('{"data": [{"a": 1}], "data": []}', 'a.json:1: the key "data"'),
+        ('{"data": [' + '{"a": 1}, ' * 9000 + '{"a": 1}]} x', "something stands"),
+        ('{"data": [' + '{"a": 1}, ' * 9000 + "[[", "row 9001"),
+        ('{"train": [{"a": 1}], "test": [{"a": 1}]}', '"test", "train"'),
+        ('{"images": [{"id": 1}], "annotations": [{"image_id": 7}]}', "image_id is 7"),
+        (b"\x80\x04\x95pickle", "pickle"),
+        (b"PK\x03\x04\0\0", "unzip"),
+        (b"\x89HDF\r\n", "HDF5"),
+        (b"SQLite format 3", "sqlite3 -json"),
+        (b"\xfd7zXZ\0", "xz -dk"),
+        (b"\xff\xfea\0b\0", "iconv"),
     ],
-    ids=range(13),
+    ids=range(11),
 )
-def test_what_is_no_object_around_rows_is_refused(tmp_path, content, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_object_around_rows_is_refused(tmp_path, content, named, words):
+    with words.refused(ValueError, named):
         raise ValueError([row.text for row in read(tmp_path / "a.json", content)][0])
 
 
-def test_one_row_is_no_object_around_rows(tmp_path):
-    row = {"id": 1, "objects": [{"box": 1}], "messages": [{"role": "user", "content": "q"}]}
-    row["messages"].append({"role": "assistant", "content": "a"})
-    path = tmp_path / "a.json"
-    assert [said(of) for of in read(path, json.dumps(row), ignore=["id", "objects"])] == [
-        ["q", "a"]
-    ]
-    row["objects"] *= 9000  # more than what is looked at to tell
-    row["messages"] = row.pop("messages")
-    text = json.dumps({"messages": row["messages"], "id": 1, "objects": row["objects"]})
-    assert [said(of) for of in read(path, text, ignore=["id", "objects"])] == [["q", "a"]]
-    two = '{"q": "x", "objects": [{"a": 1}]}\n' * 2
-    assert len(read(path, two)) == 2
+@pytest.mark.parametrize("times", [1, 9000], ids=["short", "longer than what is looked at"])
+def test_one_row_is_no_object_around_rows(tmp_path, times):
+    row = {"id": 1, "objects": [{"box": 1}] * times}
+    first = [row | {"messages": turns()}] * (times == 1)  # else it cannot be told
+    for given in (*first, {"messages": turns()} | row):
+        (found,) = read(tmp_path / "a.json", [given], ignore=["id", "objects"])
+        assert said(found) == ["q", "a"]
+    assert len(read(tmp_path / "a.json", [{"q": "x", "objects": [{"a": 1}]}] * 2)) == 2
 
 
 # Sets
@@ -436,19 +400,15 @@ def test_one_row_is_no_object_around_rows(tmp_path):
 
 def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in "ba":
-        (tmp_path / f"rows-{name}.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    for name in ("rows-b.jsonl", "rows-a.jsonl", "x[1].jsonl"):
+        (tmp_path / name).write_text('{"prompt": "q", "completion": "a"}\n')
     sources = make_sources([{"path": "rows-*.jsonl", "weight": 2.0}], {"max_samples": 5})
     assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
     assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
-    assert fault_of_path("rows-*.jsonl") is None
+    assert [source.path for source in make_sources("x[1].jsonl", {})] == [f"{tmp_path}/x[1].jsonl"]
     (tmp_path / "rows-c.jsonl").touch()
     assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
     assert fault_of_path("no-*.jsonl") == "there is no such file"
-    (tmp_path / "x[1].jsonl").write_text("a file of that name is no pattern")
-    assert [source.path for source in make_sources("x[1].jsonl", {})] == [
-        str(tmp_path / "x[1].jsonl")
-    ]
 
 
 def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
@@ -457,9 +417,6 @@ def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
     rows = read(tmp_path / "a.jsonl", text, max_samples=3)
     assert [row.line for row in rows] == [1, 2, 3] and isinstance(rows[1], Fault)
     assert len(read(tmp_path / "a.json", f"[{', '.join(lines)}, broken", max_samples=5)) == 5
-    for wrong in (0, -1, True, 1.5, "3"):
-        with pytest.raises(ValueError, match="max_samples is .*; expected a whole number above 0"):
-            make_sources([{"path": "a.jsonl", "max_samples": wrong}], {})
 
 
 @pytest.mark.parametrize("called", ["rows", "a[1]*{b,c}", "ü ß"])
@@ -476,32 +433,15 @@ def test_a_folder_may_have_any_name(examples, tmp_path, called, name):
         assert row.pictures[0].startswith(f"{path}/") and Path(row.pictures[0]).is_file()
 
 
-def test_splits_of_pictures_are_those_of_their_folders(examples, tmp_path):
-    splits = {"train": examples[:2], "test": examples[2:4]}
-    for split, of_split in splits.items():
-        for example in of_split:
-            folder = tmp_path / "photos" / split / example.answer
-            folder.mkdir(parents=True)
-            shutil.copy(tmp_path / "pictures" / example.picture, folder)
-    columns = {"question": QUESTION, "answer": "label", "image": "image"}
-    for split, of_split in splits.items():
-        rows = read(tmp_path / "photos", split=split, columns=columns)
-        expected = {(example.picture, example.answer) for example in of_split}
-        assert {(Path(row.pictures[0]).name, said(row)[1]) for row in rows} == expected
-    with pytest.raises(ValueError, match="has the splits train, test and not nonsense"):
-        read(tmp_path / "photos", split="nonsense")
-
-
 def test_faults_in_a_folder_of_texts_name_their_file(tmp_path):
     (tmp_path / "rows" / "data").mkdir(parents=True)
-    (tmp_path / "rows" / "data" / "train-0.jsonl").write_text('{"prompt": "q", "completion": "a"}')
-    (tmp_path / "rows" / "data" / "train-1.jsonl").write_text('\n{"prompt": 1, "prompt": 2}')
+    for n, text in enumerate(
+        ('{"prompt": "q", "completion": "a"}', '\n{"prompt": 1, "prompt": 2}')
+    ):
+        (tmp_path / "rows" / "data" / f"train-{n}.jsonl").write_text(text)
     good, bad = read(tmp_path / "rows")
     assert isinstance(good, Row) and (bad.line, good.line) == (2, 1)
-    assert (
-        bad.text
-        == f'{tmp_path}/rows/data/train-1.jsonl:2: the key "prompt" stands 2 times in one object'
-    )  # noqa: E501
+    assert bad.text.startswith(f'{tmp_path}/rows/data/train-1.jsonl:2: the key "prompt" stands 2')
 
 
 @pytest.mark.parametrize("name", ["a.png", "metadata.csv", "dataset_info.json", "train-0.tar"])
@@ -515,7 +455,7 @@ def test_a_pipe_in_a_folder_is_not_waited_for(examples, tmp_path, name):
 
 
 def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
-    path = vqa_v2(tmp_path, examples)
+    path = data_forms.vqa_v2(tmp_path, examples)
     whole = json.loads((tmp_path / "annotations.json").read_text())
     whole["annotations"] = whole["annotations"][:2]
     (tmp_path / "annotations.json").write_text(json.dumps(whole))
@@ -528,55 +468,58 @@ def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
         read(path, columns=columns, annotations=str(tmp_path / "b.json"))
 
 
-REFUSED_SETS = [
-    ({"a": {}, "b": {}}, None, r"has the sets a, b: name one of them \(subset\)"),
-    ({"a": {}}, "b", r"has the sets a: name one"),
-    ({"a": {"ranking": True}}, None, "of preferences, which TRL trains on"),
-    ({"a": {"script_url": "x"}}, None, "a has no 'hf_hub_url'"),
-    ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, None, "column videos is not read"),
-    ({"a": {"file_name": "x.json", "formatting": "sharegpt", "columns": {"messages": "m"},
-            "tags": {"role_tag": "who"}}}, None, "keys who and value are not read"),
-    ({"a": {"file_name": "x.json"}}, None, "x.json: there is no such file"),
-    ([], None, "dataset_info.json: "),
-    ({"a": 5}, None, "dataset_info.json: "),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("info", "subset", "message"), REFUSED_SETS, ids=range(len(REFUSED_SETS)))
-def test_sets_of_llama_factory_that_are_not_read_are_refused(tmp_path, info, subset, message):
+@pytest.mark.parametrize(
+    ("info", "subset", "named"),
+    [
+        ({"a": {}, "b": {}}, None, "a, b: name one"),
+        ({"a": {}}, "b", "the sets a"),
+        ({"a": {"ranking": True}}, None, "TRL"),
+        ({"a": {"script_url": "x"}}, None, "hf_hub_url"),
+        ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, None, "videos"),
+        (
+            {
+                "a": {
+                    "file_name": "x.json",
+                    "formatting": "sharegpt",
+                    "columns": {"messages": "m"},
+                    "tags": {"role_tag": "who"},
+                }
+            },
+            None,
+            "who and value",
+        ),
+        ({"a": {"file_name": "x.json"}}, None, "x.json"),
+        (5, None, "dataset_info.json: "),
+    ],
+    ids=range(8),
+)
+def test_sets_of_llama_factory_that_are_not_read_are_refused(tmp_path, info, subset, named):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         [*read_rows(Source(str(tmp_path), subset=subset))]
 
 
-@pytest.mark.parametrize(
-    "columns", [None, {"prompt": "q", "query": "more", "response": "a", "system": "s"}]
-)  # noqa: E501
-def test_llama_factorys_alpaca_is_read(tmp_path, columns):
-    names = columns or {
-        "prompt": "instruction",
-        "query": "input",
-        "response": "output",
-        "system": "system",
-    }  # noqa: E501
-    values = {"prompt": "q", "query": "r", "response": "a", "system": "s"}
-    rows = [{names[key]: value for key, value in values.items()}]
-    rows.append(rows[0] | {names["query"]: ""})
+@pytest.mark.parametrize("columns", [None, {"prompt": "q", "query": "more", "response": "a"}])
+def test_llama_factorys_alpaca_is_read_and_cut_by_the_smaller_number(tmp_path, columns):
+    names = columns or {"prompt": "instruction", "query": "input", "response": "output"}
+    row = {names["prompt"]: "q", names["query"]: "r", names["response"]: "a"}
+    rows = [row, row | {names["query"]: ""}, row]
     (tmp_path / "x.json").write_text(json.dumps(rows))
     entry = {"file_name": "x.json", "num_samples": 2} | ({"columns": columns} if columns else {})
     (tmp_path / "dataset_info.json").write_text(json.dumps({"only": entry}))
-    found = [said(row) for row in read_rows(Source(str(tmp_path)))]
-    assert found == [["s", "q\nr", "a"], ["s", "q", "a"]]
+    for most, number in ((None, 2), (1, 1), (3, 2)):
+        found = [said(row) for row in read_rows(Source(str(tmp_path), max_samples=most))]
+        assert found == [["q\nr", "a"], ["q", "a"]][:number]
 
 
-def test_annotations_that_change_are_read_again(tmp_path, collator):
+def test_annotations_that_change_are_read_again(tmp_path, processor):
     (tmp_path / "q.json").write_text('[{"question_id": 1, "question": "red"}]')
     columns = {"question": "question", "answer": "answer"}
     annotations = str(tmp_path / "a.json")
     source = Source(str(tmp_path / "q.json"), columns=columns, annotations=annotations)
     for answer in ("red", "blue"):
         (tmp_path / "a.json").write_text(json.dumps([{"question_id": 1, "answer": answer}]))
-        checked = check_sets([source], collator.processor, 64, memory=tmp_path / "m" / "m.sqlite")
+        checked = check_sets([source], processor, 64, memory=tmp_path / "m" / "m.sqlite")
         assert checked.conversations()[0][1]["content"] == answer
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(ValueError, match="a.json has changed since it was checked"):

@@ -37,7 +37,6 @@ def test_each_format_says_the_same(folder, rows):
 
 
 def test_a_table_says_the_same(folder):
-    pytest.importorskip("datasets")
     (code,) = blocks(PAGE, "python")
     exec(compile(code, str(PAGE), "exec"), {})
     ((asked, answer),) = read_conversations(folder / "cats.parquet")
@@ -47,7 +46,8 @@ def test_a_table_says_the_same(folder):
 
 
 def test_its_recipe_can_be(folder):
-    (text,) = blocks(PAGE, "yaml")
+    text, streamed = blocks(PAGE, "yaml")
+    assert Recipe.of(LEAST | yaml.safe_load(streamed)).data.is_streamed
     recipe = Recipe.of(LEAST | yaml.safe_load(text))
     cats, dogs, birds = recipe.data.sources()
     assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)

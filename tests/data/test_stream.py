@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from glm4v_patched.data import decoding, stream
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
-from glm4v_patched.data.stream import FAULTS, Stream, StreamCollator
+from glm4v_patched.data.stream import FAULTS, UNREADABLE, Stream, StreamCollator
 from glm4v_patched.remote.loss import IGNORE_INDEX
 
 
@@ -23,9 +25,8 @@ def conversation(asked: str, answer: str = "yes", **more) -> dict:
 
 
 def written(path, rows) -> Source:
-    path.write_text(
-        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines))
     return Source(str(path))
 
 
@@ -34,11 +35,11 @@ def rows(tmp_path) -> Source:
     return written(tmp_path / "rows.jsonl", [conversation(str(n)) for n in range(20)])
 
 
-def asked(rows) -> list[str]:
-    return [row.messages[0]["content"] for row in rows]
+def asked(rows) -> list[str | None]:
+    return [row.messages[0]["content"] if row.fault is None else None for row in rows]
 
 
-def taken(stream: Stream, number: int) -> list[str]:
+def taken(stream: Stream, number: int) -> list[str | None]:
     return asked(islice(stream, number))
 
 
@@ -49,79 +50,126 @@ def test_each_pass_has_every_row_once_in_another_order(rows, buffer):
     assert sorted(order[:20], key=int) == sorted(order[20:], key=int) == everything
     assert (order[:20] == everything) == (buffer == 1)
     assert buffer == 1 or order[:20] != order[20:]
-    assert order != taken(Stream([rows], 1, buffer=buffer, seed=4), 40) or buffer == 1
+    assert buffer == 1 or order != taken(Stream([rows], 1, buffer=buffer, seed=4), 40)
 
 
-def test_processes_share_the_rows(rows):
-    shares = [taken(Stream([rows], 1, share=(k, 3)), n) for k, n in enumerate((7, 7, 6))]
+def test_processes_share_the_rows_and_draw_for_themselves(rows):
+    shares = [taken(Stream([rows], 1, share=(k, 2)), 10) for k in range(2)]
     assert sorted(map(int, sum(shares, []))) == [*range(20)]
+    assert [int(n) // 2 for n in shares[0]] != [int(n) // 2 for n in shares[1]]
+    sizes = [len({*taken(Stream([rows], 1, share=(k, 3)), 14)}) for k in range(3)]
+    assert sizes == [7, 7, 6]
 
 
-def test_a_stream_goes_on_where_it_was_stopped(rows):
+def test_blank_lines_are_nobodys_row(tmp_path):
+    few = written(tmp_path / "few.jsonl", [conversation("0"), "", conversation("1"), "", ""])
+    assert [taken(Stream([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
     whole = taken(Stream([rows], 2, buffer=5), 50)
-    assert taken(Stream([rows], 2, buffer=5, start=26), 24) == whole[26:]
+    rest = Stream([rows], 2, buffer=5, start=26)
+    loader = DataLoader(rest, 2, collate_fn=asked, num_workers=workers)
+    assert sum(islice(loader, 12), []) == whole[26:]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_number_of_readers_changes_nothing(rows, workers):
-    def batches(number: int) -> list[list[str]]:
-        stream = Stream([rows], 2, buffer=5, start=6)
-        return [*islice(DataLoader(stream, 2, collate_fn=asked, num_workers=number), 9)]
+def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
+    """A run that ended at it goes on with the rows that it has not learned; and of two readers, of
+    which one cannot fetch a picture, none has the other's rows."""
+    right = taken(Stream([rows], 1, buffer=6), 40)
+    lines = Path(rows.path).read_text().splitlines()
+    wrong = written(tmp_path / "wrong.jsonl", [*lines[:7], "{", conversation("8", 7), *lines[9:]])
+    found = [*islice(Stream([wrong], 1, buffer=6), 40)]
+    assert asked(found) == [None if n in ("7", "8") else n for n in right]
+    [broken, no_text] = sorted({row.place for row in found if row.fault})
+    assert (broken, no_text) == (f"{wrong.path}:8", f"{wrong.path}:9")
 
-    assert batches(workers) == batches(0)
 
-
-def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch):
-    """Each process that reads has Arrow and the cache of pictures for itself."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    images = [Image.effect_noise((32, 32), n) for n in range(6)]
+def table(folder: Path, kind: str, images: list[Image.Image]) -> str:
     columns = {"image": datasets.Image(), "question": datasets.Value("string")}
     features = datasets.Features(columns | {"answer": datasets.Value("string")})
-    table = {"image": images, "question": [*"abcdef"], "answer": [*"ABCDEF"]}
-    path = str(tmp_path / "rows.parquet")
-    datasets.Dataset.from_dict(table, features=features).to_parquet(path)
-    source = Source(path, columns={name: name for name in table})
+    values = {"image": images, "question": [*"abcdef"], "answer": [*"ABCDEF"]}
+    made = datasets.Dataset.from_dict(values, features=features)
+    if kind == "file":
+        made.to_parquet(folder / "rows.parquet")
+        return str(folder / "rows.parquet")
+    if kind == "saved":
+        made.save_to_disk(folder / "rows")
+    else:
+        (folder / "rows").mkdir()
+        for n in range(2):
+            part = made.select(range(3 * n, 3 * n + 3))
+            part.to_parquet(folder / "rows" / f"train-0000{n}-of-00002.parquet")
+    return str(folder / "rows")
 
-    def pictures(rows) -> list[tuple[str, bytes]]:
-        return [(r.messages[0]["content"], Path(r.messages[0]["image"]).read_bytes()) for r in rows]
 
-    loader = DataLoader(Stream([source], 2), 2, collate_fn=pictures, num_workers=2, timeout=60)
-    shown = {
-        asked: Image.open(io.BytesIO(it)) for batch in islice(loader, 3) for asked, it in batch
-    }
-    assert sorted(shown) == [*"abcdef"]
-    assert all(
-        shown[asked].tobytes() == it.tobytes() for asked, it in zip("abcdef", images, strict=True)
-    )
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [("file", "fork"), ("saved", "fork"), ("folder", "fork"), ("folder", "spawn")],
+)
+def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, kind, context):
+    """Each process that reads has Arrow and the cache of pictures for itself, and its own rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    images = [Image.effect_noise((32, 32), n) for n in range(6)]
+    columns = {name: name for name in ("image", "question", "answer")}
+    source = Source(table(tmp_path, kind, images), columns=columns)
+    [*islice(Stream([source], 2), 1)]  # a parent that has read, and has threads
+    options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
+    loader = DataLoader(Stream([source], 2), 2, collate_fn=list, **options)
+    shown = [row for batch in islice(loader, 3) for row in batch]
+    assert sorted(asked(shown)) == [*"abcdef"]
+    for row in shown:
+        read = Image.open(io.BytesIO(Path(row.messages[0]["image"]).read_bytes()))
+        drawn = images["abcdef".index(row.messages[0]["content"])]
+        assert read.tobytes() == drawn.tobytes()
 
 
 def test_a_set_is_drawn_from_by_its_weight(rows, tmp_path):
-    often = written(tmp_path / "often.jsonl", [conversation("often")])
-    often = Source(often.path, weight=3)
+    often = replace(written(tmp_path / "often.jsonl", [conversation("often")]), weight=3)
     drawn = taken(Stream([often, rows], 1), 400)
     assert 0.7 < drawn.count("often") / 400 < 0.8
 
 
-def test_rows_that_cannot_be_read_are_told_with_the_next_one(tmp_path):
-    few = written(tmp_path / "few.jsonl", [conversation("0"), "{", conversation("2", answer=7)])
-    first, second = islice(Stream([few], 1, buffer=1), 2)
-    assert asked([first, second]) == ["0", "0"] and first.passed == ()
-    broken, no_text = second.passed
-    assert broken.startswith(f"{few.path}:2: ") and no_text.startswith(f"{few.path}:3: ")
+def test_no_more_rows_are_held_than_the_buffer_has_places_however_many_sets(rows, monkeypatch):
+    read, plain = [], stream.read_rows
+
+    def noted(*arguments, **options):
+        for row in plain(*arguments, **options):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(stream, "read_rows", noted)
+    sets = [rows] * 4
+    assert len({*taken(Stream(sets, 1, buffer=8), 30)}) > 10
+    assert len(read) <= 30 + 8 + len(sets)
 
 
-def test_a_process_without_a_row_is_told_so(tmp_path):
-    few = written(tmp_path / "few.jsonl", [conversation("0"), "{"])
-    with pytest.raises(ValueError, match="process 2 of 2"):
-        next(iter(Stream([few], 1, share=(1, 2))))
+def test_of_a_set_that_is_cut_no_more_rows_come(rows):
+    assert {*taken(Stream([replace(rows, max_samples=3)], 1, share=(1, 2)), 5)} == {"1"}
 
 
-def test_all_processes_read_rows_in_the_format_of_the_first(tmp_path):
-    """Also a process whose rows alone would have another one, which it refuses as all do."""
-    alpaca = {"instruction": "What?", "input": "this", "output": "that"}
-    file = written(tmp_path / "rows.jsonl", [alpaca, conversation("other")])
-    with pytest.raises(ValueError, match="process 2 of 2"):
-        next(iter(Stream([file], 1, share=(1, 2))))
+# What ends a run
+
+
+@pytest.mark.parametrize(
+    ("content", "share", "place", "told"),
+    [
+        ([conversation("0"), "{"], (1, 2), "", "process 2 of 2"),
+        # Rows are read in the format of the first, also by a process whose own have another.
+        ([{"query": "q", "response": "b"}, conversation("0")], (1, 2), "", "process 2 of 2"),
+        (["[", json.dumps(conversation("0")), ",", "{]"], (0, 1), ":4", "row 2 is no JSON"),
+        ([], (0, 1), "", "it is empty"),
+    ],
+    ids=["no row for a process", "none of its format", "an array that breaks off", "no row"],
+)
+def test_a_set_that_cannot_be_read_on_says_so_in_each_row_to_come(
+    tmp_path, content, share, place, told
+):
+    source = written(tmp_path / "rows", content)
+    *_, last, again = islice(Stream([source], 1, share=share, buffer=1), 5)
+    assert last == again and last.is_last
+    assert last.place == source.path + place and told in last.fault
 
 
 # Batches
@@ -148,11 +196,17 @@ def pictures(tmp_path):
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
 
 
-def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, pictures, tmp_path):
+@pytest.mark.parametrize("longest", [True, False], ids=["as long as planned", "and one more"])
+def test_good_rows_are_batched_as_in_a_training_that_checked_them(
+    collator, pictures, tmp_path, longest
+):
     rows = streamed([conversation("a", image="whole.png"), conversation("b")], tmp_path)
+    want = collator.collator([row.messages for row in rows])
+    collator.longest = want["input_ids"].shape[1] - (not longest)
     batch = collator(rows)
-    assert batch.pop(FAULTS) == []
-    assert same(batch, collator.collator([row.messages for row in rows]))
+    [fault] = batch.pop(FAULTS) or [None]
+    assert batch.pop(UNREADABLE) == []
+    assert same(batch, want) == longest == (fault is None)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +214,10 @@ def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, pict
     [
         (conversation("b", image="cut.png"), "cut.png cannot be decoded"),
         (conversation("b", image="none.png"), "none.png does not exist"),
-        (conversation("b " * 200), "100"),
         (conversation("b", answer="x" * 2**20), "characters"),
+        (conversation("b", answer=7), "content is 7; expected text"),
     ],
-    ids=["a cut picture", "no picture", "longer than planned", "endless"],
+    ids=["a cut picture", "no picture", "endless", "no text"],
 )
 def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
     collator, pictures, tmp_path, bad, told
@@ -172,11 +226,23 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
     batch = collator(rows)
     [fault] = batch.pop(FAULTS)
     assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and told in fault
+    assert batch.pop(UNREADABLE) == []
     assert same(batch, collator.collator([rows[0].messages, rows[2].messages]))
 
 
-def test_a_batch_without_any_row_teaches_nothing(collator, pictures, tmp_path):
-    batch = collator(streamed([conversation("b", image="cut.png")], tmp_path))
-    assert len(batch[FAULTS]) == 1
+def test_a_picture_too_large_to_decode_is_seen_by_its_header(
+    collator, pictures, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(decoding, "MOST_PIXELS", 64 * 64 - 1)
+    batch = collator(streamed([conversation("b", image="whole.png")], tmp_path))
+    assert "too large" in batch[FAULTS][0] and "pixel_values" not in batch
+
+
+def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(
+    collator, pictures, tmp_path
+):
+    [bad] = streamed([conversation("b", image="cut.png")], tmp_path)
+    batch = collator([bad, bad._replace(fault="is the last", is_last=True)])
+    assert len(batch[FAULTS]) == 1 and batch[UNREADABLE] == [f"{bad.place}: is the last"]
     assert batch["labels"].shape == batch["input_ids"].shape
     assert (batch["labels"] == IGNORE_INDEX).all()

@@ -87,6 +87,43 @@ def test_rows_that_cannot_be_used_are_left_out_and_told(asked, capfd):
     assert f"left out: {place}" in "".join(capfd.readouterr())
 
 
+def test_a_row_that_is_left_out_is_told_once_however_often_it_comes(asked, capfd):
+    Path(asked.data.train).write_text(
+        "\n".join([*Path(asked.data.train).read_text().splitlines()[:5], "{"])
+    )
+    report = train_here(asked.override({"data.on_bad": "skip", "data.shuffle_buffer": 1}))
+    assert report["finished"] and report["left_out"] == 1
+    assert "".join(capfd.readouterr()).count("left out: ") == 1
+
+
+def test_a_fault_of_the_last_step_is_told_and_the_run_is_whole(asked, capfd):
+    place = cut(asked, 13)
+    report = train_here(asked.override({"data.shuffle_buffer": 1, "trainer.max_steps": 4}))
+    assert report["finished"] and report["left_out"] == 1
+    assert f"left out: {place}" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("on_bad", ["fail", "skip"])
+def test_a_set_that_breaks_off_ends_the_run_with_a_checkpoint(asked, on_bad):
+    rows = Path(asked.data.train).read_text().splitlines()
+    array = Path(asked.data.train).with_name("rows.json")
+    array.write_text("[\n" + ",\n".join([*rows[:12], "{]"]))
+    changes = {"data.train": str(array), "data.on_bad": on_bad, "data.shuffle_buffer": 1}
+    with pytest.raises(BadRow, match=r"rows\.json:14: row 13 is no JSON") as ended:
+        train_here(asked.override(changes | {"trainer.save_steps": None}))
+    assert ("data.on_bad: skip" in str(ended.value)) == (on_bad == "fail")
+    assert [*Path(asked.out).glob("checkpoint-*/complete.json")]
+
+
+def test_a_column_that_none_of_the_first_rows_has_is_refused_before(asked):
+    """Else all pictures of a set of millions would be left out for a letter."""
+    columns = {"question": "q", "answer": "a", "image": "imag"}
+    rows = [json.dumps({"q": "What?", "a": "red", "image": "a.png"})] * 9
+    Path(asked.data.train).write_text("\n".join(rows))
+    with pytest.raises(ValueError, match='none of the first 4 rows has "imag"'):
+        check_data(asked.override({"data.columns": columns}))
+
+
 def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked):
     with Path(asked.data.train).open("a") as file:
         file.write("no row\n")
@@ -145,11 +182,16 @@ def test_how_many_rows_are_looked_at_before(changes, first):
 
 
 @pytest.mark.slow
-def test_a_bad_row_of_one_process_ends_both(asked):
+@pytest.mark.parametrize("rows", [1, 2], ids=["of nothing but bad rows", "with a good row"])
+def test_a_bad_row_of_one_process_ends_both_under_zero_3(asked, rows):
+    """Also where that process has nothing to learn in a step: the other is not left waiting."""
     place = cut(asked, 14)
-    two = asked.override({"engine.zero_stage": 3, "trainer.max_steps": 12})
+    changes = {"engine.zero_stage": 3, "trainer.max_steps": 12, "trainer.save_steps": 100}
+    changes |= {"trainer.per_device_train_batch_size": rows}
+    two = asked.override(changes | {"trainer.gradient_accumulation_steps": 1})
     with pytest.raises(RuntimeError) as stopped:
         launch(two, Placement(2, on_cpu=True))
     assert place in str(stopped.value) and "--resume" in str(stopped.value)
     launch(two.override({"data.on_bad": "skip"}), Placement(2, on_cpu=True), resume=True)
-    assert json.loads(Path(two.out, "training.json").read_text())["finished"]
+    report = json.loads(Path(two.out, "training.json").read_text())
+    assert report["finished"] and all(float(step["loss"]) < 99 for step in report["history"])

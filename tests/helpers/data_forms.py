@@ -5,6 +5,7 @@ beside its columns."""
 import csv
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Sequence
@@ -13,9 +14,48 @@ from typing import Any, NamedTuple
 
 import datasets
 import pandas
+import pyarrow
+import yaml
 from PIL import Image
 
+from glm4v_patched.data.checked_data import CheckedData
+from glm4v_patched.data.collate import Size
+from glm4v_patched.data.rows import Fault, Row, read_rows
+from glm4v_patched.data.source import make_sources
+
 QUESTION = "What is in the picture?"
+
+
+def said(role: str, content: Any = "x", **more: Any) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+def turns(question: Any = "q", answer: Any = "a", **more: Any) -> list[dict]:
+    """A question with an answer."""
+    return [said("user", question, **more), said("assistant", answer)]
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    """JSON lines; of a list the messages, of a text the line itself."""
+    lines = [{"messages": row} if isinstance(row, list) else row for row in rows]
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
+
+
+def found(checked: CheckedData) -> tuple:
+    """All that a check has found, to compare it with another's."""
+    files = [(file.path, file.sha256) for file in (*checked.files, *checked.pictures)]
+    sizes = [checked.column(name).tolist() for name in Size._fields]
+    rows = checked.row_lines, checked.row_digests, [*checked.conversations()]
+    plain = checked.sources, checked.pack_to, checked.skipped, checked.asked
+    return *plain, files, sizes, rows, checked.eval and found(checked.eval)
+
+
+def png(colour: Any = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 class Example(NamedTuple):
@@ -35,6 +75,25 @@ def draw(folder: Path, number: int) -> list[Example]:
         colour = at * 5 % 256, at // 51, 99
         Image.new("RGB", (32, 32), colour).save(folder / "pictures" / examples[-1].picture)
     return examples
+
+
+def read_by_the_printed_line(
+    path: Path, fields: dict, line: str | None = None
+) -> tuple[list[Row], str | None]:
+    """The rows of a set, and the value of ``data.columns`` that was printed, if one was.
+
+    Args:
+        line: That value, where it is known.
+    """
+    given = {"path": str(path), **fields} | ({"columns": yaml.safe_load(line)} if line else {})
+    rows = [row for source in make_sources([given], {}) for row in read_rows(source)]
+    faults = {row.text for row in rows if isinstance(row, Fault)}
+    if not faults:
+        return [row for row in rows if isinstance(row, Row)], line
+    assert line is None, faults
+    (fault,) = faults
+    (line,) = re.findall(r"'data\.columns=(.*?)'", fault)
+    return read_by_the_printed_line(path, fields, line)
 
 
 Rows = Sequence[Example]
@@ -106,8 +165,6 @@ def pandas_file(name: str, method: str, **options: Any) -> Make:
 
 
 def jsonl_zst(folder: Path, rows: Rows) -> Path:
-    import pyarrow
-
     made = jsonl(folder, rows).with_suffix(".jsonl.zst")
     with pyarrow.output_stream(str(made), compression="zstd") as file:
         file.write(made.with_suffix("").read_bytes())
@@ -204,16 +261,15 @@ def webdataset(folder: Path, rows: Rows) -> Path:
 
 def llama_factory(folder: Path, rows: Rows) -> Path:
     made = folder / "data"
-    turns = [
-        [
-            {"role": "user", "content": f"<image>{row['question']}"},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-        for row in records(rows)
+    asked = {"role": "user", "content": f"<image>{QUESTION}"}
+    values = [
+        {
+            "messages": [asked, {"role": "assistant", "content": row.answer}],
+            "images": [f"pictures/{row.picture}"],
+        }
+        for row in rows
     ]
-    pictures = [[row["image"]] for row in records(rows)]
-    said = zip(turns, pictures, strict=True)
-    _dump(made / "mine.json", [{"messages": of, "images": names} for of, names in said])
+    _dump(made / "mine.json", values)
     shutil.copytree(folder / "pictures", made / "pictures")
     tags = {"role_tag": "role", "content_tag": "content"}
     tags |= {"user_tag": "user", "assistant_tag": "assistant"}

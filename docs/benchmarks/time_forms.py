@@ -1,0 +1,43 @@
+"""Times how long rows of pictures with questions take to read, in every form of files.
+
+``PYTHONPATH=. python docs/benchmarks/time_forms.py NUMBER`` makes so many rows in each form, in a
+temporary folder, by the tools that people make them with, and prints for each the line that a
+recipe needs beside ``train`` and the seconds until all of its rows are read (with the import of
+``datasets``, where it is needed first; pictures are not decoded).
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import datasets
+
+from tests.helpers.data_forms import FORMS, draw, read_by_the_printed_line
+
+
+def main(number: int) -> None:
+    datasets.disable_progress_bars()
+    print("| form | what `data` needs beside `train` | seconds |\n|---|---|---|")
+    for name, (make, fields) in FORMS.items():
+        with TemporaryDirectory() as folder:
+            os.chdir(folder)
+            os.environ["XDG_CACHE_HOME"] = os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
+            path = make(Path(folder), draw(Path(folder), number))
+            _, line = read_by_the_printed_line(path, fields)
+            started = time.perf_counter()
+            rows, _ = read_by_the_printed_line(path, fields, line)
+            seconds = time.perf_counter() - started
+            assert len(rows) == number, name
+            needed = [f"columns: {line}"] if line else []
+            needed += [f"{key}: {value}" for key, value in fields.items()]
+            told = f"`{', '.join(needed)}`" if needed else "nothing"
+            print(f"| {name} | {told} | {seconds:.1f} |", flush=True)
+            os.chdir("/")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("number", type=int, help="rows of each form")
+    main(parser.parse_args().number)
