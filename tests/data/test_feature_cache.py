@@ -259,6 +259,17 @@ def test_a_picture_is_known_in_other_company(folder):
     assert torch.equal(second, three[0])
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=str)
+def test_each_picture_of_a_batch_has_its_own_features(folder, order):
+    model = frozen_model()
+    features = TowerFeatures(model, folder)
+    three = batch([*grown_image(), *grown_image(), *grown_image(), *text(3)])
+    three["pixel_values"] = three["pixel_values"][order]
+    want = encoded(frozen_model(), three["pixel_values"])
+    train(model, [three], features)
+    assert torch.equal(features.replace_pictures(three)["image_features"], want)
+
+
 def test_a_changed_pixel_runs_the_tower(folder):
     changed = one_picture()
     changed["pixel_values"] = changed["pixel_values"].clone()
