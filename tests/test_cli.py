@@ -97,7 +97,7 @@ def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, tmp_path, c
     rest = {
         "answer": ["--data", name, "--out", name],
         "merge": ["--out", name],
-        "serve": ["--device", "cpu"],
+        "serve": ["--device", "cpu", "--port", "0"],
     }
     assert main([command, name, *rest.get(command, [])]) == 1
     told = "".join(capsys.readouterr())

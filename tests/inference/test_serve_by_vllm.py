@@ -31,6 +31,9 @@ def executed(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
     monkeypatch.setattr(serve, "place", lambda processes, device: None)
     monkeypatch.setattr(serve, "listen", lambda host, port: open(os.devnull))  # noqa: SIM115
+    # The port is vLLM's own, and tests of other processes hold it, too.
+    own = f"127.0.0.1, process {os.getpid()}"
+    monkeypatch.setattr(serve, "hold_address", lambda host, port: hold_address(own, port))
     monkeypatch.setattr(os, "execve", lambda *given: found.append(given))
     monkeypatch.delenv("GLM4V_PATCHED_API_KEY", raising=False)
     return found
@@ -146,7 +149,9 @@ def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(files, executed, m
 
 def test_of_two_that_start_at_once_the_second_is_refused(files, executed, monkeypatch, capsys):
     """vLLM listens only when it has loaded, and lets others bind the address until then."""
-    command = ["serve", str(files.model), "--port", "48123"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["serve", str(files.model), "--port", str(port)]
     held, told = [], []
 
     def hold(host: str, port: int) -> socket.socket:
@@ -158,14 +163,14 @@ def test_of_two_that_start_at_once_the_second_is_refused(files, executed, monkey
         # What it is: a program that this process starts keeps what it has open.
         code = f"import socket; print(socket.socket(fileno={held[0]}).getsockname())"
         started = subprocess.run([sys.executable, "-c", code], capture_output=True, close_fds=False)
-        assert b"127.0.0.1:48123" in started.stdout, started.stderr
+        assert f"127.0.0.1:{port}".encode() in started.stdout, started.stderr
         assert main(command) == 1
         told.append(capsys.readouterr().err)
 
     monkeypatch.setattr(serve, "hold_address", hold)
     monkeypatch.setattr(os, "execve", become_vllm)
     assert main(command) == 0
-    assert "--port 48123: another glm4v-patched serve is starting or running there" in told[0]
+    assert f"--port {port}: another glm4v-patched serve is starting or running there" in told[0]
     monkeypatch.setattr(os, "execve", lambda *given: None)
     assert main(command) == 0  # that one has ended
 

@@ -212,6 +212,8 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
     if command == "answer":
         arguments = [*arguments, "--data", str(files.data), "--out", str(tmp_path / "out.jsonl")]
+    if command == "serve":
+        arguments = [*arguments, "--port", "0"]
     assert main([command, str(files.model), *arguments]) == 1
     assert named in capsys.readouterr().err
 
