@@ -3,11 +3,8 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-from transformers import Trainer
 
 from glm4v_patched.atomic import fault_of_file, write_atomically
 from glm4v_patched.data import checked_data
@@ -15,7 +12,6 @@ from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.pictures import PictureFiles
 from glm4v_patched.data.stored_rows import write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin, close_record
-from glm4v_patched.finetune.worker import _write_report
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe, stored
@@ -29,17 +25,6 @@ def checked_of(folder: Path) -> CheckedData:
     return CheckedData((), (), None, rows_of(folder), (("x" * 5000, 0, 0),), 0)  # type: ignore
 
 
-def report_of(out: Path) -> None:
-    losses = [{"step": step, "loss": 0.5} for step in range(500)]
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(log_history=losses, best_global_step=None, global_step=1),
-        args=SimpleNamespace(
-            output_dir=str(out), load_best_model_at_end=False, max_steps=1, world_size=1
-        ),
-    )
-    _write_report(cast(Trainer, trainer), None, recipe(), {})
-
-
 WRITERS = {
     "content": lambda out, apart: write_atomically(out / "a", b"x" * 9000),
     "rows": lambda out, apart: write_stored(rows_of(apart), out / "data.arrow"),
@@ -47,7 +32,6 @@ WRITERS = {
     "picture": lambda out, apart: PictureFiles("", store=out).path_of(b"x" * 9000),
     "record": lambda out, apart: close_record(out, adapters=True),
     "recipe": lambda out, apart: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
-    "report": lambda out, apart: report_of(out),
 }
 
 

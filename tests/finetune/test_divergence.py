@@ -132,7 +132,7 @@ def test_deepspeeds_norm_is_looked_at_once_a_step(monkeypatch):
     seen = []
     trainer: Any = object.__new__(RecipeTrainer)
     trainer.watch = SimpleNamespace(see=lambda loss, norm: seen.append(norm))
-    trainer.faults = SimpleNamespace(see=lambda faults: None)
+    trainer.faults = SimpleNamespace(see=lambda *faults: None)
     trainer.is_deepspeed_enabled = True
     monkeypatch.setattr(Trainer, "training_step", lambda *arguments: torch.tensor(1.0))
     engine = SimpleNamespace(get_global_grad_norm=lambda: 0.5)

@@ -22,7 +22,7 @@ from glm4v_patched.models.placement import NoPlace, Placement, place
     ],
 )
 def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, placed):
-    found = Gpus((Gpu("a GPU", 80),) * gpus, "" if gpus else "none is here")
+    found = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
     monkeypatch.setattr(placement, "find_gpus", lambda: found)
     if isinstance(placed, Placement):
         assert place(**asked) == placed
