@@ -325,7 +325,7 @@ def packed_and_padded(recipe: Recipe) -> dict[str, Recipe]:
     changes = ALONE | {"data.train": str(four), "trainer.per_device_train_batch_size": 4}
     changes |= {"trainer.learning_rate": 1e-3}
     padded = with_changes(recipe, "padded", changes)
-    sizes = [size.positions for size in check_data(padded).row_sizes]
+    sizes = check_data(padded).column("positions").tolist()
     longest = max(sizes)
     shares = share_out(sizes, 2 * longest)
     assert [len(share) for share in shares] == [2, 2]
