@@ -168,8 +168,14 @@ def _stream_and_check(stream, check) -> str | None:
 
 
 @rule(
-    *("data.stream", "data.check", "trainer.max_steps", "data.pack_to", "data.eval"),
-    *("trainer.eval_strategy", "trainer.eval_steps", "trainer.save_strategy"),
+    "data.stream",
+    "data.check",
+    "trainer.max_steps",
+    "data.pack_to",
+    "data.eval",
+    "trainer.eval_strategy",
+    "trainer.eval_steps",
+    "trainer.save_strategy",
 )
 def _what_a_stream_lacks(stream, check, steps, pack_to, evaluated, evaluation, often, saving):
     if not (stream or check not in (None, "all")):

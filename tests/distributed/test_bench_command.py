@@ -53,11 +53,9 @@ def original(tmp_path) -> Path:
 def test_a_measurement_is_a_row_with_its_command_and_pictures_beside_that_of_the_published_code(
     bench, original, tmp_path
 ):
-    rows = bench(
-        *("--trained", "lm", "--micro-batch", "2", "--no-compile", "--steps", "2"),
-        *("--shortest-text", "10", "--against", str(original)),
-        *("--pictures", str(tmp_path / "pictures")),
-    )
+    asked = "--trained lm --micro-batch 2 --no-compile --steps 2 --shortest-text 10".split()
+    asked += ["--against", str(original), "--pictures", str(tmp_path / "pictures")]
+    rows = bench(*asked)
     assert [row["implementation"] for row in rows] == ["ours", "original"]
     assert all(row.get("samples_per_s_per_gpu", 0) > 0 for row in rows), rows
     row, theirs = rows
