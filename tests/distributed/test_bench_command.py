@@ -53,7 +53,17 @@ def original(tmp_path) -> Path:
 def test_a_measurement_is_a_row_with_its_command_and_pictures_beside_that_of_the_published_code(
     bench, original, tmp_path
 ):
-    asked = "--trained lm --micro-batch 2 --no-compile --steps 2 --shortest-text 10".split()
+    asked = [
+        "--trained",
+        "lm",
+        "--micro-batch",
+        "2",
+        "--no-compile",
+        "--steps",
+        "2",
+        "--shortest-text",
+        "10",
+    ]
     asked += ["--against", str(original), "--pictures", str(tmp_path / "pictures")]
     rows = bench(*asked)
     assert [row["implementation"] for row in rows] == ["ours", "original"]
