@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.fp8_gelu import quantise_rows_of_gelu
+from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
