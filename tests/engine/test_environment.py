@@ -1,6 +1,5 @@
 """Training processes have one environment, and import nothing from the folder they start in."""
 
-import ast
 import shutil
 import subprocess
 import sys
@@ -29,37 +28,19 @@ def strange_folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_code_in_the_current_folder_is_not_run(strange_folder):
+def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
     (strange_folder / "a.png").write_bytes(b"no picture")
     [facts] = read_facts_of_all(["a.png"], 1)
     assert "no picture of a kind that Pillow knows" in facts.fault
     assert python_module("a", "b") == [sys.executable, "-P", "-m", "a", "b"]
-
-
-def test_nor_by_processes_that_torchs_launcher_starts(strange_folder):
-    command = [sys.executable, "-u", "-m", "glm4v_patched.cli", "--version"]  # as it does
-    ended = subprocess.run(
-        command, env=training_environment(1), capture_output=True, text=True, check=False
-    )
+    # As torch's launcher starts processes.
+    command = [sys.executable, "-u", "-m", "glm4v_patched.cli", "--version"]
+    ended = subprocess.run(command, env=training_environment(1), capture_output=True, text=True)
     assert ended.returncode == 0 and "RAN" not in ended.stdout, ended
-
-
-def test_what_lies_beside_the_package_is_found_where_it_is_not_installed(monkeypatch):
+    # What lies beside the package is found where it is not installed.
     monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     assert python_module("a") == [sys.executable, "-m", "a"]
     assert "PYTHONSAFEPATH" not in training_environment(1)
-
-
-def test_all_commands_are_made_by_one_function():
-    found = {
-        path.name
-        for path in (ROOT / "glm4v_patched").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.List | ast.Tuple)
-        and [ast.unparse(each) for each in node.elts[:2]] == ["sys.executable", "'-m'"]
-    }
-    assert found == {"terminal_text.py"}  # which prints one
 
 
 def test_programs_of_an_environment_that_is_not_activated_are_found(tmp_path, monkeypatch):

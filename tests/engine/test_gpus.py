@@ -31,16 +31,14 @@ class Driver:
                 if index >= len(self.names):
                     return 101
                 device._obj.value = index + 10
-            case "cuDeviceGetName", (name, size, device):
-                assert size == 256
+            case "cuDeviceGetName", (name, 256, device):
                 name.value = self.names[device.value - 10].encode()
             case "cuDeviceTotalMem_v2", (memory, device):
                 memory._obj.value = 2**40 + device.value
             case "cuDeviceGetAttribute", (number, asked, device):
                 number._obj.value = {75: 9, 76: device.value}[asked]
             case "cuDevicePrimaryCtxRetain", (_, device):
-                self.contexts += 1
-                self.current = device.value
+                self.contexts, self.current = self.contexts + 1, device.value
             case "cuDevicePrimaryCtxRelease_v2", (_,):
                 self.contexts -= 1
             case "cuMemGetInfo_v2", (free, total):
@@ -54,8 +52,7 @@ class Driver:
 def has_driver(monkeypatch):
     def have(driver: Driver | None) -> None:
         def load(name: str) -> Driver:
-            assert name == "libcuda.so.1"
-            if driver is None:
+            if driver is None or name != "libcuda.so.1":
                 raise OSError("cannot open shared object file")
             return driver
 
@@ -89,9 +86,6 @@ def test_why_there_is_no_gpu_is_said(has_driver, monkeypatch):
         assert find_gpus() == Gpus((), "NVIDIA's driver shows none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     assert find_gpus() == Gpus((), "CUDA_VISIBLE_DEVICES is '9'")
-
-
-def test_a_driver_that_does_not_know_its_gpu_is_an_error(has_driver):
     has_driver(Driver(["NVIDIA H200"], fails="cuDeviceTotalMem_v2"))
     with pytest.raises(RuntimeError, match="error 999 about GPU 0"):
         find_gpus()
@@ -102,7 +96,3 @@ def test_the_driver_counts_and_names_as_torch_does():
     if torch.version.cuda is None:
         assert found.reason.startswith("this torch was built without CUDA")
     assert len(found) == torch.cuda.device_count()
-    if found:
-        memory = torch.cuda.get_device_properties(0).total_memory
-        capability = torch.cuda.get_device_capability()
-        assert found.found[0] == Gpu(torch.cuda.get_device_name(), memory, capability)
