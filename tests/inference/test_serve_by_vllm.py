@@ -97,45 +97,39 @@ def test_adapters_are_served_beside_their_model(files, executed, tmp_path, refus
     refused(["serve", folder], "1 of the adapters' weights", program=own_command())
 
 
-@pytest.mark.parametrize(("rank", "taken"), [(1, 1), (8, 8), (9, 16), (257, 320), (512, 512)])
-def test_the_rank_is_the_next_that_vllm_takes(files, executed, tmp_path, rank, taken):
-    write_adapters(tmp_path / "adapters", files.model, LANGUAGE, rank)
-    assert main(["serve", str(tmp_path / "adapters")]) == 0
-    [(_, command, _)] = executed
-    assert option(command, "--max-lora-rank") == str(taken)
-
-
-@pytest.mark.parametrize(
-    ("rank", "more", "named"),
-    [
+def test_the_rank_is_the_next_that_vllm_takes_and_others_are_refused(
+    files, executed, tmp_path, refused
+):
+    folder = tmp_path / "adapters"
+    for rank, taken in ((8, 8), (9, 16), (512, 512)):
+        write_adapters(folder, files.model, LANGUAGE, rank)
+        assert main(["serve", str(folder)]) == 0
+        assert option(executed.pop()[1], "--max-lora-rank") == str(taken)
+    for rank, more, named in (
         (513, {}, "rank 513"),
         (4, {"alpha_pattern": {"dense": 2}}, "alpha_pattern"),
         (4, {"rank_pattern": {"dense": 2}}, "rank_pattern"),
-    ],
-)
-def test_adapters_that_vllm_cannot_take_are_refused(
-    files, executed, tmp_path, refused, rank, more, named
-):
-    folder = tmp_path / "adapters"
-    write_adapters(folder, files.model, LANGUAGE, rank, **more)
-    refused(["serve", folder], named, program=own_command())
+    ):
+        write_adapters(folder, files.model, LANGUAGE, rank, **more)
+        refused(["serve", folder], named, program=own_command())
     assert not executed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
+def test_what_vllm_cannot_do_is_refused(files, executed, refused, monkeypatch, words):
+    for arguments, named in (
         (["--seed", "4294967296"], "--seed 4294967296"),
         (["--engine", "vllm", "--device", "cpu"], "--device cpu"),
         (["--engine", "vllm", "--port", "0"], "--port 0"),
-    ],
-)
-def test_what_vllm_cannot_do_is_refused(files, executed, refused, arguments, named):
-    refused(["serve", files.model, *arguments], named)
+    ):
+        refused(["serve", files.model, *arguments], named)
+    monkeypatch.setattr(vllm, "entry_points", lambda group: [])  # without the plug-in
+    refused(["serve", files.model], "other positions")
     assert not executed
+    with words.refused(ValueError, "--port 48123"):  # which is not called taken
+        hold_address("h" * 200, 48123)
 
 
-def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(files, executed, monkeypatch):
+def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(executed, monkeypatch):
     def chosen(**changes) -> str:
         return serve.choose_engine(serve.ServeOptions(model="m", name="m", **changes))[0]
 
@@ -151,36 +145,22 @@ def test_of_two_that_start_at_once_the_second_is_refused(files, executed, monkey
     """vLLM listens only when it has loaded, and lets others bind the address until then."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = ["serve", str(files.model), "--port", str(port)]
-    held, told = [], []
-
-    def hold(host: str, port: int) -> socket.socket:
-        one = hold_address(host, port)
-        held.append(one.fileno())
-        return one
+    command, held = ["serve", str(files.model), "--port", str(port)], []
 
     def become_vllm(*given):
         # What it is: a program that this process starts keeps what it has open.
-        code = f"import socket; print(socket.socket(fileno={held[0]}).getsockname())"
+        code = f"import socket; print(socket.socket(fileno={held[0].fileno()}).getsockname())"
         started = subprocess.run([sys.executable, "-c", code], capture_output=True, close_fds=False)
         assert f"127.0.0.1:{port}".encode() in started.stdout, started.stderr
         assert main(command) == 1
-        told.append(capsys.readouterr().err)
+        there = f"--port {port}: another glm4v-patched serve is starting or running there"
+        assert there in capsys.readouterr().err
 
-    monkeypatch.setattr(serve, "hold_address", hold)
+    monkeypatch.setattr(
+        serve, "hold_address", lambda *at: held.append(hold_address(*at)) or held[-1]
+    )
     monkeypatch.setattr(os, "execve", become_vllm)
     assert main(command) == 0
-    assert f"--port {port}: another glm4v-patched serve is starting or running there" in told[0]
+    held.pop(0).close()
     monkeypatch.setattr(os, "execve", lambda *given: None)
     assert main(command) == 0  # that one has ended
-
-
-def test_an_address_that_cannot_be_held_is_not_called_taken(words):
-    with words.refused(ValueError, "--port 48123"):
-        hold_address("h" * 200, 48123)
-
-
-def test_without_the_plugin_vllm_is_not_started(files, executed, monkeypatch, refused):
-    monkeypatch.setattr(vllm, "entry_points", lambda group: [])
-    refused(["serve", files.model], "other positions")
-    assert not executed

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +13,6 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.inference import web
-from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import serve
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
@@ -23,20 +20,14 @@ from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
 from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
 
 NEW = 6
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
-def answerers(answerer, adapted) -> list[Answerer]:
-    return [answerer, adapted]
-
-
-@pytest.fixture(scope="module")
-def conversations(answerers):
-    engines = [AnswerQueue(answerer, 1024, log=lambda *told: None) for answerer in answerers]
-    yield Conversations(["model", "adapters"], engines, Generation(max_new_tokens=NEW))
-    for engine in engines:
-        engine.stop()
+def conversations(answerer, adapted):
+    queues = [AnswerQueue(each, 1024, log=lambda *told: None) for each in (answerer, adapted)]
+    yield Conversations(["model", "adapters"], queues, Generation(max_new_tokens=NEW))
+    for queue in queues:
+        queue.stop()
 
 
 @pytest.fixture
@@ -45,16 +36,16 @@ def cat(tmp_path) -> str:
     return str(tmp_path / "cat.png")
 
 
-def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerers, cat):
+def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerer, adapted, cat):
     picture = {"type": "image", "image": cat}
     asked = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
     *growing, every = conversations.ask("What is it?", [cat], [])
     assert growing[0] == [[asked], [asked]] and len(growing) > 4
     *_, second = conversations.ask("And now?", [], every)
-    for answerer, messages in zip(answerers, second, strict=True):
+    for each, messages in zip((answerer, adapted), second, strict=True):
         assert [message["role"] for message in messages] == ["user", "assistant"] * 2
         for end in (1, 3):
-            [alone] = answerer.answer([messages[:end]])
+            [alone] = each.answer([messages[:end]])
             assert messages[end]["content"] == alone.text
     assert second[0][1] != second[1][1]
 
@@ -67,12 +58,12 @@ def test_a_question_that_was_stopped_is_not_asked_again(conversations):
     # The first model had begun to answer, the second one had not.
     roles = [[message["role"] for message in messages] for messages in every]
     assert roles == [["user", "assistant"] * 2, ["user", "assistant"]]
-
-
-def test_an_empty_answer_is_no_turn(conversations):
-    before = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": web.NO_WORDS}]]
-    first = next(conversations.ask("b", [], before * 2))
-    assert first == [[{"role": "user", "content": "b"}]] * 2
+    # An empty answer is no turn.
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": web.NO_WORDS}
+    assert next(conversations.ask("a", [], [[asked, said]] * 2)) == [[asked]] * 2
+    # Something moves until an answer begins.
+    assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
+    assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
 
 
 @pytest.mark.parametrize(
@@ -93,19 +84,13 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words, said,
         list(conversations.ask(said, [str(tmp_path / picture)], []))
 
 
-def test_something_moves_until_an_answer_begins():
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
-    assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
-
-
-@pytest.mark.parametrize("kind", ["png", "webp", "tif", "ppm"])
+@pytest.mark.parametrize("kind", ["webp", "tif"])
 def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
     path = tmp_path / f"picture.{kind}"
     Image.new("RGB", (3000, 2000), "orange").save(path)
     own = preview(str(path)) == str(path)
     with Image.open(preview(str(path))) as image:
-        assert own == (kind in ("png", "webp")) and (own or image.format == "PNG")
+        assert own == (kind == "webp") and (own or image.format == "PNG")
         assert image.size == ((3000, 2000) if own else (1024, 683))
         assert image.convert("RGB").getpixel((9, 9))[0] > 240
 
@@ -148,15 +133,9 @@ def test_uploads_are_gone_at_every_ending(tmp_path):
         assert number == "1" and Path(folder).parent == tmp_path
         return process, Path(folder)
 
-    runs, other = start()
-    for how in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        process, folder = start()
-        process.send_signal(how)
-        process.wait(30)
-        assert not folder.exists() and other.exists()
-    process, left = start()
-    process.kill()
-    process.wait(30)
+    (runs, other), (killed, left) = start(), start()
+    killed.kill()
+    killed.wait(30)
     assert left.exists()
     start("once")[0].wait(30)
     assert not left.exists() and other.exists()
@@ -180,7 +159,7 @@ def page(files, tmp_path):
         assert "Traceback" not in log.read_text() and not os.listdir(uploads)
 
 
-def test_the_page_answers_and_no_other_host_reaches_it(page, answerers, cat, tmp_path):
+def test_the_page_answers_and_no_other_host_reaches_it(page, answerer, adapted, cat, tmp_path):
     url, uploads = page
     client = pytest.importorskip("gradio_client")
     with urllib.request.urlopen(f"{url}/config") as reply:
@@ -194,58 +173,10 @@ def test_the_page_answers_and_no_other_host_reaches_it(page, answerers, cat, tmp
     page_client = client.Client(url, verbose=False, download_files=str(tmp_path / "down"))
     *_, one, two = page_client.predict(asked, api_name="/ask")
     prompt = {"role": "user", "image": cat, "content": "What is it?"}
-    for messages, answerer in zip((one, two), answerers, strict=True):
+    for messages, each in zip((one, two), (answerer, adapted), strict=True):
         assert messages[0]["content"][0]["file"].endswith(".tiff.png")
-        assert messages[-1]["content"][0]["text"] == answerer.answer([[prompt]])[0].text
+        assert messages[-1]["content"][0]["text"] == each.answer([[prompt]])[0].text
     assert [*uploads.rglob("*.tiff")]
     with pytest.raises(Exception, match="write a question"):
         page_client.predict({"text": "  ", "files": []}, api_name="/ask")
     page_client.close()
-
-
-@pytest.mark.slow
-def test_two_models_are_asked_in_a_browser(page, answerers, cat):
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is missing: pip install playwright"
-    )
-    if BROWSER is None:
-        pytest.skip("no browser: apt-get install chromium")
-    url, _ = page
-    prompt = {"role": "user", "image": cat, "content": "What is it?"}
-    alone = [answerer.answer([[prompt]])[0] for answerer in answerers]
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        tab = browser.new_page()
-        hosts = set()
-        tab.on("request", lambda request: hosts.add(request.url.split("/")[2]))
-        tab.goto(url)
-        tab.wait_for_selector("textarea")
-        tab.set_input_files("input[type=file]", cat)
-        tab.wait_for_selector("button[aria-label='Remove file'], .thumbnail-item")
-        ask(tab, "What is it?", answers=2)
-        # Markdown and fonts change some characters.
-        shown = tab.locator(".message.bot").all_inner_texts()
-        for text, answer in zip(shown, alone, strict=True):
-            assert letters(text) == letters(answer.text)
-        assert tab.locator(".user img").count() == 2
-        ask(tab, "And now?", answers=4)
-        tab.get_by_text("New conversation").click()
-        tab.wait_for_function("document.querySelectorAll('.message.bot').length == 0")
-        browser.close()
-    # Nothing is asked of other machines.
-    assert hosts == {url.split("/")[2]}
-
-
-def ask(tab, text: str, answers: int) -> None:
-    tab.fill("textarea", text)
-    tab.keyboard.press("Enter")
-    tab.wait_for_function(
-        f"document.querySelectorAll('.message.bot').length == {answers} && "
-        "!document.querySelector('button[aria-label=Stop], .generating, .pending')",
-        timeout=60_000,
-    )
-    tab.wait_for_timeout(1000)  # for the last words
-
-
-def letters(text: str) -> str:
-    return "".join(re.findall(r"[A-Za-z]", text))
