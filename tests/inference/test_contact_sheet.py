@@ -1,6 +1,5 @@
 """The sheet of answers: what is on it, and in which fonts."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -103,16 +102,3 @@ def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point():
     # A joiner between characters is none that lacks a font.
     fonts.draw_lines([("Ⓐ\u200dⒶ\ufe0f", BLACK)], 200, 1)
     assert fonts.missing == {"文"}
-
-
-def test_without_matplotlib_there_is_pillows_own_font(monkeypatch):
-    for name in ("_files", "_face_of", "_pillows_own"):
-        getattr(sheet_fonts, name).cache_clear()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    fonts = Fonts()
-    try:
-        assert fonts.draw_lines([("words é", BLACK)], 200, 2).size == (200, 18)
-    finally:
-        for name in ("_files", "_face_of"):
-            getattr(sheet_fonts, name).cache_clear()
-    assert fonts.missing == {"é"}

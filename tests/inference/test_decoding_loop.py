@@ -15,10 +15,8 @@ from transformers import (
     GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
-    MaxLengthCriteria,
     StaticCache,
     StoppingCriteria,
-    StopStringCriteria,
 )
 
 from glm4v_patched.inference.decoding import loop
@@ -186,24 +184,6 @@ def test_the_compiled_step_is_transformers_own(model, num_rows, two_late, monkey
                 assert ours == min(theirs + 2, NEW - 1)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     torch._dynamo.reset()
-
-
-def test_strings_and_a_limit_of_the_callers_own_end_a_row(model, tokenizer, two_late):
-    batch = batch_of(three_id_image())
-    length = batch["input_ids"].shape[1]
-    drawn = model.generate(**batch, **GREEDY, **NEVER)[:, length:]
-    ends = []
-    for row in drawn:
-        words = [tokenizer.decode(row[at : at + 1]) for at in range(2, NEW - 3)]
-        ends.append(next(word for word in words if word.isascii() and word.strip()))
-    criteria = [[StopStringCriteria(tokenizer, ends)] for _ in range(2)]
-    given = [{"stopping_criteria": each} for each in criteria]
-    assert both_loops(model, batch, *given, **GREEDY, **NEVER).shape[1] < length + NEW
-    # Below the prompt's length, too, where transformers' loop draws a token all the same.
-    for most in (5, 25):
-        given = [{"stopping_criteria": [MaxLengthCriteria(most)]} for _ in range(2)]
-        got = both_loops(model, batch, *given, **GREEDY, **NEVER)
-        assert got.shape[1] == max(most, length + 1)
 
 
 class EndsAfterFive(StoppingCriteria):

@@ -92,21 +92,17 @@ def moved_to(model: Path, files, folder: Path, **changes) -> Path:
 
 def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeypatch):
     """Of a folder, before anything is loaded; and of one that came from the Hub."""
-    folder = tmp_path / "model"
+    folder, victim = tmp_path / "model", tmp_path / "mine.safetensors"
     shutil.copytree(files.model, folder)
-    (tmp_path / "victim").mkdir()
-    victim = tmp_path / "victim" / "mine.safetensors"
     (folder / "model.safetensors").rename(victim)
-    names = dict.fromkeys(load_file(victim), "../victim/mine.safetensors")
+    names = dict.fromkeys(load_file(victim), "../mine.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    adapters = str(moved_to(folder, files, tmp_path / "adapters"))
-    before = victim.read_bytes()
-    named = "names '../victim/mine.safetensors'; expected names of files"
-    with pytest.raises(ValueError, match=named):
-        merge(adapters, tmp_path / "out")
-    monkeypatch.setattr(module, "_find", lambda *_: module.Base(str(folder), adapters=adapters))
-    with pytest.raises(ValueError, match=named):
-        merge(adapters, tmp_path / "out")
+    adapters, before = str(moved_to(folder, files, tmp_path / "adapters")), victim.read_bytes()
+    of_hub = module.Base(str(folder), adapters=Path(adapters))
+    for find in (module._find, lambda *_: of_hub):
+        monkeypatch.setattr(module, "_find", find)
+        with pytest.raises(ValueError, match="names '../mine.safetensors'; expected names of file"):
+            merge(adapters, tmp_path / "out")
     assert victim.read_bytes() == before and not (tmp_path / "out").exists()
 
 
@@ -194,13 +190,3 @@ def test_a_mistake_is_told_and_nothing_is_replaced(files, tmp_path, monkeypatch,
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: free)
     refused(["merge", files.adapters, "--out", tmp_path / "out"], "3.1 MB")
     assert {path.name for path in tmp_path.iterdir()} == {"there"}
-
-
-def test_a_base_without_safetensors_is_told_how_to_get_them(files, tmp_path, words):
-    shutil.copytree(files.model, tmp_path / "model")
-    whole = tmp_path / "model" / "model.safetensors"
-    torch.save(load_file(whole), tmp_path / "model" / "pytorch_model.bin")
-    whole.unlink()
-    adapters = moved_to(tmp_path / "model", files, tmp_path / "adapters")
-    with words.refused(ValueError, str(tmp_path / "model")):
-        merge(str(adapters), tmp_path / "merged")

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Failed, Pen
 from glm4v_patched.inference.serving.errors import ApiError
 from glm4v_patched.inference.serving.requests import ChatRequest, Wanted, model_called, read_request
 from tests.helpers.answering import write_adapters
-from tests.helpers.processes import ROOT, serving
+from tests.helpers.processes import serving
 from tests.helpers.serving import QUESTION, about, data_url, png
 
 KEY = "secret"
@@ -39,8 +38,8 @@ class Server(NamedTuple):
     log: Path
     process: subprocess.Popen
 
-    def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+    def client(self, key: str = KEY, timeout: float = 60) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=timeout)
 
     def ask(self, messages, model: str = "tiny", **options):
         return self.client().chat.completions.create(model=model, messages=messages, **options)
@@ -93,9 +92,7 @@ def streamed(chunks) -> str:
     ("arguments", "named"),
     [
         (["--port", "TAKEN"], "cannot be listened at"),
-        (["--port", "70000"], "--port 70000"),
         (["--api-key", ""], "--api-key"),
-        (["--max-picture-megapixels", "179"], "179"),
         (["--adapter", "a=MODEL"], "--adapter a="),
         (["--adapter", "a=ADAPTERS"], "--adapter a="),
         (["--served-model-name", "a", "--adapter", "a=ONE"], "--adapter a="),
@@ -201,22 +198,10 @@ def test_penalties_lower_what_was_said(server):
     assert text_of(asked[0]) != text_of(asked[1])
 
 
-def test_max_tokens_is_cut_to_the_room_that_is_left(server):
-    """As clients of vLLM expect it, which send the largest number that they know."""
-    reply = server.ask(WORDS, max_tokens=16_384)
-    assert (reply.choices[0].finish_reason, reply.usage.total_tokens) == ("length", 1024)
-    with pytest.raises(openai.BadRequestError, match="of the model's 1,024 positions") as error:
-        server.ask([{"role": "user", "content": "word " * 3000}])
-    assert error.value.code == "context_length_exceeded"
-
-
 def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
     for given in (
         {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
-        {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "top_k": -1},
-        {"skip_special_tokens": True, "chat_template_kwargs": {}, "add_generation_prompt": True},
-        {"stream_options": None, "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
         {"model": None, "max_tokens": 7, "max_completion_tokens": 7},
         # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
         {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
@@ -238,7 +223,6 @@ SAID = {"role": "assistant", "content": "a", "refusal": None, "annotations": [],
     [
         ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
         ([WORDS[0] | {"content": [PART, {"type": "image_url", "image_url": IMAGE}]}], ["user"]),
-        ([WORDS[0] | {"content": [{"type": "input_image", "image_url": IMAGE["url"]}]}], ["user"]),
         ([*WORDS, SAID | {"tool_calls": None}, *WORDS], ["user", "assistant", "user"]),
     ],
 )
@@ -255,9 +239,7 @@ def of_user(*parts: dict) -> dict:
     ("given", "match"),
     [
         ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
-        ({"tools": [{"type": "function"}]}, "tools is a list"),
         ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
-        ({"repetition_penalty": 1e-42}, "repetition_penalty: "),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
         ({"top_q": 1}, "top_q: is not read; expected one of model, "),
         ({"stop": ["a", "b" * 1001]}, "stop.1: "),
@@ -292,8 +274,6 @@ def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
     log = server.log.read_text()
     for told in ("/v1/models: 401 ", "400 top_q: is not read", "404 POST /v1/emb", "413 the req"):
         assert told in log
-    with urllib.request.urlopen(server.url.replace("/v1", "/health")) as reply:
-        assert json.load(reply) == {"status": "ok"}
 
 
 def test_adapters_are_served_by_name_beside_their_model(server, endless, adapters, load_answerer):
@@ -438,7 +418,7 @@ def test_a_client_that_goes_away_stops_its_answer(server):
     next(iter(stream))
     stream.response.close()
     with pytest.raises(openai.APITimeoutError):
-        server.client().with_options(timeout=0.3).chat.completions.create(**asked)
+        server.client(timeout=0.3).chat.completions.create(**asked)
     # One that is waiting when others leave is answered.
     assert server.ask(WORDS, max_tokens=2).usage.completion_tokens == 2
     log = server.log.read_text()
