@@ -68,45 +68,31 @@ def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(answerer,
     assert told.strip() == answer.text and len(answerer.encode([prompt])["pixel_values"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "named"),
-    [
+def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
+    for lines, named in (
         ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png"),
         ("/image\n", "line 1 of the input: /image"),
         ("/picture a.png\n", "/picture"),
         ("word " * 1100, "1,024 positions"),
-    ],
-    ids=["no picture", "no path", "no command", "no room"],
-)
-def test_piped_mistakes_end_it_with_their_line(answerer, asked, lines, named, words):
-    with words.refused(ValueError, named):
-        talk(answerer, lines)
+    ):
+        with words.refused(ValueError, named):
+            talk(answerer, lines)
     assert len(asked) <= 1
 
 
 def test_at_a_terminal_mistakes_are_told_and_it_goes_on(answerer, asked, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    typed, take = ["/image none.png", "Hello", "stop"], Chat.take
+    typed = ["/image none.png", "Hello"]
 
     def line(prompt):
         if not typed:
             raise EOFError
         return typed.pop(0)
 
-    def stopped(chat, line):
-        if line == "stop":
-            raise KeyboardInterrupt
-        return take(chat, line)
-
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(Chat, "take", stopped)
-    output = io.StringIO()
-    Chat(answerer, 1024, output=output).run(Terminal())
-    told = output.getvalue()
-    assert "none.png does not exist" in told and "\n1\\x1b" in told and "(stopped" in told
+    terminal, output = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    Chat(answerer, 1024, output=output).run(terminal)
+    assert "none.png does not exist" in output.getvalue() and "\n1\\x1b" in output.getvalue()
 
 
 def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):

@@ -3,16 +3,19 @@
 ``nox -f tests/noxfile.py -s clients`` installs them; elsewhere those that are missing are skipped.
 """
 
+import io
 import sys
 from collections.abc import Callable
 
 import openai
 import pytest
+from PIL import Image
 
 from tests.helpers.processes import serving
 from tests.helpers.serving import QUESTION, about, data_url, png
 
 MESSAGES = about(data_url(png()))
+URL = MESSAGES[0]["content"][0]["image_url"]["url"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,35 @@ def llama_index(url: str) -> str:
     return model.chat([ChatMessage(role="user", blocks=shown)]).message.content
 
 
-CLIENTS = [langchain, litellm, llama_index]
+def evalscope(url: str) -> str:
+    models = pytest.importorskip("evalscope.api.model")
+    from evalscope.api.messages import ChatMessageUser, ContentImage, ContentText
+
+    where = {"eval_type": "openai_api", "base_url": url, "api_key": "none"}
+    model = models.get_model(model="tiny", config=models.GenerateConfig(temperature=0), **where)
+    shown = [ContentImage(image=URL), ContentText(text=QUESTION)]
+    return model.generate([ChatMessageUser(content=shown)]).completion
+
+
+def lmms_eval(url: str) -> str:
+    models = pytest.importorskip("lmms_eval.models.chat.openai")
+    from lmms_eval.api.instance import Instance
+
+    model = models.OpenAICompatible(model_version="tiny", base_url=url, api_key="none")
+    model.task_dict = {"task": {"test": [Image.open(io.BytesIO(png()))]}}
+
+    def messages_of(picture) -> list[dict]:
+        parts = [{"type": "image", "url": picture}, {"type": "text", "text": QUESTION}]
+        return [{"role": "user", "content": parts}]
+
+    given = ("", messages_of, {"max_new_tokens": 6, "temperature": 0}, 0, "task", "test")
+    about_task = {"task": "task", "doc_id": 0, "repeats": 1}
+    asked = Instance("generate_until", given, 0, metadata=about_task)
+    [reply] = model.generate_until([asked])
+    return reply.text if hasattr(reply, "text") else reply
+
+
+CLIENTS = [langchain, litellm, llama_index, evalscope, lmms_eval]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)

@@ -152,25 +152,22 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
     monkeypatch.setattr(module, "_quantise", lambda *_: pytest.fail("it was quantised"))
+    monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
 
-    def told(model, rows, *options, out="out") -> str:
-        assert export(model, tmp_path / out, rows, *options) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("glm4v-patched: ")
-        return said
+    def told(model, rows, out="out") -> str:
+        assert export(model, tmp_path / out, rows) == 1
+        return capsys.readouterr().err
 
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()
     words(told(files.model, learned, out="there"))
-    blind = tmp_path / "blind.jsonl"
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
-    write_conversations(blind, [talk] * 3)
-    words(told(files.model, blind))
+    write_conversations(tmp_path / "blind.jsonl", [talk] * 3)
+    words(told(files.model, tmp_path / "blind.jsonl"))
     shutil.copytree(files.model, tmp_path / "quantised")
     config = tmp_path / "quantised" / "config.json"
     method = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
-    monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
     assert "was saved quantised already, by awq" in told(tmp_path / "quantised", learned)
     monkeypatch.setattr(module, "free_ram", lambda: 1e6)
     words(told(files.model, learned))

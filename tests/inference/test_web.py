@@ -66,22 +66,17 @@ def test_a_question_that_was_stopped_is_not_asked_again(conversations):
     assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
 
 
-@pytest.mark.parametrize(
-    ("said", "picture", "named"),
-    [
+def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words):
+    (tmp_path / "text.png").write_text("no picture")
+    Image.new("1", (12_500, 8_000)).save(tmp_path / "large.png")
+    for said, picture, named in (
         ("", "cat.png", "write a question about the picture"),
         ("a", "text.png", "no picture"),
         ("a", "large.png", "12,500 x 8,000"),
         ("word " * 3000, "cat.png", "1,024 positions"),
-    ],
-    ids=["no words", "no picture", "too large", "no room"],
-)
-def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words, said, picture, named):
-    (tmp_path / "text.png").write_text("no picture")
-    if picture == "large.png":
-        Image.new("1", (12_500, 8_000)).save(tmp_path / picture)
-    with words.refused(ValueError, named):
-        list(conversations.ask(said, [str(tmp_path / picture)], []))
+    ):
+        with words.refused(ValueError, named):
+            list(conversations.ask(said, [str(tmp_path / picture)], []))
 
 
 @pytest.mark.parametrize("kind", ["webp", "tif"])
@@ -95,19 +90,16 @@ def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
         assert image.convert("RGB").getpixel((9, 9))[0] > 240
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
+def test_a_mistake_is_told(files, monkeypatch, refused):
+    monkeypatch.setattr(serve, "is_installed", lambda name: False)
+    for arguments, named in (
         (["--web"], "chat --web needs gradio and uvicorn: "),
         (["other"], "a second model (other)"),
         (["--port", "1"], "--port (1)"),
         (["--web", "--image", "a.png"], "--image a.png"),
         (["--web", "--cache", "static"], "--cache static"),
-    ],
-)
-def test_a_mistake_is_told(files, monkeypatch, refused, arguments, named):
-    monkeypatch.setattr(serve, "is_installed", lambda name: False)
-    refused(["chat", files.model, *arguments, "--device", "cpu"], named)
+    ):
+        refused(["chat", files.model, *arguments, "--device", "cpu"], named)
 
 
 HOLD = """
