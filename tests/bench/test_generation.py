@@ -83,23 +83,6 @@ def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
     assert len(calls) == (8 if asked else 0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("weights", sorted(WEIGHTS))
-def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
-    package = "torchao" if weights in ("int8", "fp8") else "bitsandbytes"
-    pytest.importorskip(package, reason=f"{package} is missing: pip install {package}")
-    out, sizes = tmp_path / "generate.json", ["--new-tokens", 32, "--batch", 1, 2]
-    asked = ["--device", "cuda", *WEIGHTS[weights].option.split()]
-    generate("--config", config, *sizes, *asked, "--out", out)
-    plain = generation_worker.bytes_a_token(tiny_model()) / 2  # of bf16
-    rows = json.loads(out.read_text())
-    assert [row["batch"] for row in rows] == [1, 2]
-    for row in rows:
-        assert "error" not in row and row["weights"] == weights
-        assert row["cache"] == ("static" if package == "torchao" else "dynamic")
-        assert row["weights_gb"] * 1e9 < 0.9 * plain and row["tokens_per_s"] > 0
-
-
 def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}

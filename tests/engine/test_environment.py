@@ -1,6 +1,5 @@
 """Training processes have one environment, and import nothing from the folder they start in."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from glm4v_patched.data.decoding import read_facts_of_all
 from glm4v_patched.engine.environment import (
     ROOT,
-    path_of_processes,
     python_module,
     training_environment,
 )
@@ -41,14 +39,6 @@ def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert python_module("a") == [sys.executable, "-m", "a"]
     assert "PYTHONSAFEPATH" not in training_environment(1)
-
-
-def test_programs_of_an_environment_that_is_not_activated_are_found(tmp_path, monkeypatch):
-    for name in ("python", "ninja"):
-        (tmp_path / name).touch(mode=0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", "")
-    assert shutil.which("ninja", path=path_of_processes()) == str(tmp_path / "ninja")
 
 
 def test_what_the_reader_sets_stays(monkeypatch):

@@ -1,7 +1,6 @@
 """Layers that multiply in fp8, on a CPU: against a plain emulation, and what becomes of a model."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.fp8_gelu import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from tests.helpers.fp8 import PLAIN, build, emulated
 from tests.helpers.tiny import grown_image, pictures, text, tiny_config
 
@@ -277,28 +275,6 @@ def test_policies_keep_products_in_fp8_as_others(policy, again):
     with Counted() as counted:
         loss.backward()
     assert counted.products == 12 + again
-
-
-@pytest.mark.parametrize(("policy", "keeps"), [("none", True), ("full", False)])
-def test_compiled_layers_keep_products_as_their_policy_says(policy, keeps, monkeypatch):
-    """Compilers of torch 2.11 keep what a Function's products give, unless they are told of each
-    operation; here it is seen with that torch, else only that they are told."""
-    torch._dynamo.reset()
-    compiling = partial(torch.compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(torch, "compile", compiling)
-    options = replace(PLAIN, trained="lora_lm", tower="none", language=policy, compile=True)
-    model = prepare_model(options, build)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        loss = model(**batch()).loss
-    loss.backward()
-    own = {held.data_ptr() for held in (*model.parameters(), *model.buffers())}
-    inner = model.get_base_model().config.ffn_hidden_size
-    wide = [t for t in kept if t.data_ptr() not in own and t.shape[-1:] in ((inner,), (2 * inner,))]
-    assert bool(wide) == keeps
-    layers = [layer for layer in checkpointed_layers(model) if isinstance(layer, GLMBlock)]
-    told = ["context_fn" in each._gradient_checkpointing_func.keywords for each in layers]
-    assert told == [not keeps] * len(layers)
 
 
 def test_both_layouts_give_the_same_gradients():

@@ -91,20 +91,6 @@ def test_all_are_replaced_or_none_and_put_back():
     assert (first.act(), second.act()) == ("old", "own") and "act" not in vars(first)
 
 
-def test_no_other_file_names_them():
-    """But for remote/, which knows no package, and what gathers: both are checked from here."""
-    private = re.compile(r"\b(ds_[a-z_]+|_z3_optimizer|deepspeed\.runtime[\w.]*|\w+_groups_flat)\b")
-    allowed = {"internals.py", "private_names.py", "gather.py"}
-    files = [path for path in PACKAGE.rglob("*.py") if path.name not in allowed]
-    found = {
-        path: private.findall(path.read_text()) for path in files if path.parts[-2] != "remote"
-    }
-    assert not any(found.values()), found
-    known = {*internals.OF_SHARDED_WEIGHTS, *internals.OF_MODULES, *internals.OF_SOME_MODULES}
-    for name in ("checkpointing.py", "sharding.py"):
-        assert {*re.findall(r"\bds_[a-z_]+", (PACKAGE / "remote" / name).read_text())} <= known
-
-
 def test_on_a_cpu_deepspeed_compiles_nothing_where_processes_join(monkeypatch):
     backend = importlib.import_module(COMPILES_COLLECTIVES.partition(":")[0])
     original = backend.build_shm_op

@@ -95,27 +95,22 @@ def test_what_is_asked_reaches_the_model():
 
 def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantised(monkeypatch):
     done, total = [], 100 * GIB
-    for name, function in {
-        "is_available": lambda: True,
-        "set_device": lambda device: None,
-        "empty_cache": lambda: None,
-        "mem_get_info": lambda: (total, total),
-        "set_per_process_memory_fraction": done.append,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, function)
+    for name in ("set_device", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, total))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", done.append)
+    monkeypatch.setattr(prepare, "quantization_options", lambda *given: {})
+    monkeypatch.setattr(trainable, "require_packages", lambda choice: None)
 
     def build(**given):
         done.append("build")
-        return tiny_model(dtype=given["dtype"])
+        return tiny_model(dtype=given.get("dtype"))
 
-    options = replace(PLAIN, trained="lora_lm", memory_limit=25.0)
-    prepare_model(options, build)
-    assert done[:2] == [0.25, "build"]
-    done.clear()
-    monkeypatch.setattr(prepare, "quantization_options", lambda *given: {})
-    monkeypatch.setattr(trainable, "require_packages", lambda choice: None)
-    prepare_model(replace(options, trained="qlora"), build)
-    assert done == ["build", 0.25]
+    for trained, order in (("lora_lm", [0.25, "build"]), ("qlora", ["build", 0.25])):
+        done.clear()
+        prepare_model(replace(PLAIN, trained=trained, memory_limit=25.0), build)
+        assert done[:2] == order
 
 
 def test_what_is_trained():
