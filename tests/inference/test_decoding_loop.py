@@ -4,10 +4,12 @@ On a CPU it would look at each token at once; ``late`` makes it do as on a GPU.
 """
 
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from torch import nn
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
@@ -16,12 +18,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     StaticCache,
-    StoppingCriteria,
 )
 
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
-from glm4v_patched.inference.decoding.static_cache import StaticCaches
+from glm4v_patched.inference.decoding.small_batch_matmul import ProductsOfFewRows
+from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
 from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -186,22 +188,6 @@ def test_the_compiled_step_is_transformers_own(model, num_rows, two_late, monkey
     torch._dynamo.reset()
 
 
-class EndsAfterFive(StoppingCriteria):
-    calls = 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        assert input_ids.is_contiguous()
-        self.calls += 1
-        return torch.full((len(input_ids),), self.calls >= 5)
-
-
-def test_other_peoples_code_is_called_as_often_as_in_transformers_loop(model, two_late):
-    criteria = EndsAfterFive(), EndsAfterFive()
-    given = [{"stopping_criteria": [each]} for each in criteria]
-    both_loops(model, batch_of(three_id_image(), 3), *given, **GREEDY, **NEVER)
-    assert [each.calls for each in criteria] == [5, 5]
-
-
 def test_a_row_that_has_ended_needs_no_room(model, two_late):
     batch = batch_of(three_id_image(), 1)
     length, grown = batch["input_ids"].shape[1], model(**batch).logits.shape[1]
@@ -275,6 +261,40 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two
         between[name] = [last - first for first, last in zip(marks[1], marks[-1], strict=True)]
     assert between["ours"] == [0, 0]
     assert min(between["theirs"]) > 0
+
+
+REDUCTIONS = {"coordinate_descent_tuning", "realize_opcount_threshold", "max_autotune_pointwise"}
+
+
+def test_this_torch_has_all_options():
+    for rows, own_products in ((1, True), (8, True), (1, False)):
+        changes = {"epilogue_fusion": False}
+        options = compiling(rows, changes, own_products=own_products).to_dict()["options"]
+        assert options["triton.cudagraphs"] and not options["epilogue_fusion"]
+        torch.compile(torch.sin, options=options)
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        torch.compile(torch.sin, options=options | {"no_such_option": 1})
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_row_of_other_weights_has_inductors_reductions(monkeypatch, rows, dtype):
+    model = nn.Linear(8, 8).to(dtype)
+    model.device = SimpleNamespace(type="cuda")
+    caches = StaticCaches(model, 64)
+    monkeypatch.setattr(caches, "of", lambda *asked: None)
+    options = caches.options(rows, 64)["compile_config"].options
+    wanted = REDUCTIONS if rows == 1 and dtype == torch.float32 else set()
+    assert REDUCTIONS & options.keys() == wanted
+    assert options["post_grad_custom_pre_pass"] == ProductsOfFewRows()
+
+
+def test_a_cache_is_used_again_as_long_as_it_has_room():
+    caches = StaticCaches(tiny_model(), 64)
+    first = caches.of(1, 64)
+    assert caches.of(1, 64) is first is not caches.of(2, 64)
+    larger = caches.of(1, 65)
+    assert first is not larger is caches.of(1, 128) is not caches.of(1, 129)
 
 
 @pytest.mark.gpu

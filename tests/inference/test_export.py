@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ by_compressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,
     reason="not installed: llmcompressor; nox -f tests/noxfile.py -s llm_compressor",
 )
+EXTRA = "glm4v-patched[export]"
 LEFT = ["transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight"]
 LEFT += ["transformer.vision.linear_proj.linear_proj.weight"]
 
@@ -118,40 +118,19 @@ def test_what_stops_half_way_leaves_nothing(files, learned, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """llm-compressor, whether it is there or not: says its version and that of transformers."""
-    versions = {"llmcompressor": "0.14.0.1", "transformers": "5.17.0"}
-    needs = ["torch<=2.14.0,>=2.10.0", "transformers<=5.17.0,>=5.15.0", "datasets; extra == 'dev'"]
-    monkeypatch.setattr(module, "version", versions.__getitem__)
-    monkeypatch.setattr(module, "requires", lambda name: needs)
-    return versions
-
-
-def test_a_package_that_is_missing_or_another_version_is_named(installed, monkeypatch, words):
-    require_compressor()
-
-    def refused(*told: str) -> None:
-        with words.refused(RuntimeError, *told, cure=pip_install("glm4v-patched[export]")):
-            require_compressor()
-
-    installed["transformers"] = "5.24.0"
-    refused("transformers <=5.17.0,>=5.15.0", "5.24.0 is installed")
-    installed["llmcompressor"] = "0.15.0"
-    refused("llmcompressor <0.15,>=0.14", "0.15.0 is installed")
-
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(module, "version", missing)
-    refused("llmcompressor", "glm4v-patched[export]")
-
-
-@pytest.mark.usefixtures("installed")
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
     monkeypatch.setattr(module, "_quantise", lambda *_: pytest.fail("it was quantised"))
+    versions = {"llmcompressor": "0.15.0", "transformers": "5.17.0"}
+    monkeypatch.setattr(module, "version", versions.__getitem__)
+    monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])
+    with words.refused(RuntimeError, "0.15.0 is installed", cure=pip_install(EXTRA)):
+        require_compressor()
+    versions |= {"llmcompressor": "0.14.0.1", "transformers": "5.24.0"}
+    with words.refused(RuntimeError, "5.24.0 is installed", cure=pip_install(EXTRA)):
+        require_compressor()
+    versions["transformers"] = "5.17.0"
     monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
 
     def told(model, rows, out="out") -> str:

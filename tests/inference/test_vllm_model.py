@@ -5,13 +5,11 @@ Needs a vLLM, which no other test may see: it wants one version of torch and of 
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from glm4v_patched.inference.serving.vllm import LORA_RANKS
 from tests.helpers.processes import ROOT, gpu_environment, run_with_limit
 
 SCRIPT = ROOT / "docs" / "benchmarks" / "compare_with_vllm.py"
@@ -58,42 +56,3 @@ def test_without_the_plug_in_text_is_ours_and_pictures_are_not(answers):
     # 100 ids inside the picture, of which 99 take a position too many.
     assert [row["position_difference"] for row in pictures] == [99, 99]
     assert all(row["logit_difference"] > 0.1 for row in pictures)
-
-
-OTHER_MODELS = f"""
-import sys, time
-from typing import get_args
-from vllm import ModelRegistry
-from vllm.config.lora import MaxLoRARanks
-from vllm.plugins import load_general_plugins
-assert get_args(MaxLoRARanks) == {LORA_RANKS}  # those that serve gives it
-names = set(sys.modules)
-models = dict(ModelRegistry.models)
-start = time.monotonic()
-load_general_plugins()
-assert time.monotonic() - start < 5
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-assert MODELS_CONFIG_MAP["GLM4VForCausalLM"].__module__ == "glm4v_patched.inference.vllm_plugin"
-changed = {{n for n in ModelRegistry.models if ModelRegistry.models[n] is not models[n]}}
-assert changed == {{"GLM4VForCausalLM"}}, changed
-new = {{n for n in {{*sys.modules}} - names if n.startswith("vllm.model_executor.models.")}}
-assert not any("glm" in n for n in new), new
-"""
-# vLLM itself takes the message to the end of its log.
-MOVED = """
-from vllm.model_executor.models import glm4v
-glm4v.GLM4VForCausalLM.get_mrope_input_positions = lambda self, ids, grid: None
-import glm4v_patched.inference.vllm_model
-"""
-
-
-def test_other_models_are_served_as_before_and_a_moved_vllm_says_so_where_it_is_started():
-    served, moved = (
-        subprocess.run(
-            [sys.executable, "-c", code], env=gpu_environment(), capture_output=True, text=True
-        )
-        for code in (OTHER_MODELS, MOVED)
-    )
-    assert served.returncode == 0, served.stderr
-    last = moved.stderr.strip().splitlines()[-1]
-    assert moved.returncode == 1 and "takes ('self', 'ids', 'grid'), not" in last
