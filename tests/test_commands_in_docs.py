@@ -80,7 +80,7 @@ ELSEWHERE = {
     "glm4v-patched bench --generate --load-in": "tests/bench/test_generation.py, on a GPU",
     "glm4v-patched bench --generate --torchao": "tests/bench/test_generation.py, where it is",
     # Weights of the real size.
-    "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
+    "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_settings.py",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
     "pip install torchao": "tests/models/test_quantised_weights.py: skipped where it is missing",
     "pip install liger-kernel": "tests/patch/test_liger_kernels_gpu.py, on a GPU",
