@@ -257,17 +257,6 @@ def test_the_entry_point_and_the_model_that_it_names_are_there():
     assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm>={'.'.join(oldest[:2])},<{above}"]
 
 
-def test_it_is_imported_without_vllm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    again = importlib.util.spec_from_file_location(
-        "glm4v_patched.inference.vllm_plugin_again", vllm_plugin.__file__
-    )
-    module = importlib.util.module_from_spec(again)
-    again.loader.exec_module(module)
-    with pytest.raises(RuntimeError, match=r"vllm is not installed: .*install.*\[vllm\]"):
-        module.register()
-
-
 def test_a_vllm_that_has_moved_serves_other_models_and_no_glm4v(fake, logged, words):
     fake.hooks["Qwen3ForCausalLM"] = other = object()
     register()
