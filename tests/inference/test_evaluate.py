@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -206,35 +207,6 @@ def test_a_metric_of_ones_own(tmp_path, words):
             mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
 
 
-@pytest.fixture
-def written(monkeypatch) -> list[str]:
-    """What is written on a sheet, in order."""
-    texts: list[str] = []
-    draw = Fonts.draw_lines
-
-    def record(self, lines, *rest):
-        texts.extend(text for text, _ in lines)
-        return draw(self, lines, *rest)
-
-    monkeypatch.setattr(Fonts, "draw_lines", record)
-    return texts
-
-
-@pytest.fixture
-def fonts_here(tmp_path, monkeypatch):
-    """The fonts of the machine are DejaVu Sans, a damaged file, and STIX, which alone has Ⓐ."""
-    own = sheet_fonts._files()[0]
-    (tmp_path / "damaged.ttf").write_bytes(b"no font")
-    others = [str(tmp_path / "damaged.ttf"), own.replace("DejaVuSans", "STIXGeneral")]
-    monkeypatch.setattr(sheet_fonts, "_files", lambda: [own, *others])
-    kept = sheet_fonts._face, sheet_fonts._face_of
-    for each in kept:
-        each.cache_clear()
-    yield
-    for each in kept:
-        each.cache_clear()
-
-
 def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(picture, tmp_path):
     rows = [question(1, "HIL", picture("orange", (300, 100)), picture("blue", (50, 150)))]
     rows.append(question(2, "一\n二"))
@@ -249,7 +221,14 @@ def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(pi
         assert (box[2] - box[0]) / (box[3] - box[1]) == pytest.approx(ratio, rel=0.05)
 
 
-def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, written):
+def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, monkeypatch):
+    written, draw = [], Fonts.draw_lines
+
+    def record(self, lines, *rest):
+        written.extend(text for text, _ in lines)
+        return draw(self, lines, *rest)
+
+    monkeypatch.setattr(Fonts, "draw_lines", record)
     rows = [question(row, "a") for row in range(100)]
     rows[7] = question(7, "a", picture("orange"), picture("blue"))
     draw_sheet(rows, ["b" if row in (7, 90) else "a" for row in range(100)], tmp_path / "s.png")
@@ -261,20 +240,23 @@ def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, wr
     assert written[-1].startswith(f"98 of 100 answers are the reference; {MOST_CELLS} rows")
 
 
-@pytest.mark.usefixtures("fonts_here")
-def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point():
+def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point(tmp_path, monkeypatch):
+    """The fonts here are DejaVu Sans, a damaged file, and STIX, which alone has Ⓐ."""
+    own = sheet_fonts._files()[0]
+    (tmp_path / "damaged.ttf").write_bytes(b"no font")
+    others = [str(tmp_path / "damaged.ttf"), own.replace("DejaVuSans", "STIXGeneral")]
+    monkeypatch.setattr(sheet_fonts, "_files", lambda: [own, *others])
+    for name in ("_face", "_face_of"):
+        monkeypatch.setattr(sheet_fonts, name, cache(getattr(sheet_fonts, name).__wrapped__))
     fonts = Fonts()
-    drawn = fonts.draw_lines([("Ⓐ", BLACK)], 200, 1)
-    assert fonts.missing == set() and drawn.getbbox() is not None
-    as_code = fonts.draw_lines([("文", BLACK)], 200, 1)
+    drawn, as_code = (fonts.draw_lines([(text, BLACK)], 200, 1).tobytes() for text in "Ⓐ文")
     assert fonts.missing == {"文"}
-    assert as_code.tobytes() == Fonts().draw_lines([("U+6587", BLACK)], 200, 1).tobytes()
-    assert drawn.tobytes() != Fonts().draw_lines([("U+24B6", BLACK)], 200, 1).tobytes()
-    # Long texts are broken where the cell ends.
+    assert as_code == Fonts().draw_lines([("U+6587", BLACK)], 200, 1).tobytes()
+    assert drawn != Fonts().draw_lines([("U+24B6", BLACK)], 200, 1).tobytes()
+    # Long texts are broken where the cell ends; a joiner is none that lacks a font.
     for text in ("words " * 100, "A" * 300, "Ⓐ" * 190):
         lines = fonts._wrap(text, 280, 4)
         assert len(lines) == 4 and lines[-1].endswith("…")
         assert all(200 < sheet_fonts._length(line) <= 280 for line in lines)
-    # A joiner between characters is none that lacks a font.
     fonts.draw_lines([("Ⓐ\u200dⒶ\ufe0f", BLACK)], 200, 1)
     assert fonts.missing == {"文"}

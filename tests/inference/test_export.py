@@ -104,20 +104,6 @@ assert type(model).__module__.startswith("transformers_modules."), type(model)
     run_without_package(code, tmp_path, str(tmp_path / "out"))
 
 
-@by_compressor
-@pytest.mark.parametrize(
-    "where",
-    ["glm4v_patched.inference.layer_by_layer.oneshot", f"{module.__name__}.give_usual_modes"],
-)
-def test_what_stops_half_way_leaves_nothing(files, learned, tmp_path, monkeypatch, where):
-    def fails(*given, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(where, fails)
-    assert export(files.model, tmp_path / "out", learned, "--rows", "2") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
