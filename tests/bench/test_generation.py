@@ -12,7 +12,6 @@ from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.inference.decoding import loop, static_cache
 from glm4v_patched.models import placement
-from glm4v_patched.models.quantised_weights import WEIGHTS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -91,29 +90,6 @@ def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     words(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("weights", ["4bit", "int8"])
-def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch, weights):
-    started, failed = [], "the process ended with status 1"
-    monkeypatch.setattr(
-        generation, "_run", lambda command, *_: started.append(json.loads(command[-2])) or failed
-    )
-    monkeypatch.setattr(placement, "place", lambda *given: None)
-    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
-    out, held = tmp_path / "generate.json", WEIGHTS[weights].option
-    asked = ["--config", config, "--batch", 8, *held.split(), "--device", "cuda", "--out", out]
-    for _ in range(2):  # rows are added
-        assert not generate(*asked)
-    rows = json.loads(out.read_text())
-    assert [(row["batch"], row["error"]) for row in rows] == [(8, failed)] * 2
-    assert rows[0]["command"].endswith(f" {held}")
-    assert rows[0]["weights"] == weights == started[0]["weights"]
-    # bitsandbytes's are not compiled.
-    assert started[0]["cache"] == ("dynamic" if weights == "4bit" else "static")
-    out.write_text('[{"workload": "lora_lm"}]')
-    assert generate(*asked)
-    assert json.loads(out.read_text()) == [{"workload": "lora_lm"}]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from glm4v_patched.engine import prepare, trainable
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
-from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions, LoraOptions
+from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
 from glm4v_patched.engine.trainable import continue_adapters, select_weights
 from glm4v_patched.finetune.worker import OPTIMIZERS
@@ -123,15 +123,6 @@ def test_what_is_trained():
     for trained in ("all", "tower+towr", "tower+tower"):
         with pytest.raises(ValueError, match=re.escape(f"{trained!r}; expected one of full, lm")):
             select_weights(tiny_model(), trained)
-
-
-def test_what_is_said_of_lora_reaches_peft():
-    for said, alpha in (({}, 6), ({"alpha": 5, "dropout": 0.25, "use_rslora": True}, 5)):
-        model = select_weights(tiny_model(), "lora_lm", LoraOptions(rank=3, **said))
-        config = model.peft_config["default"]
-        assert (config.r, config.lora_alpha) == (3, alpha)
-        assert config.lora_dropout == said.get("dropout", 0)
-        assert config.use_rslora is said.get("use_rslora", False) and not config.use_dora
 
 
 def test_adapters_that_do_not_fit_their_config_are_refused(tmp_path):

@@ -319,7 +319,7 @@ def evalscope(url: str) -> str:
     models = pytest.importorskip("evalscope.api.model")
     from evalscope.api.messages import ChatMessageUser, ContentImage, ContentText
 
-    where = {"eval_type": "openai_api", "base_url": url, "api_key": "none"}
+    where = {"eval_type": "openai_api", "base_url": url, "api_key": KEY}
     model = models.get_model(model="tiny", config=models.GenerateConfig(temperature=0), **where)
     shown = [ContentImage(image=data_url(png())), ContentText(text=QUESTION)]
     return model.generate([ChatMessageUser(content=shown)]).completion
