@@ -53,8 +53,8 @@ ELSEWHERE = {
     "glm4v-patched demo --device cpu": "tests/distributed/test_demo.py, with fewer steps",
     "glm4v-patched export trained": "nox: llm_compressor, tests/inference/test_export.py",
     "python -m hub_upload build --adapter": "tests/hub_upload/test_adapter.py",
-    "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
-    "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
+    "glm4v-patched chat demo_output": "tests/inference/test_chat.py, the page and its client",
+    "glm4v-patched chat zai-org": "tests/inference/test_chat.py, the page and its client",
     # What makes versions of its own, of gigabytes or for an hour.
     "nox -f tests/noxfile.py -s ": "by hand: test_sessions_are_there",
     "nox -f tests/noxfile.py -t ": "by hand: test_sessions_are_there",
@@ -80,7 +80,7 @@ ELSEWHERE = {
     "glm4v-patched bench --generate --load-in": "tests/bench/test_generation.py, on a GPU",
     "glm4v-patched bench --generate --torchao": "tests/bench/test_generation.py, where it is",
     # Weights of the real size.
-    "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
+    "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_settings.py",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
     "pip install torchao": "tests/models/test_quantised_weights.py: skipped where it is missing",
     "pip install liger-kernel": "tests/patch/test_liger_kernels_gpu.py, on a GPU",

@@ -90,20 +90,11 @@ def test_other_products_are_left_alone(replaced, sizes, dtype, fields):
     assert not replaced
 
 
-def test_a_weight_that_no_linear_layer_holds_so_is_left_alone(replaced):
-    x, weight = torch.randn(5, 384).bfloat16(), torch.randn(384, 128).bfloat16()
-    compiled(torch.mm)(x, weight)
-    assert not replaced
-
-
-@pytest.mark.parametrize(("columns", "width"), LAYERS.values(), ids=LAYERS)
-def test_parts_fill_the_gpu_once(columns, width):
-    parts, blocks = parts_for(columns, width, MULTIPROCESSORS), columns // COLUMNS
+def test_parts_fill_the_gpu_once_and_none_is_empty():
     room = BLOCKS_A_PROCESSOR * MULTIPROCESSORS
-    assert parts == 1 if blocks > room else parts * blocks <= room < (parts + 1) * blocks
-
-
-def test_no_part_is_empty():
+    for columns, width in LAYERS.values():
+        parts, blocks = parts_for(columns, width, MULTIPROCESSORS), columns // COLUMNS
+        assert parts == 1 if blocks > room else parts * blocks <= room < (parts + 1) * blocks
     for blocks in range(1, 40):
         for multiprocessors in range(1, 140, 7):
             parts = parts_for(COLUMNS, blocks * WIDTH, multiprocessors)
