@@ -77,12 +77,11 @@ ELSEWHERE = {
     "python -m tests.frameworks.two_gpus": "the same",
     "PYTHONPATH=. python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
     "python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
-    "glm4v-patched bench --generate --load-in": "tests/bench/test_generation.py, on a GPU",
-    "glm4v-patched bench --generate --torchao": "tests/bench/test_generation.py, where it is",
+    "glm4v-patched bench --generate --weights": "tests/models/test_quantised_weights.py, on a GPU",
+    "glm4v-patched bench --answers": "tests/bench/test_answers.py, at tiny size",
     # Weights of the real size.
     "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_settings.py",
     "pip install bitsandbytes": "tests/distributed/test_recipe_choices.py, on a GPU",
-    "pip install torchao": "tests/models/test_quantised_weights.py: skipped where it is missing",
     "pip install liger-kernel": "tests/patch/test_liger_kernels_gpu.py, on a GPU",
     # vLLM, in an environment of its own.
     "VLLM_PLUGINS= python docs/benchmarks/": "tests/inference/test_vllm_model.py",

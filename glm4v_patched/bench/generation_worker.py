@@ -186,7 +186,7 @@ def bytes_a_token(model: Any) -> int:
     return sum(
         bytes_held(each)
         for name, each in [*model.named_parameters(), *model.named_buffers()]  # scales of fp8
-        if ".vision." not in name and ".embedding." not in name
+        if ".encoder." in name or ".output_layer." in name
     )
 
 

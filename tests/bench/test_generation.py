@@ -86,7 +86,7 @@ def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
-    fast |= {"batch": 8, "draw_ahead": True, "weights": "int8"}
+    fast |= {"batch": 8, "draw_ahead": True, "weights": "fp8"}
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     words(capsys.readouterr().out)
@@ -100,20 +100,19 @@ def test_prints_the_table_of_rows(tmp_path, capsys, words):
         (["--micro-batch", "2"], "--micro-batch"),
         (["--against", "none"], "--against none"),
         (["--draw-ahead", "--cache", "dynamic"], "--cache dynamic"),
-        (["--load-in-8bit"], "--load-in-8bit needs a GPU"),
+        (["--weights", "8bit"], "--weights 8bit needs a GPU"),
         (["--device", "cuda"], "no GPU"),
-        (["--device", "cuda", "--load-in-4bit"], "--load-in-4bit needs not_there"),
-        (["--device", "cuda", "--load-in-8bit", "--cache", "static"], "--cache static"),
-        (["--device", "cuda", "--load-in-4bit", "--draw-ahead"], "--draw-ahead with"),
-        (["--torchao", "fp8", "--against", "original"], "--torchao fp8"),
+        (["--device", "cuda", "--weights", "4bit"], "--weights 4bit needs not_there"),
+        (["--device", "cuda", "--weights", "8bit", "--cache", "static"], "--cache static"),
+        (["--device", "cuda", "--weights", "4bit", "--draw-ahead"], "--draw-ahead with"),
+        (["--device", "cuda", "--weights", "fp8", "--against", "original"], "--weights fp8 is not"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
 def test_what_cannot_be_measured_is_refused(config, arguments, named, refused, monkeypatch):
     monkeypatch.setattr(generation, "_run", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(placement, "find_gpus", lambda: Gpus((), "no driver"))
-    for choice in ("torchao", "qlora"):
-        monkeypatch.setitem(PACKAGES, choice, ["not_there"])
+    monkeypatch.setitem(PACKAGES, "qlora", ["not_there"])
     monkeypatch.chdir(config.parent)
     (config.parent / "original").mkdir()
     (config.parent / "original" / "config.json").write_text("{}")

@@ -8,11 +8,13 @@ from torch import nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm4v_patched.engine import fp8
+from glm4v_patched.engine import flash_attention_3, fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
+from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu, quantise_rows_of_swiglu
+from glm4v_patched.engine.fp8_numbers import product_to_read, quantise_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
+from glm4v_patched.remote import visual
 from tests.helpers.fp8 import PLAIN, build, emulated
 from tests.helpers.tiny import grown_image, pictures, text, tiny_config
 
@@ -346,3 +348,56 @@ def test_a_frozen_tower_uses_it_and_computes_the_same(trained, monkeypatch):
             assert torch.equal(compiled(x.bfloat16()).float(), outputs[-1])
     # fc2's input is not rounded to bf16 before it is quantised.
     assert outputs[1].norm() > 0 and (outputs[0] - outputs[1]).norm() / outputs[1].norm() < 0.03
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_few_rows_are_those_of_many(rows, has_bias):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 256), torch.randn(128, 256)
+    bias = torch.randn(128) if has_bias else None
+    left, right = quantise_rows(x), quantise_rows(weight)
+    found = product_to_read(*left, *right, bias=bias)
+    exact = (left[0].float() * left[1]) @ (right[0].float() * right[1]).t()
+    exact = exact if bias is None else exact + bias
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.01)
+
+
+def test_swiglu_is_quantised_as_it_is_computed():
+    torch.manual_seed(0)
+    gate, up = torch.randn(5, 2, 48).unbind(1)
+    numbers, scales = quantise_rows_of_swiglu(torch.cat((gate, up), dim=1))
+    found, exact = numbers.float() * scales, torch.nn.functional.silu(gate) * up
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+def test_the_frozen_tower_attends_as_torch_does_where_flash_attention_3_cannot(monkeypatch):
+    model = build()
+    with torch.no_grad():
+        wanted = model(**batch()).logits
+    flash_attention_3.use_flash_attention_3(model)  # not there: nothing changes
+    kinds = {type(each) for each in model.modules()}
+    assert visual.Attention in kinds and "fa3-fwd is not" in flash_attention_3.fault()
+    monkeypatch.setattr(flash_attention_3, "fault", lambda: None)
+    model.config._attn_implementation = "eager"
+    flash_attention_3.use_flash_attention_3(model)
+    assert visual.Attention in {type(each) for each in model.modules()}
+    model.config._attn_implementation = "sdpa"
+    flash_attention_3.use_flash_attention_3(model)
+    assert visual.Attention not in {type(each) for each in model.modules()}
+    with torch.no_grad():  # on a CPU, and in fp32
+        assert torch.equal(model(**batch()).logits, wanted)
+
+
+@pytest.mark.gpu
+def test_flash_attention_3_is_used_where_it_agrees_with_torchs():
+    pytest.importorskip("fa3_fwd_interface", reason="fa3-fwd is missing: pip install fa3-fwd")
+    if torch.cuda.get_device_capability() != flash_attention_3.HOPPER:
+        pytest.skip("FlashAttention-3 is for Hopper GPUs")
+    assert flash_attention_3.fault() is None
+    query, key, value = torch.randn(2, 100, 3, 4, 112, device="cuda").bfloat16().unbind(2)
+    heads = [each.transpose(1, 2).float() for each in (query, key, value)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+    for attend in (flash_attention_3._attend, flash_attention_3._as_operator):
+        assert (attend(query, key, value).float() - exact).norm() < 0.01 * exact.norm()

@@ -94,8 +94,8 @@ def test_a_static_cache_gives_the_same_answers(files, source, tmp_path, monkeypa
 
 
 def test_which_cache_is_taken_and_words_come_as_they_are_answered_from_a_static_one(answerer):
-    assert static_cache.chosen("auto", "cuda", 4000) == "static"
-    assert static_cache.chosen("auto", "cuda", 3999) == "dynamic"
+    assert static_cache.chosen("auto", "cuda", 8000) == "static"
+    assert static_cache.chosen("auto", "cuda", 7999) == "graph"
     assert static_cache.chosen("auto", "cpu", 8000) == "dynamic"
     assert static_cache.chosen("static", "cpu", 1) == "static"
     assert static_cache.chosen("auto", "cuda", 8000, "4bit") == "dynamic"  # is not compiled
@@ -354,8 +354,7 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
     [
         (["adapters"], "/was/there/once"),
         (["model", "--data", "faulty.jsonl"], 'faulty.jsonl:1: message 2 of 2: the key "img"'),
-        (["model", "--data", "broken.jsonl"], "broken.jsonl:1: the image "),
-        (["model", "--load-in-4bit"], "--load-in-4bit needs a GPU"),
+        (["model", "--weights", "4bit"], "--weights 4bit needs a GPU"),
         (["model", "--top-p", "2"], "--top-p 2.0"),
         (["model", "--revision", "main"], "has no revisions"),
     ],
@@ -363,6 +362,13 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
 def test_a_mistake_is_told_and_nothing_is_written(mistaken, refused, arguments, named):
     arguments = arguments if "--data" in arguments else [*arguments, "--data", "rows.jsonl"]
     refused(["answer", *arguments, "--device", "cpu", "--out", "out.jsonl"], named)
+    assert not (mistaken / "out.jsonl").exists()
+
+
+def test_a_picture_that_cannot_be_read_is_named(mistaken, capsys):
+    command = ["answer", "model", "--data", "broken.jsonl", "--device", "cpu"]
+    assert main([*command, "--out", "out.jsonl"]) == 1
+    assert "broken.jsonl:1: the image " in capsys.readouterr().err
     assert not (mistaken / "out.jsonl").exists()
 
 

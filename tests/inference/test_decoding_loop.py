@@ -3,6 +3,7 @@
 On a CPU it would look at each token at once; ``late`` makes it do as on a GPU.
 """
 
+from contextlib import nullcontext
 from functools import wraps
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
 from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
+from glm4v_patched.inference.decoding.step_graph import StepGraph
 from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -298,3 +300,51 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
             for name in ("step", "draw"):
                 patch.setattr(loop._Drawing, name, without_a_wait(getattr(loop._Drawing, name)))
             assert torch.equal(drawn(eos_token_id=ends, custom_generate=draw_ahead), wanted)
+
+
+def test_a_given_step_draws_all_tokens_but_the_first(model, two_late):
+    batch, calls = batch_of(grown_image()), []
+    wanted = model.generate(**batch, **GREEDY, **NEVER)
+
+    def step(**given):
+        calls.append(given["input_ids"].shape)
+        return model(**given)
+
+    options = StaticCaches(model, 64, records=True).options(2, 60)  # on a CPU it records nothing
+    assert "step" not in options and options["custom_generate"] is draw_ahead
+    got = model.generate(**batch, **GREEDY, **NEVER, **options, step=step)
+    assert torch.equal(got, wanted) and calls == [(2, 1)] * (NEW - 1)
+
+
+def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeypatch):
+    seen, replayed = [], []
+
+    class Graph:
+        def replay(self):
+            replayed.append(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    step = StepGraph(lambda ids, cache: seen.append((ids, cache)) or ids)
+    cache = object()
+    for number in range(3):
+        step(ids=torch.tensor([number]), cache=cache)
+    (first, _), (recorded, _) = seen  # nothing of the third
+    assert first.tolist() == [0] and recorded.tolist() == [2] and len(replayed) == 2
+    step(ids=torch.tensor([3]), cache=object())
+    step(ids=torch.tensor([3, 4]), cache=cache)
+    assert len(seen) == 4 and len(replayed) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_recorded_step_draws_what_it_draws_unrecorded():
+    model = tiny_model(torch.bfloat16).to("cuda")
+    batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
+    batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    caches = StaticCaches(model, 64, records=True)
+    for new in (NEW, 5, NEW):  # the second and third replay what the first recorded
+        options = GREEDY | NEVER | {"max_new_tokens": new}
+        kept = {CACHE: StaticCache(config=model.config, max_cache_len=64)}
+        unrecorded = {"custom_generate": draw_ahead, "step": model.__call__}
+        wanted = model.generate(**batch, **options, **kept, **unrecorded)
+        assert torch.equal(model.generate(**batch, **options, **caches.options(3, 60)), wanted)
