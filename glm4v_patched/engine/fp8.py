@@ -29,8 +29,9 @@ from ..remote.modeling_chatglm import GLMBlock
 from ..remote.visual import MLP
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
+from .e4m3 import E4M3
 from .fp8_activations import quantise_rows_of_gelu, quantise_rows_of_swiglu
-from .fp8_numbers import E4M3, product, product_to_read, quantise_rows
+from .fp8_numbers import product, product_to_read, quantise_rows
 from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 

@@ -3,13 +3,8 @@
 import torch
 from torch import Tensor
 
+from .e4m3 import E4M3, LARGEST, SMALLEST
 from .few_rows import COLUMNS, MOST_ROWS, WIDTH, parts_of_product
-
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""Of e4m3."""
-# Below, a row's scale could not be inverted in fp32; what is so small counts as zero.
-SMALLEST = 1e-30
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

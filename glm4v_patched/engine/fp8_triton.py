@@ -6,7 +6,7 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .fp8_numbers import E4M3, LARGEST, SMALLEST
+from .e4m3 import E4M3, LARGEST, SMALLEST
 
 
 @triton.jit
