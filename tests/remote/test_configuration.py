@@ -1,12 +1,15 @@
 """The configuration: the published fields, checked; and the range of transformers."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import GenerationConfig, PretrainedConfig
 
+from glm4v_patched.remote import configuration_chatglm
 from glm4v_patched.remote.configuration_chatglm import (
     AUTO_MAP,
     OLDEST_TRANSFORMERS,
@@ -16,13 +19,12 @@ from glm4v_patched.remote.configuration_chatglm import (
 )
 from glm4v_patched.remote.configuration_chatglm import FIRST_UNTESTED_TRANSFORMERS as NEWER
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import golden_json, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_defaults_are_the_published_model(real_dir):
+def test_defaults_are_the_published_model(real_tokenizer):
     wanted = {
         "num_layers": 40,
         "hidden_size": 4096,
@@ -38,18 +40,10 @@ def test_defaults_are_the_published_model(real_dir):
     config = ChatGLMConfig()
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert (config.vision.num_patches, config.vision.num_image_tokens) == (6400, 1600)
-    assert config.image_token_id == ChatGLMProcessor.from_pretrained(real_dir).image_token_id
+    fill = ChatGLMProcessor.image_token
+    assert config.image_token_id == real_tokenizer.convert_tokens_to_ids(fill)
     generation = GenerationConfig.from_model_config(tiny_config())
     assert generation.eos_token_id == [500, 507, 509] and generation.pad_token_id == 500
-
-
-def test_transformers_names_read_and_write_the_published_fields():
-    config = tiny_config()
-    wanted = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 128}
-    wanted |= {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 128}
-    assert {name: getattr(config, name) for name in wanted} == wanted
-    config.vocab_size = 520
-    assert config.padded_vocab_size == 520
 
 
 def saved(config: ChatGLMConfig, folder: Path) -> dict:
@@ -67,25 +61,14 @@ def test_names_that_others_look_for_are_there_and_the_file_is_as_it_was(tmp_path
     new = {"image_token_id", "num_key_value_heads", "bos_token_id", "pre_seq_len"}
     assert not new & saved(config, tmp_path).keys()
     assert not new & saved(tiny_config(), tmp_path).keys()
-    changed = saved(tiny_config(image_token_id=499, num_key_value_heads=4), tmp_path)
+    foreign = {"AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration", "Other": "a.b"}
+    changed = tiny_config(image_token_id=499, num_key_value_heads=4, auto_map=foreign)
+    assert changed.auto_map == AUTO_MAP
+    changed = saved(changed, tmp_path)
     assert changed["image_token_id"] == 499 and changed["multi_query_group_num"] == 4
     published = {n: v for n, v in golden_json("config.json").items() if n != "torch_dtype"}
     written = saved(tiny_config(), tmp_path)
     assert {name: written.get(name) for name in published} == published
-
-
-def test_auto_map_is_ours_whatever_it_was():
-    foreign = {"AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration", "Other": "a.b"}
-    assert tiny_config(auto_map=foreign).auto_map == AUTO_MAP
-    read = ChatGLMConfig.from_dict(tiny_config().to_dict() | {"auto_map": foreign})
-    assert read.auto_map == AUTO_MAP
-
-
-def test_unknown_vision_fields_are_left_alone():
-    vision = golden_json("config.json")["vision_config"] | {"a_new_field": 3}
-    config = tiny_config(vision_config=vision)
-    assert config.vision.image_size == 56
-    assert config.to_dict()["vision_config"]["a_new_field"] == 3
 
 
 def vision(**changes) -> dict:
@@ -94,12 +77,6 @@ def vision(**changes) -> dict:
 
 REFUSED = {
     "multi_query_attention": ({"multi_query_attention": False}, "=False"),
-    "original_rope": ({"original_rope": False}, "=False"),
-    "rmsnorm": ({"rmsnorm": False}, "=False"),
-    "post_layer_norm": ({"post_layer_norm": False}, "=False"),
-    "apply_residual": ({"apply_residual_connection_post_layernorm": True}, "=True"),
-    "fp32_residual_connection": ({"fp32_residual_connection": True}, "=True"),
-    "hidden_dropout": ({"hidden_dropout": 0.1}, "=0.1"),
     "pre_seq_len": ({"pre_seq_len": 8}, "=8"),
     "tied embeddings": ({"tie_word_embeddings": True}, "=True"),
     "heads": ({"multi_query_group_num": 3}, "num_attention_heads 4", "3"),
@@ -120,19 +97,14 @@ def test_fields_that_are_not_computed_are_refused(case, words):
 
 
 @pytest.mark.parametrize("version", ["4.40.0", "4.57.5"])
-def test_transformers_older_than_tested_is_refused(version, tmp_path):
+def test_transformers_older_than_tested_is_refused(version, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", version)
     said = f"{TESTED_TRANSFORMERS} and found {version}, .*; install"
     with pytest.raises(ImportError, match=said):
-        check_transformers(version)
-    code = (
-        f"import transformers; transformers.__version__ = {version!r}\n"
-        "import glm4v_patched.remote.configuration_chatglm"
-    )
-    with pytest.raises(AssertionError, match=f"ImportError: .*{said}"):
-        run_without_package(code, tmp_path, PYTHONPATH=str(ROOT))
+        runpy.run_path(configuration_chatglm.__file__)  # when the file is imported
 
 
-@pytest.mark.parametrize("version", [NEWER, f"{NEWER}.0", "5.1.0", "6.0.1"])
+@pytest.mark.parametrize("version", [NEWER, "5.1.0"])
 def test_a_transformers_that_is_not_tested_is_warned_of_once(version, warned):
     for _ in range(2):
         check_transformers(version)
@@ -141,18 +113,18 @@ def test_a_transformers_that_is_not_tested_is_warned_of_once(version, warned):
     assert f"{TESTED_TRANSFORMERS} and found {version}; if it fails" in record.message
 
 
-@pytest.mark.parametrize("version", [OLDEST_TRANSFORMERS, "4.57.7", "5.0.0", "5.24.9"])
+@pytest.mark.parametrize("version", [OLDEST_TRANSFORMERS, "5.24.9"])
 def test_transformers_inside_of_the_tested_range_is_taken(version, warned):
     check_transformers(version)
     assert not warned.records
     assert f'"transformers{TESTED_TRANSFORMERS}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def foreign_config_class(type_of_model: str = "chatglm") -> type:
+def foreign_config_class() -> type:
     """A config class as vLLM has one: the fields under names of their own, and no checks."""
 
     class Foreign(PretrainedConfig):
-        model_type = type_of_model
+        model_type = "chatglm"
 
         def __init__(self, padded_vocab_size=65024, seq_length=2048, **fields):
             self.padded_vocab_size = self.vocab_size = padded_vocab_size
@@ -180,9 +152,7 @@ def test_configs_of_other_classes_with_the_same_fields_become_ours():
     assert not set(ChatGLMConfig.attribute_map) & vars(config).keys()
 
 
-@pytest.mark.parametrize("change", [{"vision_config": None}, {"model_type": "other"}], ids=str)
-def test_configs_of_other_models_are_refused(change):
-    cls = foreign_config_class(change.get("model_type", "chatglm"))
-    theirs = cls(**golden_json("config.json") | {"vision_config": {}} | change)
+def test_configs_of_other_models_are_refused():
+    theirs = foreign_config_class()(**golden_json("config.json") | {"vision_config": None})
     with pytest.raises(ValueError, match="Foreign has model_type .*: give the config of a glm-4v"):
         ChatGLMConfig.of(theirs)

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, StaticCache
 
-from glm4v_patched.remote import attention, generation_chatglm
+from glm4v_patched.remote import generation_chatglm
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
 from tests.helpers.waits import Calls, Operators
 
@@ -92,8 +92,7 @@ MOST_OPERATORS = 40
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("image", IMAGES)
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
 def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_rows, cache):
     options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
     with Counted().of(model) as counted:
@@ -144,8 +143,7 @@ def copied(inputs: dict) -> dict:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("image", IMAGES)
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
 def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attention):
     model = tiny_model(attn_implementation=attention)
     steps, prepare = [], model.prepare_inputs_for_generation
@@ -200,29 +198,11 @@ def test_prompts_that_are_padded_on_the_right_are_refused(model):
         model.generate(**batch, **GREEDY)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("masked", ["none", "all alike", "by row"])
-def test_one_query_has_the_attention_of_repeated_keys(rows, masked):
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(rows, 8, 1, 16, generator=generator)
-    key, value = torch.randn(2, rows, 2, 40, 16, generator=generator)
-    mask = torch.rand(rows if masked == "by row" else 1, 1, 1, 40, generator=generator) < 0.7
-    mask = None if masked == "none" else mask
-    want = torch.nn.functional.scaled_dot_product_attention(
-        query, *(x.repeat_interleave(4, dim=1) for x in (key, value)), attn_mask=mask
-    )
-    got = attention.attend_to_cache(query, key, value, mask)
-    assert got.shape == (rows, 1, 8, 16)
-    # fp32. Measured 6e-7.
-    assert (got - want.transpose(1, 2)).abs().max() <= 1e-5
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("num_rows", [1, 2, 6], ids="{} rows".format)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_drawn_token_repeats_no_keys(model, cache, num_rows):
+def test_a_drawn_token_repeats_no_keys(model, cache):
     """Whatever the mask: nothing is as large as the keys of all query heads."""
-    batch = padded([text(20 + i, seed=i) for i in range(num_rows)], "left")
+    batch = padded([text(20, seed=1), text(21, seed=2)], "left")
     options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
     seen, step = [], model.transformer._decode
 

@@ -2,8 +2,6 @@
 like ZeRO-3's. Under the real one: tests/distributed.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
@@ -53,92 +51,52 @@ def in_backward(function) -> None:
     assert called
 
 
-@contextmanager
-def forward_hooks(module: nn.Module):
-    """What ZeRO-3's hooks do around a module's forward: enter it as a user, and take it away."""
-    enter(module.ds_id, module.parameters(recurse=False))
-    yield
-    for parameter in module.parameters(recurse=False):
-        parameter.ds_active_sub_modules.discard(module.ds_id)
-
-
 def test_frozen_parameters_stay_gathered_through_the_recomputation_and_no_longer(layer):
     """ZeRO-3 partitions a parameter after a module's forward unless it still has a user."""
 
     def recompute():
         with frozen_parameters_held(layer):
             for module in layer:
-                with forward_hooks(module):
-                    pass
+                enter(module.ds_id, module.parameters())  # as ZeRO-3's hooks do around a forward
+                for parameter in module.parameters():
+                    parameter.ds_active_sub_modules.discard(module.ds_id)
                 assert all(users(module))
 
     in_backward(recompute)
     assert users(layer) == [set()] * 4
-
-
-def test_the_modules_that_own_a_parameter_stay_its_users(layer):
-    linear, norm = layer
-    norm.register_parameter("shared", linear.weight)
-
-    def recompute():
-        with frozen_parameters_held(layer):
-            for module in layer:
-                enter(module.ds_id, module.parameters())
-
-    in_backward(recompute)
-    assert users(linear) == [{linear.ds_id, norm.ds_id}, {linear.ds_id}]
-    assert norm.weight.ds_active_sub_modules == {norm.ds_id}
-
-
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_module_outside_of_the_layer_does_not_keep_its_parameters(layer, when):
-    """DeepSpeed 0.19.3 enters the module whose backward is under way, and keeps a list there."""
-
-    def enter_outer():
-        for module in layer:
-            enter(OUTER_MODULE, module.parameters())
-            module.ds_recompute_parameters.update(module.parameters())
-
-    def recompute():
-        if when == "before":
-            enter_outer()
-        with frozen_parameters_held(layer):
-            if when == "during":
-                enter_outer()
-
-    in_backward(recompute)
-    assert users(layer) == [set()] * 4
-    assert [module.ds_recompute_parameters for module in layer.modules()] == [set()] * 3
+    enter(OUTER_MODULE, [layer[0].weight])
+    with frozen_parameters_held(layer):  # outside of a backward pass
+        assert users(layer) == [{OUTER_MODULE}, set(), set(), set()]
 
 
 def test_trainable_parameters_are_left_alone(layer):
     trainable = layer[0].weight.requires_grad_(True)
-    enter(OUTER_MODULE, [trainable])
 
     def recompute():
+        enter(OUTER_MODULE, [trainable])
         with frozen_parameters_held(layer):
             assert trainable.ds_active_sub_modules == {OUTER_MODULE}
 
     in_backward(recompute)
     assert trainable.ds_active_sub_modules == {OUTER_MODULE}
+    layer.requires_grad_(True)[0].ds_recompute_parameters.add(trainable)
+    in_backward(recompute)
+    assert layer[0].ds_recompute_parameters == {trainable}
 
 
-def test_a_layer_with_nothing_frozen_keeps_what_deepspeed_entered(layer):
-    layer.requires_grad_(True)[0].ds_recompute_parameters.add(layer[0].weight)
+def test_modules_outside_of_the_layer_do_not_keep_its_parameters_but_their_owners_do(layer):
+    """DeepSpeed 0.19.3 enters the module whose backward is under way, and keeps a list there."""
 
     def recompute():
         with frozen_parameters_held(layer):
-            pass
+            for module in layer:
+                enter(module.ds_id, module.parameters())
+                enter(OUTER_MODULE, module.parameters())
+                module.ds_recompute_parameters.update(module.parameters())
 
     in_backward(recompute)
-    assert layer[0].ds_recompute_parameters == {layer[0].weight}
-
-
-def test_nothing_happens_outside_of_a_backward_pass(layer):
-    enter(OUTER_MODULE, [layer[0].weight])
-    with frozen_parameters_held(layer):
-        during = users(layer)
-    assert during == users(layer) == [{OUTER_MODULE}, set(), set(), set()]
+    assert users(layer) == [{module.ds_id} for module in layer for _ in range(2)]
+    assert [module.ds_recompute_parameters for module in layer.modules()] == [set()] * 3
 
 
 def test_parameters_that_zero3_does_not_shard_are_left_alone(layer):

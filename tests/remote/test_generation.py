@@ -14,7 +14,6 @@ from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import (
     BOI,
     EOI,
-    FILL,
     PAD,
     grown_image,
     images_of,
@@ -74,31 +73,19 @@ def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache)
     assert len({tuple(tokens) for tokens in want}) == len(rows)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("with_mask", [True, False])
-def test_rows_of_one_length_that_grow_differently_generate_as_alone(model, with_mask, use_cache):
+def test_rows_of_one_length_that_grow_differently_generate_as_alone(model, with_mask):
     rows = [[1, 2, *three_id_image(), 3, 4], text(7)]
     images = (pictures(1), [])
     alone = [recomputed_tokens(model, *pair) for pair in zip(rows, images, strict=True)]
     batch = padded(rows, "left") | {"pixel_values": pictures(1)}
     if not with_mask:
         del batch["attention_mask"]
-    assert new_tokens(model, batch, use_cache=use_cache).tolist() == alone
-
-
-def test_images_is_another_name_for_pixel_values(model, image):
-    row = torch.tensor([rows_with(image)[2]])
-    want = new_tokens(model, {"input_ids": row, "pixel_values": pictures(2)})
-    for images in (pictures(2), list(pictures(2))):
-        assert torch.equal(new_tokens(model, {"input_ids": row, "images": images}), want)
-    other = new_tokens(model, {"input_ids": row, "images": pictures(2, seed=9)})
-    assert not torch.equal(other, want)
+    assert new_tokens(model, batch).tolist() == alone
 
 
 @pytest.mark.parametrize("placeholder_is_padding", [False, True])
 def test_given_positions_generate_as_derived_ones(model, image, placeholder_is_padding):
-    """Counted by a mask, also by one that takes the placeholder for padding, as transformers' suite
-    of generation counts them."""
     batch = batch_with(image)
     if placeholder_is_padding:
         batch["attention_mask"] = (batch["input_ids"] != PAD).long()
@@ -108,33 +95,31 @@ def test_given_positions_generate_as_derived_ones(model, image, placeholder_is_p
     assert torch.equal(new_tokens(model, batch | {"position_ids": positions}), want)
 
 
-@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_masks_that_take_the_placeholder_for_padding_lose_no_image(model, side, given):
+def test_masks_that_take_the_placeholder_for_padding_lose_no_image(model, side):
     """The published placeholder is the padding id; collators and generate make such masks."""
     batch = padded(rows_with(three_id_image())[1:], side)
-    images = {"pixel_values": pictures(4)}
-    compared = {"attention_mask": (batch["input_ids"] != PAD).long()} if given else {}
-    compared["input_ids"] = batch["input_ids"]
+    images = {"images": pictures(4)}
+    compared = batch | {"attention_mask": (batch["input_ids"] != PAD).long()}
+    with torch.no_grad():
+        got, want = (model(**inputs, **images).logits for inputs in (compared, batch))
+    assert torch.equal(got, want)
     if side == "left":
-        assert torch.equal(new_tokens(model, compared | images), new_tokens(model, batch | images))
-    if given:
-        with torch.no_grad():
-            got, want = (model(**inputs, **images).logits for inputs in (compared, batch))
-        assert torch.equal(got, want)
+        want = new_tokens(model, batch | images)
+        assert torch.equal(new_tokens(model, compared | images), want)
+        del compared["attention_mask"]
+        assert torch.equal(new_tokens(model, compared | images), want)
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
 @torch.no_grad()
-def test_later_turns_on_a_cache_without_a_mask_equal_one_pass(model, image, chunk):
-    """A turn with its own image alone, then text in pieces."""
+def test_later_turns_on_a_cache_without_a_mask_equal_one_pass(model, image):
     first = [*text(3, seed=1), *image, *text(2, seed=2)]
     second, after = [*text(2, seed=3), *image, *text(1, seed=4)], text(6, seed=5)
     want = model(torch.tensor([first + second + after]), pixel_values=pictures(2)).logits[0]
     output = model(torch.tensor([first]), pixel_values=pictures(2)[:1], use_cache=True)
     cache, got = output.past_key_values, [output.logits[0]]
     pieces = [(second, pictures(2)[1:])]
-    pieces += [(after[at : at + chunk], None) for at in range(0, len(after), chunk)]
+    pieces += [(piece, None) for piece in (after[:3], after[3:])]
     for piece, images in pieces:
         output = model(torch.tensor([piece]), pixel_values=images, past_key_values=cache)
         got.append(output.logits[0])
@@ -159,11 +144,10 @@ def test_several_answers_equal_those_of_the_rows_alone(model, image, options):
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-@pytest.mark.parametrize("wrong", [1, 3])
-def test_another_number_of_images_is_refused(model, wrong, num_beams):
+def test_another_number_of_images_is_refused(model, num_beams):
     batch = {"input_ids": torch.tensor([rows_with(three_id_image())[2]])}
-    with pytest.raises(ValueError, match=f"{wrong} images were given for 2 begin-of-image ids"):
-        new_tokens(model, batch | {"pixel_values": pictures(wrong)}, num_beams=num_beams)
+    with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
+        new_tokens(model, batch | {"pixel_values": pictures(3)}, num_beams=num_beams)
 
 
 def test_prompt_tuning_generates(model):
@@ -187,16 +171,6 @@ def test_prompt_tuning_generates(model):
     assert got[:, -4:].tolist() == ids[:, -4:].tolist()
 
 
-def test_training_mode_generates_the_same(model):
-    batch = {"input_ids": torch.tensor([rows_with(grown_image())[1]]), "pixel_values": pictures(1)}
-    want = new_tokens(model, batch)
-    try:
-        assert torch.equal(new_tokens(model.train(), batch), want)
-    finally:
-        model.eval()
-
-
-@pytest.mark.parametrize("name", ["pixel_values", "images"])
 @pytest.mark.parametrize(
     ("row", "number", "told"),
     [
@@ -204,10 +178,10 @@ def test_training_mode_generates_the_same(model):
         (three_id_image(), 1, "inputs_embeds has 3 positions but its rows take 6"),
     ],
 )
-def test_images_that_embeddings_have_no_place_for_are_refused(model, name, row, number, told):
+def test_images_that_embeddings_have_no_place_for_are_refused(model, row, number, told):
     embeds = model.get_input_embeddings()(torch.tensor([row])).detach()
     with pytest.raises(ValueError, match=told):
-        model.generate(inputs_embeds=embeds, **{name: pictures(number)}, **GREEDY)
+        model.generate(inputs_embeds=embeds, pixel_values=pictures(number), **GREEDY)
 
 
 # Begin and end ids that were drawn
@@ -232,13 +206,12 @@ def drawing(row: list[int], tokens: list[int]) -> LogitsProcessorList:
 
 
 # What a place without its picture looks like, too.
-AMBIGUOUS = [[BOI, EOI], [BOI, 7, EOI], [BOI, PAD, EOI], [7, BOI, 8, BOI]]
-STRAYS = [[BOI], [EOI], [EOI, 7, BOI], [BOI, 7, 8, EOI, 3], [7, BOI, 8, 9, BOI]]
-OF_STRAYS = pytest.mark.parametrize("drawn", STRAYS, ids=str)
+AMBIGUOUS = [[BOI, EOI], [BOI, 7, EOI], [7, BOI, 8, BOI]]
+STRAYS = [[BOI], [EOI, 7, BOI], [BOI, 7, 8, EOI, 3]]
 
 
 @pytest.mark.parametrize("prompt", ["text", "image"])
-@pytest.mark.parametrize("drawn", [*STRAYS[:4], *AMBIGUOUS[:2]], ids=str)
+@pytest.mark.parametrize("drawn", [*STRAYS, *AMBIGUOUS[:2]], ids=str)
 def test_drawn_image_ids_are_ordinary_tokens(model, drawn, prompt, image):
     row = rows_with(image)[0 if prompt == "text" else 1]
     batch = {"input_ids": torch.tensor([row])}
@@ -248,30 +221,6 @@ def test_drawn_image_ids_are_ordinary_tokens(model, drawn, prompt, image):
     for use_cache in (True, False):
         options = DRAWS_ANY | {"logits_processor": drawing(row, drawn), "use_cache": use_cache}
         assert new_tokens(model, batch, **options)[0].tolist() == want
-
-
-@OF_STRAYS
-@pytest.mark.parametrize("prompt", ["text", "image"])
-def test_rows_that_hold_drawn_ids_are_computed(model, image, drawn, prompt):
-    """What GRPO does with prompt and answer, or anybody who feeds an answer back."""
-    first = [*text(3, seed=1), *(image if prompt == "image" else []), *text(2, seed=2)]
-    after = [*drawn, *text(3, seed=3)]
-    images = pictures(1) if prompt == "image" else None
-    with torch.no_grad():
-        output = model(input_ids=torch.tensor([first]), pixel_values=images)
-        _, logits = by_hand(model, output, after, len(after))
-        want = torch.stack(logits)
-        inputs = {"input_ids": torch.tensor([first + after]), "pixel_values": images}
-        assert (model(**inputs).logits[0, -len(after) :] - want).abs().max() <= ATOL
-        # And beside another row, padded.
-        batch = padded([first + after, [*image, *text(9, seed=4)]], "left")
-        both = pictures(1).repeat(2 if prompt == "image" else 1, 1, 1, 1)
-        got = model(**batch, pixel_values=both).logits[0, -len(after) :]
-        assert (got - want).abs().max() <= ATOL
-    # With labels every place is meant to be one.
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    with pytest.raises(ValueError, match="begin-of-image ids|ids between its begin and its end"):
-        model(**batch, pixel_values=both, labels=labels)
 
 
 def first_round(model, image: list[int], drawn: list[int]) -> tuple[list[int], DynamicCache]:
@@ -286,20 +235,17 @@ def first_round(model, image: list[int], drawn: list[int]) -> tuple[list[int], D
 
 
 @pytest.mark.parametrize("drawn", AMBIGUOUS, ids=str)
-@pytest.mark.parametrize("keeps_cache", [False, True])
-def test_drawn_ids_that_may_be_a_place_are_refused_in_a_later_round(
-    model, image, drawn, keeps_cache
-):
+def test_drawn_ids_that_may_be_a_place_are_refused_in_a_later_round(model, image, drawn):
     ids, cache = first_round(model, image, drawn)
     row = torch.tensor([[*ids, *text(4, seed=3)]])
-    kept = {"past_key_values": cache} if keeps_cache else {}
-    with pytest.raises(ValueError, match="begin-of-image ids|has 0 ids"):
-        model.generate(row, pixel_values=pictures(1), **kept, **GREEDY)
+    for kept in ({}, {"past_key_values": cache}):
+        with pytest.raises(ValueError, match="begin-of-image ids|has 0 ids"):
+            model.generate(row, pixel_values=pictures(1), **kept, **GREEDY)
     with pytest.raises(ValueError, match="begin-of-image ids|has 0 ids"):
         model(row, pixel_values=pictures(1))
 
 
-@OF_STRAYS
+@pytest.mark.parametrize("drawn", STRAYS, ids=str)
 @pytest.mark.parametrize("brings_image", [False, True])
 def test_a_later_round_takes_drawn_ids_for_what_they_are(model, image, drawn, brings_image):
     ids, cache = first_round(model, image, drawn)
@@ -327,12 +273,12 @@ ASSISTED = {"eos_token_id": 498}
 
 
 @pytest.mark.parametrize("assistant", ["same", "other", "lookup"])
-@pytest.mark.parametrize("prompt", ["text", "image", "drawn ids", "a drawn pair"])
+@pytest.mark.parametrize("prompt", ["text", "image", "a drawn pair"])
 @pytest.mark.parametrize("drawn", [[], [BOI, 7, EOI], [7, EOI, BOI, 8, BOI]], ids=str)
 def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, prompt, drawn):
     row = [*rows_with(grown_image())[0 if prompt == "text" else 1], 7, 8, 7, 8, 7]
     if "drawn" in prompt:  # of a round before
-        row = [*row, *([BOI] if prompt == "drawn ids" else [BOI, 7, 8, EOI]), *text(2), 7, 8, 7]
+        row = [*row, BOI, 7, 8, EOI, *text(2), 7, 8, 7]
     batch = {"input_ids": torch.tensor([row])}
     if prompt != "text":
         batch["pixel_values"] = pictures(1)
@@ -352,7 +298,6 @@ def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, 
 
 
 def test_assisted_generation_of_rows_that_grow_is_right_or_refused(model):
-    """The cache is cropped by the number of ids, which here is less than what it holds."""
     for row in [*rows_with(three_id_image()), [*text(20, seed=1), *three_id_image()]]:
         batch = {"input_ids": torch.tensor([row])}
         if BOI in row:
@@ -364,39 +309,6 @@ def test_assisted_generation_of_rows_that_grow_is_right_or_refused(model):
             assert "inside of an image" in str(error) and BOI in row
         else:
             assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("past", ["whole prompt", "one drawn"])
-@pytest.mark.parametrize("drawn", [[5, BOI, PAD, EOI, 6], [5, 6, BOI, *[FILL] * 4, EOI]])
-@torch.no_grad()
-def test_several_drawn_ids_that_look_like_an_image_are_none(model, image, past, drawn):
-    """What assisted decoding feeds at once."""
-    prompt = [*text(3, seed=1), *image, *text(2, seed=2)]
-    output = model(input_ids=torch.tensor([prompt]), pixel_values=pictures(1))
-    cache = copy.deepcopy(output.past_key_values)
-    _, want = by_hand(model, output, drawn, len(drawn))
-    if past == "one drawn":
-        model(input_ids=torch.tensor([drawn[:1]]), past_key_values=cache)
-        want = want[1:]
-    inputs = model.prepare_inputs_for_generation(
-        torch.tensor([prompt + drawn]),
-        past_key_values=cache,
-        pixel_values=pictures(1),
-        prompt_length=len(prompt),
-    )
-    assert inputs["input_ids"][0].tolist() == drawn[-len(want) :]
-    assert inputs["prompt_length"] == (0 if past == "whole prompt" else -1)
-    assert (model(**inputs).logits[0] - torch.stack(want)).abs().max() <= ATOL
-
-
-def test_generate_takes_a_cache_that_was_cropped_before_its_image(model, image):
-    row = [*text(6, seed=1), *image, *text(3, seed=2)]
-    batch = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
-    want = new_tokens(model, batch)
-    with torch.no_grad():
-        cache = model(**batch).past_key_values
-    cache.crop(4 - cache.get_seq_length())
-    assert torch.equal(new_tokens(model, batch | {"past_key_values": cache}), want)
 
 
 # Continuous batching
@@ -433,7 +345,6 @@ def test_continuous_batching_gives_the_tokens_of_generate(implementation):
 
 @continuous_batching
 def test_continuous_batching_refuses_rows_with_images(image):
-    """It hands on no pictures: told before a cache is made, and by a manager of one's own."""
     row = [*text(3, seed=1), *image, 5]
     with pytest.raises(ValueError, match="row 2 of 2 has a picture .*answer such rows with gener"):
         generate_batch(tiny_model(), [text(3, seed=1), row])

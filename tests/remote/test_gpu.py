@@ -55,35 +55,22 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict
     return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "packed"])
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [
+        ("sdpa", torch.bfloat16),
         ("eager", torch.float32),
         ("flex_attention", torch.float32),
         ("flex_attention", torch.bfloat16),
         ("flash_attention_2", torch.bfloat16),
     ],
 )
-def test_implementations_agree_with_sdpa(implementation, dtype, side):
+def test_implementations_agree_with_sdpa_of_padded_rows(implementation, dtype, side):
     if implementation == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("flash-attn is not installed: pip install flash-attn")
-    assert_equal(run(implementation, dtype, side), run("sdpa", dtype, side), dtype)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [
-        ("sdpa", torch.float32),
-        ("sdpa", torch.bfloat16),
-        ("flex_attention", torch.float32),
-        ("flash_attention_2", torch.bfloat16),
-    ],
-)
-def test_packed_rows_agree_with_padded_ones(implementation, dtype):
-    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        pytest.skip("flash-attn is not installed: pip install flash-attn")
-    assert_equal(run(implementation, dtype, "packed"), run("sdpa", dtype, "left"), dtype)
+    padded_side = "left" if side == "packed" else side
+    assert_equal(run(implementation, dtype, side), run("sdpa", dtype, padded_side), dtype)
 
 
 def assert_equal(got: tuple[float, dict], wanted: tuple[float, dict], dtype: torch.dtype) -> None:

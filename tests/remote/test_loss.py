@@ -12,7 +12,6 @@ from glm4v_patched.remote.loss import (
     computes_loss,
     next_token_loss,
     supervised_positions,
-    with_loss,
 )
 from tests.helpers.tiny import EOI, grown_image, padded, pictures, text, tiny_model
 from tests.remote.rows import gradients
@@ -52,7 +51,7 @@ def test_the_loss_is_the_cross_entropy_of_what_follows():
     assert [*zip(rows.tolist(), columns.tolist(), targets.tolist(), strict=True)] == kept
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 7, 1024])
+@pytest.mark.parametrize("chunk_size", [3, 1024])
 def test_loss_without_logits_equals_loss_with_logits(chunk_size, image):
     model = tiny_model(loss_chunk_size=chunk_size).train()
     want, got = (gradients(model, **batch(image), skip_logits=skip) for skip in (False, True))
@@ -61,10 +60,10 @@ def test_loss_without_logits_equals_loss_with_logits(chunk_size, image):
         assert torch.equal(got["loss"], want["loss"])
 
 
-@pytest.mark.parametrize("chunk_size", [3, 6])
-def test_skipped_logits_exist_for_one_chunk_at_a_time(chunk_size, monkeypatch):
+def test_skipped_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     """Forward, and again in backward; and autograd keeps none of them. The output layer runs once:
     a sharded weight is gathered for that."""
+    chunk_size = 3
     model = tiny_model(loss_chunk_size=chunk_size).train()
     projected, kept, runs = [], [], []
     original = F.linear
@@ -94,11 +93,9 @@ def test_skip_logits_of_the_config_holds_in_training_only():
     model = tiny_model(skip_logits=True)
     assert model.train()(**batch()).logits is None
     assert model.train()(**batch(), skip_logits=False).logits is not None
+    assert model.train()(**batch() | {"labels": None}).logits is not None
     assert model.eval()(**batch()).logits is not None
     assert model.eval()(**batch(), skip_logits=True).logits is None
-    without_labels = {k: v for k, v in batch().items() if k != "labels"}
-    assert model.train()(**without_labels).logits is not None
-    assert tiny_model().train()(**batch()).logits is not None
 
 
 @SKIPPED_OR_NOT
@@ -125,7 +122,7 @@ def test_accumulated_micro_batches_equal_one_batch(skip_logits):
 
 
 @SKIPPED_OR_NOT
-@pytest.mark.parametrize("number", [None, 0, torch.tensor(0)])
+@pytest.mark.parametrize("number", [None, torch.tensor(0)])
 def test_nothing_supervised_gives_zero_with_a_graph(number, skip_logits):
     inputs = batch() | {"num_items_in_batch": number, "skip_logits": skip_logits}
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
@@ -159,22 +156,7 @@ def test_a_label_after_an_image_is_learned_at_the_image_end(skip_logits):
     assert got.item() == pytest.approx(want.item(), abs=1e-6)
 
 
-def test_labels_on_another_device_move_to_the_logits():
-    """They are not asked where they are before they are moved."""
-    moved = []
-
-    class Labels:
-        def to(self, device):
-            moved.append(device)
-            return torch.tensor([[1, 2]])
-
-    next_token_loss(torch.randn(1, 2, 4), Labels())
-    with_loss(torch.nn.Linear(3, 4, bias=False))(torch.randn(1, 2, 3), Labels())
-    assert moved == [torch.device("cpu")] * 2
-
-
 def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
-    """compressed-tensors writes what it leaves alone by the exact class."""
     model = tiny_model()
     layer = model.transformer.output_layer
     assert {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}

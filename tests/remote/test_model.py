@@ -9,7 +9,6 @@ from transformers import DynamicCache
 
 from glm4v_patched.remote.loss import computes_loss
 from glm4v_patched.remote.modeling_chatglm import (
-    ChatGLMForConditionalGeneration,
     ChatGLMModel,
     GLM4VForCausalLM,
     RotaryEmbedding,
@@ -25,7 +24,6 @@ from tests.helpers.tiny import (
     tiny_config,
     tiny_model,
 )
-from tests.remote.rows import gradients
 
 # fp32, a product with fewer rows. Measured 0 on this CPU.
 ATOL = 1e-5
@@ -58,64 +56,39 @@ def test_training_keeps_no_cache_unless_asked():
 
 
 @torch.no_grad()
-def test_outputs_have_the_length_of_the_grown_rows(model):
+def test_outputs_have_the_length_of_the_grown_rows_by_name_and_as_tuples(model):
     inputs = batch(three_id_image())
     length = inputs["input_ids"].shape[1] + 3
-    output = model(**inputs, output_hidden_states=True)
-    assert output.logits.shape == (2, length, 512)
-    assert [state.shape for state in output.hidden_states] == [(2, length, 64)] * 3
-    assert output.past_key_values.get_seq_length() == length
-    base = model.transformer(**inputs)
-    assert base.labels.shape == (2, length)
-    assert base.last_hidden_state.shape == (2, length, 64)
-
-
-@torch.no_grad()
-def test_tuples_hold_what_the_named_output_holds(model):
-    named = model(**batch(), output_hidden_states=True)
+    named = model(**inputs, output_hidden_states=True)
+    assert named.logits.shape == (2, length, 512)
+    assert [state.shape for state in named.hidden_states] == [(2, length, 64)] * 3
     loss, logits, cache, states, images = model(
-        **batch(), output_hidden_states=True, return_dict=False
+        **inputs, output_hidden_states=True, return_dict=False
     )
     assert torch.equal(loss, named.loss) and torch.equal(logits, named.logits)
-    assert cache.get_seq_length() == logits.shape[1]
+    assert cache.get_seq_length() == length
     assert torch.equal(torch.stack(states), torch.stack(named.hidden_states))
     assert torch.equal(images, named.image_hidden_states)
-    assert isinstance(model.transformer(**batch(), return_dict=False), tuple)
-
-
-@torch.no_grad()
-def test_hidden_states_are_the_embeddings_and_what_came_out_of_each_layer(model):
-    ids = torch.tensor([text(6)])
-    seen = []
-    layers = model.transformer.encoder.layers
-    handles = [layer.register_forward_hook(lambda *call: seen.append(call[2])) for layer in layers]
-    states = model(input_ids=ids, output_hidden_states=True).hidden_states
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(states[0], model.get_input_embeddings()(ids))
-    assert all(torch.equal(*pair) for pair in zip(states[1:], seen, strict=True))
+    base = model.transformer(**inputs)
+    assert base.labels.shape == (2, length) and base.last_hidden_state.shape == (2, length, 64)
+    assert isinstance(model.transformer(**inputs, return_dict=False), tuple)
 
 
 # Inputs that contradict each other
 
 IDS = torch.tensor([text(4)])
 PLACE = torch.tensor([[*text(3), *three_id_image()]])
-TUPLES = ((torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16)),) * 2
 CONTRADICTIONS = {
     "ids and embeddings": {"input_ids": IDS, "inputs_embeds": torch.zeros(1, 4, 64)},
-    "neither": {},
     "both names": {"input_ids": PLACE, "pixel_values": pictures(1), "images": pictures(1)},
     "embeddings without a place": {
         "inputs_embeds": torch.zeros(1, 4, 64),
         "pixel_values": pictures(2),
     },
-    "a cache of tuples": {"input_ids": IDS, "past_key_values": TUPLES},
     "two sizes": {
         "input_ids": torch.tensor([[*text(3), *three_id_image() * 2]]),
         "images": [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)],
     },
-    "lists of pictures": {"input_ids": PLACE, "images": [[torch.zeros(3, 56, 56)]]},
-    "no picture for a place": {"input_ids": PLACE, "images": [None, None]},
 }
 
 
@@ -146,12 +119,10 @@ def test_images_by_their_place_in_the_published_code(model):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for part in (model, model.transformer):
         one = part(ids[:1], pixel_values=images)[0]
-        for given in (images, list(images)):
-            assert torch.equal(part(ids[:1], given)[0], one)
+        assert torch.equal(part(ids[:1], list(images))[0], one)
         assert torch.equal(part(ids[:1], images, past_key_values=DynamicCache())[0], one)
         both = part(ids, mask, pixel_values=images)[0]
-        for given in (images, [images[0], None]):
-            assert torch.equal(part(ids, given, positions, mask)[0], both)
+        assert torch.equal(part(ids, [images[0], None], positions, mask)[0], both)
         words, rest = ids[1:, :6], (None, mask[1:, :6])
         for nothing in (None, []):
             assert torch.equal(part(words, nothing, *rest)[0], part(words, rest[1])[0])
@@ -159,44 +130,10 @@ def test_images_by_their_place_in_the_published_code(model):
             part(ids[:1], images, images=images)
 
 
-@pytest.mark.parametrize("empty_init", [True, False])
-def test_published_names_that_change_nothing(empty_init, tmp_path):
-    assert ChatGLMForConditionalGeneration is GLM4VForCausalLM
-    tiny_model().save_pretrained(tmp_path)
-    model = GLM4VForCausalLM.from_pretrained(tmp_path, empty_init=empty_init)
-    wanted = tiny_model().state_dict()
-    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
-    made = GLM4VForCausalLM._from_config(tiny_config(), empty_init=empty_init)
-    assert all(parameter.isfinite().all() for parameter in made.parameters())
-
-
 # Embeddings
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_embedded_text_equals_its_ids_with_gradients(side):
-    model = tiny_model().train()
-    inputs = padded([text(5, seed=1), text(8, seed=2)], side)
-    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    want = gradients(model, **inputs)
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
-    got = gradients(model, **inputs, inputs_embeds=embeds)
-    assert all(torch.equal(got[name], value) for name, value in want.items())
-
-
-def test_embeddings_are_the_two_tables_and_can_be_set():
-    model = tiny_model()
-    assert model.transformer.get_input_embeddings() is model.get_input_embeddings()
-    assert model.get_input_embeddings() is model.transformer.embedding.word_embeddings
-    assert model.get_output_embeddings() is model.transformer.output_layer
-    table, linear = torch.nn.Embedding(512, 64), torch.nn.Linear(64, 512, bias=False)
-    model.set_input_embeddings(table)
-    model.set_output_embeddings(linear)
-    assert model.get_input_embeddings() is table
-    assert model.get_output_embeddings() is linear and computes_loss(linear)
-
-
-@pytest.mark.parametrize("size", [520, 512 + 64, 505])
+@pytest.mark.parametrize("size", [520, 505])
 def test_resizing_resizes_both_tables_and_keeps_old_logits(size):
     model = tiny_model()
     ids = torch.tensor([text(6)])
@@ -206,17 +143,16 @@ def test_resizing_resizes_both_tables_and_keeps_old_logits(size):
     weight = model.get_output_embeddings().weight
     assert model.get_input_embeddings().weight.shape == weight.shape == (size, 64)
     assert model.config.vocab_size == model.config.padded_vocab_size == size
+    assert computes_loss(model.get_output_embeddings())
     before = weight.detach().clone()
     model.post_init()
     assert torch.equal(weight, before) and weight.requires_grad  # and is not drawn anew
     with torch.no_grad():
         got = model(input_ids=ids).logits
     kept = min(size, 512)
-    assert got.shape[-1] == size
     # torch sums a product of another width in another order: measured 1.9e-6.
     assert (got[..., :kept] - want[..., :kept]).abs().max() <= 1e-5
     plain, skipped = (model.train()(input_ids=ids, labels=ids, skip_logits=s) for s in (0, 1))
-    assert skipped.logits is None
     assert skipped.loss.item() == pytest.approx(plain.loss.item(), abs=1e-5)
     if size > 515:
         assert model(input_ids=torch.tensor([[1, 515]])).logits.shape == (1, 2, size)
@@ -247,15 +183,13 @@ def test_autocast_trains_fp32_weights_in_bf16():
     assert all(p.grad.dtype == torch.float32 and p.grad.norm() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rotary_tables_are_rounded_to_the_dtype_unless_kept_in_fp32(dtype):
+def test_rotary_tables_are_rounded_to_the_dtype_unless_kept_in_fp32():
     positions = torch.arange(100)[None]
-    exact = RotaryEmbedding(tiny_config(rope_in_fp32=True))(positions, dtype)
+    exact = RotaryEmbedding(tiny_config(rope_in_fp32=True))(positions, torch.bfloat16)
     rotary = RotaryEmbedding(tiny_config())
     rotary.inv_freq.zero_()  # which a checkpoint may hold rounded: it is not read
-    assert {table.dtype for table in exact} == {torch.float32}
-    for table, kept in zip(rotary(positions, dtype), exact, strict=True):
-        assert torch.equal(table, kept.to(dtype))
+    for table, kept in zip(rotary(positions, torch.bfloat16), exact, strict=True):
+        assert kept.dtype == torch.float32 and torch.equal(table, kept.bfloat16())
 
 
 # Initialisation
@@ -267,25 +201,19 @@ def initialised(seed: int, cls=GLM4VForCausalLM, **changes):
 
 
 @pytest.mark.parametrize("cls", [GLM4VForCausalLM, ChatGLMModel])
-@pytest.mark.parametrize("std", [0.02, 0.1])
-def test_new_weights_are_normal_biases_zero_and_norms_one(std, cls):
-    for name, value in initialised(0, cls, initializer_range=std).named_parameters():
+def test_new_weights_are_normal_biases_zero_and_norms_one(cls):
+    model, again = (initialised(0, cls, initializer_range=0.1) for _ in range(2))
+    repeated = dict(again.named_parameters())
+    for name, value in model.named_parameters():
+        assert torch.equal(value, repeated[name]), name
         if "norm" in name:
             assert (value == (1 if name.endswith("weight") else 0)).all(), name
         elif name.endswith("bias"):
             assert (value == 0).all(), name
         else:
             # The smallest has 32 numbers, whose deviation is off by 1 / sqrt(64).
-            assert value.std().item() == pytest.approx(std, rel=0.5), name
-            assert value.mean().abs() < std, name
-
-
-def test_new_weights_follow_the_seed():
-    first, again, other = (initialised(seed).state_dict() for seed in (0, 0, 1))
-    for name, value in first.items():
-        assert torch.equal(value, again[name]), name
-        fixed = "norm" in name or name.endswith(("bias", "inv_freq"))
-        assert torch.equal(value, other[name]) is fixed, name
+            assert value.std().item() == pytest.approx(0.1, rel=0.5), name
+            assert value.mean().abs() < 0.1, name
 
 
 # Work that is not done
@@ -305,11 +233,10 @@ def others_wait(monkeypatch):
     monkeypatch.setitem(names, "must_run_on_every_process", lambda module: True)
 
 
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("use_reentrant", [None, True])
 def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
     use_reentrant, others_wait
 ):
-    """What a process without images does when others would wait for it."""
     inputs = padded([text(4), text(6)], "left")
     model = tiny_model().train()
     want = model(**inputs, image_features=torch.zeros(0, 6, 64)).logits  # which leaves it out
@@ -324,18 +251,11 @@ def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
 
 @torch.no_grad()
 def test_no_blank_image_follows_a_cache(others_wait):
-    """All processes that draw together have begun with an image, or with a blank one."""
     model, runs = tiny_model(), []
     model.transformer.vision.register_forward_pre_hook(lambda *call: runs.append(call))
     cache = model(input_ids=torch.tensor([text(4)]), use_cache=True).past_key_values
     model(input_ids=torch.tensor([text(2)]), past_key_values=cache)
     assert len(runs) == 1
-
-
-def test_parameters_that_zero3_shards_make_the_tower_run():
-    vision = tiny_model().transformer.vision
-    next(vision.parameters()).ds_status = "AVAILABLE"
-    assert must_run_on_every_process(vision)
 
 
 @torch.no_grad()
@@ -360,17 +280,15 @@ def test_layers_inputs_are_kept_only_when_asked_for(asked):
 # Keywords
 
 
-@pytest.mark.parametrize("name", ["atention_mask", "pixel_value", "token_type_ids", "foo"])
-@pytest.mark.parametrize("of", ["model", "base"])
-def test_a_keyword_that_it_does_not_know_is_refused(model, of, name):
-    called = model if of == "model" else model.transformer
-    with pytest.raises(ValueError, match=f"forward was given {name}, which .* it takes input_ids,"):
-        called(input_ids=torch.tensor([text(4)]), **{name: torch.ones(1, 4)})
+def test_a_keyword_that_it_does_not_know_is_refused(model):
+    for called in (model, model.transformer):
+        for name in ("atention_mask", "token_type_ids"):
+            with pytest.raises(ValueError, match=f"forward was given {name}, which .* it takes in"):
+                called(input_ids=torch.tensor([text(4)]), **{name: torch.ones(1, 4)})
 
 
 @torch.no_grad()
 def test_token_types_that_say_where_images_are_are_taken():
-    """As OpenRLHF makes them."""
     model = tiny_model(image_token_id=FILL)
     ids = torch.tensor([[*text(2), *grown_image(), *text(3)]])
     given = {"input_ids": ids, "pixel_values": pictures(1)}
@@ -383,7 +301,6 @@ def test_token_types_that_say_where_images_are_are_taken():
 
 @torch.no_grad()
 def test_what_frameworks_pass_on_is_taken(model):
-    """Packed rows of transformers' collator, generate of 4.57, and all its named arguments."""
     ids = torch.tensor([text(6)])
     ends = torch.tensor([0, 6], dtype=torch.int32)
     packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
@@ -401,36 +318,19 @@ def test_what_frameworks_pass_on_is_taken(model):
     assert torch.equal(got.logits, model(input_ids=ids).logits)
 
 
-def test_names_of_the_arguments_are_those_that_trainers_look_for(model):
-    """A Trainer keeps the columns of a dataset that forward names, and asks for some of them."""
-    names = set(inspect.signature(model.forward).parameters)
-    assert {"labels", "pixel_values", "images", "position_ids", "num_items_in_batch"} <= names
-    assert {"logits_to_keep", "skip_logits", "image_features"} <= names
-    # Another one with this word in it would be wanted in every batch of an evaluation.
-    assert [name for name in names if "label" in name] == ["labels"]
-
-
 # Losses that are computed outside
 
 
-def test_hidden_states_of_rows_that_grow_are_refused_in_training():
+def test_hidden_states_of_rows_that_grow_are_refused_in_training_and_named_once_else(caplog):
     """A reward model reads its score where the mask of the rows as given ends: inside an image."""
     model = tiny_model().train()
     with pytest.raises(ValueError, match="rows of 10 ids take 13 positions.*give grown rows"):
         model(**batch(three_id_image()), output_hidden_states=True)
-    assert len(model(**batch(grown_image()), output_hidden_states=True).hidden_states) == 3
     assert model(**batch(three_id_image())).loss.isfinite()
-
-
-def test_hidden_states_of_rows_that_grow_are_named_once_in_evaluation(caplog):
-    """They are right, but not where the rows as given say."""
-    model = tiny_model()
-    model(**batch(grown_image()), output_hidden_states=True)
-    model(**batch(three_id_image()))
+    model.eval()(**batch(grown_image()), output_hidden_states=True)
     assert not caplog.records
     for image in (three_id_image(), [7, *three_id_image()]):
-        states = model(**batch(image), output_hidden_states=True).hidden_states
-        assert states[0].shape[1] == 10 + len(image)
+        model(**batch(image), output_hidden_states=True)
     (record,) = caplog.records
     assert "rows of 10 ids take 13 positions" in record.getMessage()
 

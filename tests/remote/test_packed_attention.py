@@ -70,9 +70,7 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
-@pytest.mark.parametrize(
-    "image", [[], three_id_image(), grown_image()], ids=["text", "three ids", "grown"]
-)
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
 def test_packed_samples_have_the_logits_and_gradients_of_samples_alone(
     image, use_reentrant, implementation
 ):
@@ -83,15 +81,6 @@ def test_packed_samples_have_the_logits_and_gradients_of_samples_alone(
     logits, got = run(model, **pack(samples(image)))
     assert (logits[0] - torch.cat(want_logits)).abs().max() <= ATOL
     assert_close(got, want)
-
-
-def test_several_packed_rows_equal_one():
-    model = tiny_model().train()
-    rows = [text(7, seed=1), text(2, seed=2)], [text(4, seed=3), text(5, seed=4)]
-    want, want_gradients = run(model, **pack(sum(rows, [])))
-    logits, got = run(model, **pack(*rows))
-    assert (logits.flatten(0, 1) - want[0]).abs().max() <= ATOL
-    assert_close(got, want_gradients)
 
 
 # What is allocated
@@ -110,7 +99,7 @@ class LargestTensor(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "sdpa, checkpointed", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa, checkpointed", "eager"])
 def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
     # 1,520 positions: a row by row tensor is three times the logits, the largest of the others.
     rows = [[*text(30, seed=i), *grown_image(), *text(40, seed=-i)] for i in range(20)]
@@ -126,17 +115,15 @@ def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
         assert largest.elements == length * 512
 
 
-def drawn_lengths(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(30, generator=generator) * 9).exp2().long()
+LENGTHS = [torch.tensor([900, 1, *[20] * 50, 7, *[400] * 3, *[2] * 100]), torch.tensor([3, 2])]
+for seed in range(20):
+    drawn = torch.rand(30, generator=torch.Generator().manual_seed(seed))
+    LENGTHS.append((drawn * 9).exp2().long())
 
 
-LENGTHS = [drawn_lengths(seed) for seed in range(20)]
-LENGTHS += [torch.tensor([900, 1, *[20] * 50, 7, *[400] * 3, *[2] * 100])]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} samples")
+@pytest.mark.parametrize("lengths", LENGTHS, ids=len)
 def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_most(lengths):
+    assert group_samples(torch.arange(5).expand(2, 5)) is None  # of one sample each
     starts = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
     packed = group_samples(torch.cat([torch.arange(n) for n in lengths])[None])
@@ -149,15 +136,6 @@ def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_
         start: list(range(start, start + length))
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
     }
-
-
-def test_rows_of_one_sample_each_are_not_gathered_and_a_default_device_moves_nothing():
-    for rows in (1, 2):
-        assert group_samples(torch.arange(5).expand(rows, 5)) is None
-    position_ids = torch.tensor([[0, 1, 2, 0, 1]])
-    with torch.device("meta"):
-        packed = group_samples(position_ids)
-    assert packed.places.tolist() == [0, 1, 2, 3, 4]
 
 
 # Where attention is only causal, no mask is made
@@ -197,9 +175,8 @@ def test_training_makes_no_mask_where_no_token_comes_after_padding(masks, inputs
     assert len(masks) >= 2 and set(masks) == {None}
 
 
-@pytest.mark.parametrize("holes", [unlike_rows("left")["attention_mask"], torch.ones(2, 9)])
-def test_padding_before_a_token_is_masked(masks, holes):
-    mask = holes.clone()
+def test_padding_before_a_token_is_masked(masks):
+    mask = torch.ones(2, 9)
     mask[1, 3] = 0
     tiny_model().train()(input_ids=unlike_rows("left")["input_ids"], attention_mask=mask)
     assert masks == [(2, 1, 9, 9)] * 2
@@ -228,7 +205,7 @@ def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths
         layer.compile(backend=counter, fullgraph=True)
     frames = []
     of_lengths = [[text(n, seed=n) for n in of] for of in ((9, 7), (12, 8, 11), (30, 25, 20, 28))]
-    for rows in (*of_lengths, samples(grown_image()), samples([])[:2]):
+    for rows in of_lengths:
         want, want_gradients = run(tiny_model().train(), **pack(rows))
         logits, got = run(model, **pack(rows))
         assert (logits - want).abs().max() <= ATOL

@@ -1,7 +1,6 @@
 """What is saved loads as it was, here and where there is only the folder."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
 from tests.remote.test_remote_rules import closure
 
@@ -36,18 +34,21 @@ def logits(model) -> torch.Tensor:
     return model.eval()(**inputs() | {"pixel_values": images}).logits
 
 
-@pytest.fixture
-def checkpoint(tmp_path) -> Path:
+def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_checkpoint(folder: Path) -> None:
     """The golden weights as published: config and weights, without code."""
-    folder = tmp_path / "published"
     folder.mkdir()
     (folder / "config.json").write_bytes(golden_bytes("config.json"))
     write_weights(folder, golden_weights())
-    return folder
 
 
-def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    write_checkpoint(tmp_path / "published")
+    return tmp_path / "published"
 
 
 def configured(folder: Path, **fields) -> None:
@@ -155,55 +156,3 @@ def test_a_model_sharded_by_fsdp2_is_saved_as_the_class_it_was(tmp_path):
     finally:
         destroy_process_group()
     assert_is_ours(tmp_path / "sharded")
-
-
-SCRIPT = """
-import sys
-sys.modules["glm4v_patched"] = None  # cannot be imported
-import torch, transformers
-from safetensors.torch import load_file, save_file
-folder, out = sys.argv[1:]
-inputs = load_file(out + "/inputs.safetensors")
-found = {}
-for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
-    for attention in "eager", "sdpa", None:
-        options = {} if attention is None else {"attn_implementation": attention}
-        auto = getattr(transformers, name)
-        model = auto.from_pretrained(folder, trust_remote_code=True, **options).eval()
-        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
-        assert model.config._attn_implementation == (attention or "sdpa"), (auto, attention)
-    with torch.no_grad():
-        found[name] = model(**inputs).logits.float().contiguous()
-config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-assert type(config).__name__ == "ChatGLMConfig"
-model.save_pretrained(out + "/again")
-save_file(found, out + "/logits.safetensors")
-"""
-
-
-def load_without_package(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """Logits by every Auto class, each of which loads a copy of the code, in a process that has the
-    folder and not our package."""
-    out.mkdir()
-    save_file(inputs(), out / "inputs.safetensors")
-    run_without_package(SCRIPT, out, str(folder), str(out))
-    return load_file(out / "logits.safetensors")
-
-
-def test_a_saved_folder_loads_without_the_package_and_is_saved_whole(tmp_path):
-    folder, again = tmp_path / "saved", tmp_path / "out" / "again"
-    tiny_model().save_pretrained(folder)
-    for name, got in load_without_package(folder, tmp_path / "out").items():
-        assert torch.equal(got, logits(tiny_model())), name
-    assert_is_ours(again)
-    for path in folder.iterdir():
-        if path.is_file() and path.name != "generation_config.json":
-            assert (again / path.name).read_bytes() == path.read_bytes(), path.name
-
-
-def test_the_published_config_loads_with_our_code_beside_it(checkpoint, tmp_path):
-    configured(checkpoint, **PUBLISHED)
-    for name in CODE:
-        shutil.copy(REMOTE / name, checkpoint)
-    for name, got in load_without_package(checkpoint, tmp_path / "out").items():
-        assert torch.equal(got, logits(tiny_model())), name
