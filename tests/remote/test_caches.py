@@ -73,8 +73,13 @@ def test_reordered_rows_keep_their_positions(model, want, kind, order):
     assert (got - want[order]).abs().max() <= ATOL
 
 
-def test_another_number_of_rows_than_the_cache_has_is_refused(model):
+def test_a_cache_of_other_rows_is_refused(model):
     cache, mask = filled(model)
+    foreign, _ = filled(tiny_model(num_attention_heads=4))
+    for layer, other in zip(cache.layers, foreign.layers, strict=True):
+        layer.keys = torch.cat((layer.keys[:2], other.keys[2:] + 1))
+    with pytest.raises(ValueError, match="1 rows of the cache are not rows as this model filled"):
+        stepped(model, cache, STEP, mask)
     cache.batch_select_indices(torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="the cache holds 2 rows but 3 are given"):
         stepped(model, cache, STEP, mask)
@@ -94,15 +99,6 @@ def test_a_cache_made_anew_from_its_tensors_needs_positions(model, want):
     # The model knows the rows again that it has added to.
     stepped(model, cache, STEP, mask)
     assert torch.equal(*(stepped(model, each, STEP, mask) for each in (other, cache)))
-
-
-def test_rows_that_this_model_did_not_fill_need_positions(model):
-    cache, mask = filled(model)
-    foreign, _ = filled(tiny_model(num_attention_heads=4))
-    for layer, other in zip(cache.layers, foreign.layers, strict=True):
-        layer.keys = torch.cat((layer.keys[:2], other.keys[2:] + 1))
-    with pytest.raises(ValueError, match="1 rows of the cache are not rows as this model filled"):
-        stepped(model, cache, STEP, mask)
 
 
 # Columns that all rows have behind their last image.
@@ -137,22 +133,20 @@ def test_a_cache_that_was_cropped_into_an_image_needs_positions(model):
 
 @torch.no_grad()
 def test_a_turn_is_taken_back_with_its_image(model):
+    """And another one takes its place."""
     first = [*text(2, seed=1), *grown_image(), *text(3, seed=2)]
     turns = [[*text(4, seed=seed), *grown_image(), *text(2, seed=seed + 1)] for seed in (3, 5)]
-    images, after = pictures(3), text(2, seed=9)
+    images = pictures(3)
     cache = model(torch.tensor([first]), pixel_values=images[:1]).past_key_values
     for turn, image in zip(turns, images[1:], strict=True):
         if cache.get_seq_length() > len(first):
             cache.crop(len(first) - cache.get_seq_length())
-        parts = [(turn, image[None]), (after, None)]
-        got = [
-            model(torch.tensor([ids]), past_key_values=cache, pixel_values=of).logits[0]
-            for ids, of in parts
-        ]
-        row = torch.tensor([[*first, *turn, *after]])
+        ids = torch.tensor([turn])
+        got = model(ids, past_key_values=cache, pixel_values=image[None]).logits[0]
+        row = torch.tensor([[*first, *turn]])
         want = model(row, pixel_values=torch.stack((images[0], image))).logits[0, len(first) :]
-        assert (torch.cat(got) - want).abs().max() <= ATOL
-    conversation = torch.tensor([[*first, *turns[1], *after, 3]])
+        assert (got - want).abs().max() <= ATOL
+    conversation = torch.tensor([[*first, *turns[1], 3]])
     want = model.generate(conversation, pixel_values=images[[0, 2]], **GREEDY)
     assert torch.equal(model.generate(conversation, past_key_values=cache, **GREEDY), want)
 

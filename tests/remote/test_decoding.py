@@ -9,7 +9,6 @@ from functools import wraps
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import generation_chatglm
@@ -29,19 +28,6 @@ def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
     ][:num_rows]
     number = sum(row.count(image[0]) for row in rows) if image else 0
     return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
-
-
-class Shapes(TorchDispatchMode):
-    """Collects the shapes of all that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        self.seen |= {tuple(x.shape) for x in (made,) if isinstance(x, torch.Tensor)}
-        return made
 
 
 class Counted:
@@ -117,13 +103,12 @@ def fresh_graphs():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, num_rows, monkeypatch):
+def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, monkeypatch):
     """With left padding and without, pictures in either form, greedy and sampled; as on a GPU."""
     monkeypatch.setattr(generation_chatglm, "COMPILES_NO_STEPS", ())
     static = {"cache_implementation": "static", "compile_config": compiling()}
     for image in IMAGES.values():
-        batch = batch_of(image, num_rows)
+        batch = batch_of(image)
         for mode in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
             options = FIXED | mode
             torch.manual_seed(0)
@@ -180,46 +165,17 @@ def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
     output = model.generate(**batch, **options, cache_implementation="static")
     assert torch.equal(output.sequences, want)
     needed = model(**batch).logits.shape[1] + 5
-    assert int(output.past_key_values.get_seq_length()) == needed
     assert output.past_key_values.layers[0].max_cache_len == needed
-    assert needed - 5 > batch["input_ids"].shape[1]
     for room in (needed, needed - 1, needed - 6):
-        cache = StaticCache(config=model.config, max_cache_len=room)
+        given = {"past_key_values": StaticCache(config=model.config, max_cache_len=room)}
         if room == needed:
-            assert torch.equal(model.generate(**batch, **GREEDY, past_key_values=cache), want)
+            assert torch.equal(model.generate(**batch, **GREEDY, **given), want)
             continue
         with pytest.raises(ValueError, match=f"has room for {room} positions but the rows take"):
-            model.generate(**batch, **GREEDY, past_key_values=cache)
+            model.generate(**batch, **GREEDY, **given)
 
 
 def test_prompts_that_are_padded_on_the_right_are_refused(model):
     batch = padded([text(9), text(4), text(7)], "right")
     with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
         model.generate(**batch, **GREEDY)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_drawn_token_repeats_no_keys(model, cache):
-    """Whatever the mask: nothing is as large as the keys of all query heads."""
-    batch = padded([text(20, seed=1), text(21, seed=2)], "left")
-    options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
-    seen, step = [], model.transformer._decode
-
-    def seen_step(*args, **kwargs):
-        with Shapes() as shapes:
-            result = step(*args, **kwargs)
-        seen.append(shapes.seen)
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.transformer, "_decode", seen_step)
-        model.generate(**batch, **options)
-    heads = model.config.num_attention_heads
-    assert len(seen) == 5 and heads > model.config.num_key_value_heads
-    assert not [
-        shape
-        for of in seen
-        for shape in of
-        if len(shape) == 4 and shape[2] > 20 and shape[1] == heads
-    ]

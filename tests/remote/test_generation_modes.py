@@ -30,7 +30,6 @@ MODES = {
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
     "sampled beams": {"do_sample": True, "num_beams": 3, "top_k": 20},
 }
-IN_EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 FORMS = pytest.mark.parametrize(
     "image", [None, three_id_image(), grown_image()], ids=["text", "three ids", "grown"]
 )
@@ -50,6 +49,13 @@ def batch_of(image: list[int] | None) -> dict[str, torch.Tensor]:
     ]
     batch = padded(rows, "left")
     return batch | {"pixel_values": pictures(3)} if image else batch
+
+
+def continued(batch: dict, ids: torch.Tensor) -> dict:
+    """The batch with what was drawn."""
+    number = ids.shape[1] - batch["input_ids"].shape[1]
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, number), value=1)
+    return batch | {"input_ids": ids, "attention_mask": mask}
 
 
 def generated(model, batch: dict, mode: str, **options):
@@ -99,25 +105,21 @@ def test_every_mode_draws_the_same_with_another_cache_and_without(model, image, 
 
 
 @FORMS
-@IN_EVERY_MODE
+@pytest.mark.parametrize("mode", MODES)
 def test_outputs_of_every_step(model, image, mode):
-    batch = batch_of(image)
+    batch, config = batch_of(image), model.config
     names = ("scores", "logits", "attentions", "hidden_states")
     lengths, layer = [], model.transformer.output_layer
     hook = layer.register_forward_hook(lambda _, given, made: lengths.append(made.shape[1]))
     output = generated(model, batch, mode, **{f"output_{name}": True for name in names})
     hook.remove()
     assert lengths == [1] * STEPS  # the last logits alone
-    options, config = MODES[mode], model.config
-    answers = 2 * options.get("num_return_sequences", 1)
+    options = MODES[mode]
     rows = 2 * options.get("num_beams", options.get("num_return_sequences", 1))
-    assert output.sequences.shape == (answers, batch["input_ids"].shape[1] + STEPS)
     before = model(**batch).logits.shape[1]
     for step, new in enumerate([before] + [1] * (STEPS - 1)):
-        weights, states = (
-            (rows, config.num_attention_heads, new, before + step),
-            (rows, new, config.hidden_size),
-        )
+        weights = rows, config.num_attention_heads, new, before + step
+        states = rows, new, config.hidden_size
         assert output.scores[step].shape == output.logits[step].shape == (rows, 512)
         assert [s.shape for s in output.hidden_states[step]] == [states] * (config.num_layers + 1)
         assert [w.shape for w in output.attentions[step]] == [weights] * config.num_layers
@@ -128,14 +130,13 @@ def test_outputs_of_every_step(model, image, mode):
 
 @FORMS
 def test_scores_are_the_log_probabilities_of_the_answers(model, image):
+    """Of a whole pass over prompt and answer, whose ids generation drew."""
     batch = batch_of(image)
-    kept = {"output_scores": True, "output_logits": True, "suppress_tokens": []}
-    output = generated(model, batch, "greedy", **kept)
+    output = generated(model, batch, "greedy", output_scores=True, suppress_tokens=[])
     got = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-    whole = batch | {"input_ids": output.sequences}
-    whole["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, STEPS), value=1)
-    prompt_length = batch["input_ids"].shape[1]
+    whole = continued(batch, output.sequences)
     with torch.no_grad():
+        prompt_length = batch["input_ids"].shape[1]
         rows = model.prepare_inputs_for_generation(**whole, prompt_length=prompt_length)
         logits = model(**rows, use_cache=False).logits[:, -STEPS - 1 : -1]
     answers = output.sequences[:, -STEPS:, None]
@@ -143,50 +144,22 @@ def test_scores_are_the_log_probabilities_of_the_answers(model, image):
     assert (got - want).abs().max() <= ATOL
 
 
-GROWN_OR_TEXT = pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
-
-
-def second_row(image: list[int] | None) -> dict[str, torch.Tensor]:
-    return {name: values[1:] for name, values in batch_of(image).items() if name[0] != "a"}
-
-
-@GROWN_OR_TEXT
-def test_prompt_lookup_stops_at_an_ending_id(model, image):
-    row = second_row(image)
-    answer = model.generate(**row, **GREEDY)[0, -STEPS:].tolist()
-    # The prompt says the answer already, so that several ids are accepted at once.
-    row["input_ids"] = torch.cat((torch.tensor([answer]), row["input_ids"]), dim=1)
-    answer = model.generate(**row, **GREEDY)[0, -STEPS:].tolist()
-    ends = GREEDY | {"eos_token_id": answer[2]}
-    got = model.generate(**row, **ends, prompt_lookup_num_tokens=4)
-    stop = answer.index(answer[2]) + 1
-    assert got[0, row["input_ids"].shape[1] :].tolist() == answer[:stop]
-
-
 @FORMS
 def test_an_answer_goes_on_from_its_cache(model, image):
     batch = batch_of(image)
     want = model.generate(**batch, **GREEDY)
-    first = model.generate(
-        **batch, **(GREEDY | {"max_new_tokens": 2}), return_dict_in_generate=True
-    )
-    more = batch | {"input_ids": first.sequences, "past_key_values": first.past_key_values}
-    more["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, 2), value=1)
+    options = GREEDY | {"max_new_tokens": 2, "return_dict_in_generate": True}
+    first = model.generate(**batch, **options)
+    more = continued(batch, first.sequences) | {"past_key_values": first.past_key_values}
     assert torch.equal(model.generate(**more, **(GREEDY | {"max_new_tokens": STEPS - 2})), want)
 
 
 # What a row begins with
 
 
-@GROWN_OR_TEXT
+@pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-        {"num_beams": 2, "num_return_sequences": 2},
-    ],
-    ids=str,
+    "options", [{"cache_implementation": "static"}, {"num_beams": 2, "num_return_sequences": 2}]
 )
 def test_embeddings_generate_as_their_ids(model, image, options):
     batch, options = batch_of(image), GREEDY | options

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening
 
 from glm4v_patched.remote.image_checks import ImageFormat
 from glm4v_patched.remote.image_layout import GivenRows, GrownRows, grow_rows
@@ -18,7 +17,7 @@ from tests.helpers.tiny import (
     three_id_image,
     tiny_model,
 )
-from tests.remote.rows import assert_equal, gradients, labels_for, number_of_images, rows_with
+from tests.remote.rows import assert_equal, gradients, labels_for, rows_with
 
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
@@ -58,50 +57,18 @@ def test_three_id_rows_equal_grown_rows_bitwise_with_gradients(model, side):
     assert_equal(got, want)
 
 
-def test_labels_inside_images_are_ignored_and_those_on_their_ends_are_not(model, image):
-    batch = padded(rows_with(image), "left")
-    labels, ids = labels_for(batch), batch["input_ids"]
-    inside = torch.zeros_like(ids, dtype=torch.bool)
-    for row, begin in (ids == BOI).nonzero().tolist():
-        inside[row, begin + 1 : begin + len(image) - 1] = True
-
-    def loss(labels):
-        with torch.no_grad():
-            return model(**batch, pixel_values=pictures(NUM_IMAGES), labels=labels).loss.item()
-
-    assert loss(labels) == loss(labels.masked_fill(inside, -100))
-    assert loss(labels) != loss(labels.masked_fill(ids == BOI, -100))
-    assert loss(labels) != loss(labels.masked_fill(ids == EOI, -100))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_training_batches_learn_from_every_image(image, side):
-    model = tiny_model().train()
-    rows = [row for row in rows_with(image) if row[-1] != EOI]  # nothing follows the image there
-    batch = padded(rows, side)
-    batch["labels"] = labels_for(batch)
-    images = pictures(number_of_images(rows)).requires_grad_()
-    found = gradients(model, **batch, pixel_values=images)
-    assert (images.grad.flatten(1).norm(dim=1) > 1e-4).all()
-    assert all(gradient.norm() > 1e-6 for name, gradient in found.items() if "vision" in name)
-    with torch.no_grad():
-        assert abs(model(**batch, pixel_values=images + 1).loss - found["loss"]) > 1e-3
-
-
 def test_rows_that_grow_unlike_need_no_mask_also_after_a_longer_cache(model):
     rows = [[*text(2, seed=1), *three_id_image()], text(5, seed=2)]
     grown = grow(rows, 1, past_length=20)
     assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
-    for cached in ([[], []], [text(20, seed=3), text(20, seed=4)]):
-        cache = None
-        with torch.no_grad():
-            if cached[0]:
-                cache = model(input_ids=torch.tensor(cached), use_cache=True).past_key_values
-            given = {"past_key_values": cache, "pixel_values": pictures(1)}
-            got = model(input_ids=torch.tensor(rows), **given).logits
-        for first, row, logits, images in zip(cached, rows, got, (pictures(1), None), strict=True):
-            want = logits_alone(model, first + row, images)[len(first) :]
-            assert (logits[-len(want) :] - want).abs().max() <= ATOL
+    cached = [text(20, seed=3), text(20, seed=4)]
+    with torch.no_grad():
+        cache = model(input_ids=torch.tensor(cached), use_cache=True).past_key_values
+        given = {"past_key_values": cache, "pixel_values": pictures(1)}
+        got = model(input_ids=torch.tensor(rows), **given).logits
+    for first, row, logits, images in zip(cached, rows, got, (pictures(1), None), strict=True):
+        want = logits_alone(model, first + row, images)[len(first) :]
+        assert (logits[-len(want) :] - want).abs().max() <= ATOL
 
 
 # Positions
@@ -122,33 +89,12 @@ def test_an_image_costs_three_positions(image):
         assert positions([row], position_ids=offset) == offset.tolist()
     one = FORMAT._replace(num_image_tokens=1)
     assert grow([5, BOI, PAD, EOI, 6], 1, one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_takes_no_positions(side, image):
-    batch = padded([[*text(1), *image, *text(6)], [*text(1), *image, *text(2)]], side)
-    mask = batch["attention_mask"]
-    for given in (None, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
-        grown = grow(batch["input_ids"], 2, attention_mask=mask, position_ids=given)
-        valid = grown.attention_mask.bool()
-        got = [row[keep].tolist() for row, keep in zip(grown.position_ids, valid, strict=True)]
-        assert got == [[0, 1, 2, 2, 2, 2, *range(3, 10)], [0, 1, 2, 2, 2, 2, 3, 4, 5]]
+    # The last position of the table is taken.
+    assert grow(text(128)).position_ids.max() == 127
+    assert grow([*grown_image(), *text(125)], 1).last_position == 127
 
 
 # Packing: several samples in one row, positions that restart, no mask
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_mask_of_ones_beside_positions_that_restart_changes_nothing(image, implementation):
-    """The row is that of transformers' DataCollatorWithFlattening."""
-    model = tiny_model(attn_implementation=implementation, use_cache=False)
-    collator = DataCollatorWithFlattening(return_tensors="pt")
-    batch = collator([{"input_ids": row, "labels": row} for row in rows_with(image)])
-    batch |= {"pixel_values": pictures(NUM_IMAGES)}
-    ones = {"attention_mask": torch.ones_like(batch["input_ids"])}
-    assert_equal(gradients(model, **batch, **ones), gradients(model, **batch))
-    with torch.no_grad():
-        assert torch.equal(model(**batch, **ones).logits, model(**batch).logits)
 
 
 def test_the_first_id_of_a_packed_sample_is_not_learned(model):
@@ -210,17 +156,13 @@ WRONG = {
         {"input_ids": THREE_IDS, **IMAGE, "attention_mask": torch.ones(1, 1, 5, 5).bool().tril()},
         "from 5 to 8",
     ),
-    "short labels": ({"input_ids": IDS, "labels": IDS[:, 1:]}, "(1, 5)", "(1, 6)"),
     "positions of more rows": (
         {"input_ids": IDS, "position_ids": torch.arange(6).expand(3, 6)},
         "(3, 6)",
     ),
-    "an id below 0": (ids_of(1, -1, 2), "id -1", "512"),
     "an id of no vocabulary": (ids_of(1, 512, 2), "id 512", "512"),
     "no ids": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "(1, 0)"),
-    "a mask of sample numbers": (masked(1, 1, 2, 2), "holds 2"),
     "a mask to be added": (masked(float("-inf"), 0.0, 0.0, 0.0), "-inf"),
-    "a mask of no numbers": (masked(float("nan"), 1.0, 1.0, 1.0), "nan"),
     "a restart before padding": (restarting([1, 1, 1, 1, 1, 0], 0, 1, 2, 0, 1, 0), "restart 1 ti"),
     "positions that go back": (restarting([1, 1, 1, 1, 1, 1], 0, 1, 2, 1, 2, 3), "restart 1 ti"),
     "back over padding": (restarting([1, 1, 1, 0, 1, 1], 4, 5, 6, 0, 5, 6), "restart 1 times"),
@@ -246,15 +188,8 @@ def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case,
         model(**inputs)
 
 
-def test_the_last_position_is_taken():
-    assert grow(text(128)).position_ids.max() == 127
-    # What counts are positions: an image of four costs three.
-    assert grow([*grown_image(), *text(125)], 1).last_position == 127
-
-
 AFTER_A_CACHE = {
     "length": ({"attention_mask": torch.ones(1, 2)}, "(1, 2) after 6", "(1, 8)"),
-    "values": ({"attention_mask": torch.tensor([[2, *[1] * 7]])}, "holds 2"),
     "restart": (
         {"attention_mask": torch.ones(1, 8), "position_ids": torch.tensor([[6, 0]])},
         "1 times",
@@ -331,16 +266,3 @@ def test_a_count_of_labels_that_holds_those_inside_images_is_refused(model, imag
         mean = model(**batch).loss.item()
         assert model(**batch, num_items_in_batch=learned).loss.item() == mean
         assert model(**batch, num_items_in_batch=1).loss.item() == pytest.approx(mean * learned)
-
-
-@pytest.mark.parametrize(("side", "skip_logits"), [("left", False), ("right", True)])
-def test_shifted_labels_are_learned_as_labels(image, side, skip_logits):
-    model = tiny_model().train()
-    batch = padded(rows_with(image), side)
-    labels = labels_for(batch)
-    batch |= {"pixel_values": pictures(NUM_IMAGES), "skip_logits": skip_logits}
-    want = gradients(model, **batch, labels=labels)
-    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    # transformers lets them win over labels, which Trainer gives along.
-    for also in ({}, {"labels": torch.full_like(labels, 7)}):
-        assert_equal(gradients(model, **batch, **also, shift_labels=shifted), want)

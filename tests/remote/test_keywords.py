@@ -110,13 +110,10 @@ def test_two_caches_are_refused(model):
     caches = {name: DynamicCache(config=model.config) for name in (CACHE, OLD_CACHE)}
     with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE}"):
         model(input_ids=torch.tensor([text(4)]), **caches)
-
-
-@pytest.mark.skipif(CACHE == "cache", reason="generate of this transformers takes both")
-def test_generate_takes_the_cache_by_its_own_name_alone(model):
-    with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is {CACHE}"):
+    if CACHE != "cache":  # else generate takes both
         given = {OLD_CACHE: DynamicCache(config=model.config)}
-        model.generate(torch.tensor([text(4)]), **given, **GREEDY)
+        with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is"):
+            model.generate(torch.tensor([text(4)]), **given, **GREEDY)
 
 
 def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch):
@@ -132,33 +129,21 @@ def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch)
     model.generate(**rows(grown_image()), **GREEDY, use_cache=False)
 
 
-@pytest.mark.parametrize("name", ["_expand_inputs_for_generation", "_get_logits_processor"])
-def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch, name):
-    kept = getattr(GenerationMixin, name)
+def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch):
+    name = "_expand_inputs_for_generation"
+    monkeypatch.setattr(GenerationMixin, "renamed", getattr(GenerationMixin, name), raising=False)
     monkeypatch.delattr(GenerationMixin, name)
-    monkeypatch.setattr(GenerationMixin, "renamed", kept, raising=False)
     with pytest.raises((RuntimeError, AttributeError), match=name):
         model.generate(torch.tensor([text(4)]), **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("seq_idx", "position_ids", "is_right"),
-    [
-        ([0, 0, 1, 1], [0, 1, 0, 1], True),
-        ([0, 0, 1, 1], None, False),
-        ([0, 0, 0, 1], [0, 1, 0, 1], False),
-        ([7, 6, 6, 6], [0, 0, 1, 2], False),
-    ],
-)
-def test_numbers_of_samples_must_be_those_that_positions_tell_apart(
-    model, seq_idx, position_ids, is_right
-):
-    given = {"seq_idx": torch.tensor([seq_idx], dtype=torch.int32)}
-    if position_ids is not None:
-        given["position_ids"] = torch.tensor([position_ids])
-    ids = torch.tensor([text(4)])
-    if is_right:
-        model(input_ids=ids, **given)
-        return
-    with pytest.raises(ValueError, match="seq_idx .* numbers other samples than position_ids"):
-        model(input_ids=ids, **given)
+def test_numbers_of_samples_must_be_those_that_positions_tell_apart(model):
+    def run(seq_idx, *positions):
+        seq_idx = torch.tensor([seq_idx], dtype=torch.int32)
+        places = torch.tensor([positions]) if positions else None
+        model(torch.tensor([text(4)]), position_ids=places, seq_idx=seq_idx)
+
+    run([0, 0, 1, 1], 0, 1, 0, 1)
+    for wrong in (([0, 0, 1, 1],), ([0, 0, 0, 1], 0, 1, 0, 1), ([7, 6, 6, 6], 0, 0, 1, 2)):
+        with pytest.raises(ValueError, match="seq_idx .* numbers other samples than position_ids"):
+            run(*wrong)

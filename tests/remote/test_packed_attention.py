@@ -69,7 +69,7 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("use_reentrant", [None, False])
 @pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
 def test_packed_samples_have_the_logits_and_gradients_of_samples_alone(
     image, use_reentrant, implementation
@@ -93,9 +93,8 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
+        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
         return output
 
 
@@ -161,9 +160,7 @@ def unlike_rows(side: str) -> dict[str, torch.Tensor]:
 
 ROW = {"input_ids": torch.tensor([text(9)])}
 ONLY_CAUSAL = {
-    "no mask": ROW,
     "ones": ROW | {"attention_mask": torch.ones(1, 9)},
-    "positions": ROW | {"position_ids": torch.arange(9)[None]},
     "padded on the right": unlike_rows("right"),
     "packed": pack([text(9), text(5)]) | {"pixel_values": None},
 }
@@ -180,18 +177,6 @@ def test_padding_before_a_token_is_masked(masks):
     mask[1, 3] = 0
     tiny_model().train()(input_ids=unlike_rows("left")["input_ids"], attention_mask=mask)
     assert masks == [(2, 1, 9, 9)] * 2
-
-
-def test_a_batch_padded_on_the_right_has_the_logits_and_gradients_of_its_rows():
-    model = tiny_model().train()
-    rows = [row for row in samples(grown_image()) if len(row) > 1]
-    want_logits, want = run_alone(model, rows)
-    inputs = padded(rows, "right") | {"pixel_values": torch.cat(images_of(rows))}
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    batch, got = run(model, **inputs, labels=labels, num_items_in_batch=1)
-    for row, logits in zip(batch, want_logits, strict=True):
-        assert (row[: len(logits)] - logits).abs().max() <= ATOL
-    assert_close(got, want)
 
 
 # torch.compile
@@ -215,13 +200,3 @@ def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths
 
 
 # A cache
-
-
-@torch.no_grad()
-def test_packed_samples_may_fill_an_empty_cache():
-    model = tiny_model()
-    inputs = pack(samples(grown_image()))
-    want = model(**inputs, use_cache=False).logits
-    output = model(**inputs, use_cache=True)
-    assert torch.equal(output.logits, want)
-    assert output.past_key_values.get_seq_length() == want.shape[1]

@@ -1,10 +1,12 @@
 """The processor: grown rows, images and text together, saving and loading."""
 
-import json
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
@@ -218,17 +220,6 @@ def test_templates_of_ones_own_win_and_may_read_more(processor, image_processor,
 # Saving and loading; where there is no package: test_without_package.py
 
 
-def test_a_saved_folder_loads_as_the_same_processor(processor, tmp_path):
-    processor.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["image_size"] == 56
-    assert config["auto_map"]["AutoProcessor"] == "processing_chatglm.ChatGLMProcessor"
-    again = ChatGLMProcessor.from_pretrained(tmp_path)
-    messages = user("cat", image=picture())
-    want, got = (p.apply_chat_template(messages, **AS_TENSORS) for p in (processor, again))
-    assert all(torch.equal(want[name], got[name]) for name in want)
-
-
 def test_the_published_folder_has_no_image_processor(tmp_path, small_backend):
     ChatGLM4Tokenizer(tokenizer_object=small_backend, image_size=84).save_pretrained(tmp_path)
     loaded = ChatGLMProcessor.from_pretrained(tmp_path)
@@ -236,7 +227,42 @@ def test_the_published_folder_has_no_image_processor(tmp_path, small_backend):
     assert loaded.image_processor.size == {"height": 84, "width": 84}
 
 
-# Messages that hold what nothing would read
+# Messages that are objects, or hold what nothing would read
+
+
+@dataclass
+class Message:
+    role: str
+    content: Any
+    image: Any = None
+
+
+class Model(BaseModel):
+    """As OpenAI's client has them."""
+
+    role: str
+    content: Any
+    refusal: str | None = None
+    annotations: list = []
+
+
+def test_objects_are_the_messages_that_their_fields_say(processor):
+    asked, answered = user("What is it?"), [{"role": "assistant", "content": "A cat."}]
+    for objects in ([Message(**asked[0]), Message(**answered[0])], [*asked, Model(**answered[0])]):
+        for part in (processor, processor.tokenizer):
+            for tokenize in (True, False):
+                want = part.apply_chat_template(asked + answered, tokenize=tokenize)
+                assert part.apply_chat_template(objects, tokenize=tokenize) == want
+    image = {"type": "image", "image": picture()}
+    for message in (Message("user", "cat", picture()), Model(role="user", content=[image])):
+        got = processor.apply_chat_template([message], **AS_TENSORS)
+        assert got["pixel_values"].shape == (1, 3, 56, 56)
+    for wrong in ("text", Message):
+        with pytest.raises(ValueError, match="a message must be a dict, a dataclass or a model of"):
+            processor.apply_chat_template([*asked, wrong])
+    with pytest.raises(ValueError, match="message 0 has the key 'annotations', which nothing read"):
+        processor.apply_chat_template([Model(role="user", content="x", annotations=["a page"])])
+
 
 BOTH = {"image": "a.png", "url": "b.png"}
 LOST = {
@@ -255,13 +281,9 @@ def test_what_would_be_lost_is_refused_with_its_place(processor, case, words):
     for tokenize in (True, False):
         with pytest.raises(ValueError, match="^message 1"):
             processor.tokenizer.apply_chat_template([user("hi"), messages], tokenize=tokenize)
-
-
-def test_pictures_beside_the_messages_are_refused(processor):
-    for part in (processor, processor.tokenizer):
-        for name in ("images", "videos"):
-            with pytest.raises(ValueError, match=f"was given {name}, which nothing reads: put pic"):
-                part.apply_chat_template(user("cat"), tokenize=True, **{name: [picture()]})
+    for part in (processor, processor.tokenizer):  # and beside the messages
+        with pytest.raises(ValueError, match="was given images, which nothing reads: put pictures"):
+            part.apply_chat_template(user("cat"), tokenize=True, images=[picture()])
 
 
 def test_words_for_a_picture_are_text_and_are_mentioned_once(processor, monkeypatch):

@@ -12,18 +12,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from tests.helpers.tiny import BOI, EOI, FILL, NUM_IMAGE_TOKENS, PAD, padded, pictures, tiny_model
+from tests.helpers.tiny import (
+    FILL,
+    NUM_IMAGE_TOKENS,
+    PAD,
+    grown_image,
+    padded,
+    three_id_image,
+    tiny_model,
+)
+from tests.helpers.tiny import images_of as pictures_of
 
 # fp32, the same sample at another place of another product. Measured 1.1e-5 in 2,000 batches;
 # samples that see each other, or positions that are off by one, differ by 0.1 and more.
 ATOL = 5e-5
 
-BOUNDED = settings(
-    max_examples=15,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+BOUNDED = settings(max_examples=15, derandomize=True, deadline=None)
 MANY = settings(
     max_examples=500,
     database=None,
@@ -32,30 +36,26 @@ MANY = settings(
 )
 
 TEXT = st.lists(st.integers(0, 499), min_size=0, max_size=6)
-THREE_IDS, GROWN = [BOI, PAD, EOI], [BOI, *[FILL] * NUM_IMAGE_TOKENS, EOI]
-FORM = st.sampled_from([THREE_IDS, GROWN])
+FORM = st.sampled_from([three_id_image(), grown_image()])
 
 
 @st.composite
-def samples(draw, min_size: int = 1, max_size: int = 4, form=FORM) -> list[list[int]]:
+def samples(draw, max_size: int = 4) -> list[list[int]]:
     """Rows of text and images, each image in either form, at least two ids a row."""
     rows = []
-    for _ in range(draw(st.integers(min_size, max_size))):
+    for _ in range(draw(st.integers(1, max_size))):
         row = draw(TEXT)
         for _ in range(draw(st.integers(0, 2))):
-            row = [*row, *draw(form), *draw(TEXT)]
+            row = [*row, *draw(FORM), *draw(TEXT)]
         rows.append([draw(st.integers(0, 499)), *row, draw(st.integers(0, 499))])
     return rows
 
 
 def grown(row: list[int]) -> list[int]:
-    ids, at = [], 0
-    while at < len(row):
-        if row[at : at + 3] == THREE_IDS:
-            ids, at = [*ids, *GROWN], at + 3
-        else:
-            ids, at = [*ids, row[at]], at + 1
-    return ids
+    """Every image in the grown form: the place of one in the three-id form is its only padding."""
+    return [
+        id_ for token in row for id_ in ([FILL] * NUM_IMAGE_TOKENS if token == PAD else [token])
+    ]
 
 
 def positions(row: list[int]) -> list[int]:
@@ -68,9 +68,7 @@ def positions(row: list[int]) -> list[int]:
 
 
 def images_of(rows: list[list[int]]) -> list[torch.Tensor | None]:
-    counts = [row.count(BOI) for row in rows]
-    parts = pictures(sum(counts), seed=len(rows)).split(counts)
-    return [part if len(part) else None for part in parts]
+    return [part if len(part) else None for part in pictures_of(rows)]
 
 
 def together(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
@@ -96,7 +94,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def bounded_and_many(*strategies) -> Callable:
-    """Two tests of one property: few drawn batches always, many behind the marker ``slow``."""
+    """Two tests of one property: few drawn batches always, many behind ``exhaustive``."""
 
     def tests(check: Callable) -> Callable:
         @pytest.mark.parametrize(
@@ -107,7 +105,6 @@ def bounded_and_many(*strategies) -> Callable:
         def test(budget):
             budget(given(*strategies)(check))()
 
-        test.__doc__ = check.__doc__
         return test
 
     return tests
