@@ -37,15 +37,13 @@ def stepped(model, cache, ids, mask, **inputs) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
+@torch.no_grad()
 def want(model) -> torch.Tensor:
     """The logits after ``STEP``, row by row without a cache."""
-    logits = []
-    for row, step, images in zip(ROWS, STEP.tolist(), pictures(3).split([0, 1, 2]), strict=True):
-        images = images if len(images) else None
-        with torch.no_grad():
-            output = model(input_ids=torch.tensor([row + step]), pixel_values=images)
-        logits.append(output.logits[0, -1])
-    return torch.stack(logits)
+    images = [None, pictures(3)[:1], pictures(3)[1:]]
+    rows = [[*row, *step] for row, step in zip(ROWS, STEP.tolist(), strict=True)]
+    given = [(torch.tensor([row]), of) for row, of in zip(rows, images, strict=True)]
+    return torch.stack([model(ids, pixel_values=of).logits[0, -1] for ids, of in given])
 
 
 def saved(cache) -> DynamicCache:
@@ -119,16 +117,6 @@ def test_a_cropped_cache_goes_on_within_plain_text(model, want):
     mask = mask[order, :-PLAIN]
     stepped(model, cache, again[order], mask)
     assert (stepped(model, cache, STEP[order], mask) - want[order]).abs().max() <= ATOL
-
-
-def test_a_cache_that_was_cropped_into_an_image_needs_positions(model):
-    cache, mask = filled(model)
-    stepped(model, cache, STEP, mask)
-    cache.crop(-PLAIN - 2)
-    mask = mask[:, : -PLAIN - 1]
-    with pytest.raises(ValueError, match="was filled to 21, .* from 17 to 21.*give position_ids"):
-        stepped(model, cache, STEP, mask)
-    stepped(model, cache, STEP, mask, position_ids=torch.tensor([[9], [9], [9]]))
 
 
 @torch.no_grad()

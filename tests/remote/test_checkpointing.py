@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from glm4v_patched.remote.checkpointing import frozen_parameters_held
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
 from tests.helpers.tiny import grown_image, pictures, tiny_model
@@ -105,22 +107,37 @@ def adapted(target: str):
     return get_peft_model(tiny_model(), config).train()
 
 
-LANGUAGE = r".*encoder.*query_key_value"
-LAST_VISION = r".*vision.*layers\.1.*query_key_value"
+def half_frozen():
+    """Below the first layer that is trained no input needs a gradient, which reentrant checkpoints
+    alone would not survive."""
+    model = tiny_model().train().requires_grad_(False)
+    model.transformer.encoder.layers[1].requires_grad_(True)
+    model.transformer.vision.transformer.layers[1].requires_grad_(True)
+    return model
+
+
+FROZEN = {
+    "all but adapters": lambda: adapted(r".*encoder.*query_key_value"),
+    "all but adapters of the tower": lambda: adapted(r".*vision.*layers\.1.*query_key_value"),
+    "the first layers": half_frozen,
+}
 
 
 @REENTRANT
-@pytest.mark.parametrize("target", [LANGUAGE, LAST_VISION])
-def test_adapters_on_frozen_weights_get_plain_gradients(target, use_reentrant):
-    want = gradients(adapted(target), **two_rows())
-    model = adapted(target)
+@pytest.mark.parametrize("make", FROZEN.values(), ids=FROZEN)
+def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_reentrant):
+    want = gradients(make(), **two_rows())
+    model = make()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if target == LANGUAGE:
+    if make is FROZEN["all but adapters"]:
         model.enable_input_require_grads()
+    runs = counted_runs(model)
     got = gradients(model, **two_rows())
     assert_equal(got, want)
     assert all(gradient.norm() > 0 for gradient in got.values())
     assert set(got) == {"loss", *(n for n, p in model.named_parameters() if p.requires_grad)}
+    if make is half_frozen:
+        assert runs["transformer.vision.transformer.layers.0"] == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
@@ -141,23 +158,6 @@ def test_a_frozen_tower_is_neither_recomputed_nor_kept(use_reentrant):
     pixels = pictures(1).requires_grad_()
     model(**two_rows() | {"pixel_values": pixels}).loss.backward()
     assert pixels.grad.norm() > 0
-
-
-@REENTRANT
-def test_a_layer_above_frozen_ones_alone_is_recomputed(use_reentrant):
-    def half_frozen():
-        model = tiny_model().train().requires_grad_(False)
-        model.transformer.encoder.layers[1].requires_grad_(True)
-        model.transformer.vision.transformer.layers[1].requires_grad_(True)
-        return model
-
-    want = gradients(half_frozen(), **two_rows())
-    model = half_frozen()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    runs = counted_runs(model)
-    assert_equal(gradients(model, **two_rows()), want)
-    first = {name: number for name, number in runs.items() if "layers.0" in name}
-    assert first.pop("transformer.vision.transformer.layers.0") == 1 and len(first) == 1
 
 
 @pytest.mark.skipif(
@@ -186,3 +186,109 @@ def test_a_cache_is_refused_if_filled_and_else_stays_empty():
     cache = DynamicCache(config=model.config)
     output = model(**two_rows(), past_key_values=cache, use_cache=True)
     assert output.past_key_values is None and cache.get_seq_length() == 0
+
+
+# What it does to ZeRO-3's bookkeeping, on parameters that only look like ZeRO-3's
+
+OUTER_MODULE = 99  # the id of a module outside of the layer
+
+
+@pytest.fixture
+def layer() -> nn.Sequential:
+    """Frozen, with the attributes that ZeRO-3 gives to modules and their parameters."""
+    layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
+    for number, part in enumerate(layer.modules()):
+        part.ds_id = number
+        part.ds_recompute_parameters = set()
+        for parameter in part.parameters(recurse=False):
+            parameter.ds_active_sub_modules = set()
+    return layer
+
+
+def users(layer: nn.Module) -> list[set[int]]:
+    return [set(parameter.ds_active_sub_modules) for parameter in layer.parameters()]
+
+
+def enter(module_id: int, parameters) -> None:
+    for parameter in parameters:
+        parameter.ds_active_sub_modules.add(module_id)
+
+
+def in_backward(function) -> None:
+    """Call ``function`` where a checkpoint recomputes: inside a running backward pass."""
+    called = []
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            called.append(True)
+            function()
+            return gradient
+
+    Recompute.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert called
+
+
+def test_frozen_parameters_stay_gathered_through_the_recomputation_and_no_longer(layer):
+    """ZeRO-3 partitions a parameter after a module's forward unless it still has a user."""
+
+    def recompute():
+        with frozen_parameters_held(layer):
+            for module in layer:
+                enter(module.ds_id, module.parameters())  # as ZeRO-3's hooks do around a forward
+                for parameter in module.parameters():
+                    parameter.ds_active_sub_modules.discard(module.ds_id)
+                assert all(users(module))
+
+    in_backward(recompute)
+    assert users(layer) == [set()] * 4
+    enter(OUTER_MODULE, [layer[0].weight])
+    with frozen_parameters_held(layer):  # outside of a backward pass
+        assert users(layer) == [{OUTER_MODULE}, set(), set(), set()]
+
+
+def test_trainable_parameters_are_left_alone(layer):
+    trainable = layer[0].weight.requires_grad_(True)
+
+    def recompute():
+        enter(OUTER_MODULE, [trainable])
+        with frozen_parameters_held(layer):
+            assert trainable.ds_active_sub_modules == {OUTER_MODULE}
+
+    in_backward(recompute)
+    assert trainable.ds_active_sub_modules == {OUTER_MODULE}
+    layer.requires_grad_(True)[0].ds_recompute_parameters.add(trainable)
+    in_backward(recompute)
+    assert layer[0].ds_recompute_parameters == {trainable}
+
+
+def test_modules_outside_of_the_layer_do_not_keep_its_parameters_but_their_owners_do(layer):
+    """DeepSpeed 0.19.3 enters the module whose backward is under way, and keeps a list there."""
+
+    def recompute():
+        with frozen_parameters_held(layer):
+            for module in layer:
+                enter(module.ds_id, module.parameters())
+                enter(OUTER_MODULE, module.parameters())
+                module.ds_recompute_parameters.update(module.parameters())
+
+    in_backward(recompute)
+    assert users(layer) == [{module.ds_id} for module in layer for _ in range(2)]
+    assert [module.ds_recompute_parameters for module in layer.modules()] == [set()] * 3
+
+
+def test_it_lets_go_when_the_layer_raises(layer):
+    def recompute():
+        with frozen_parameters_held(layer):
+            enter(OUTER_MODULE, [layer[0].weight])
+            layer[0].ds_recompute_parameters.add(layer[0].weight)
+            raise RuntimeError("in the layer")
+
+    with pytest.raises(RuntimeError, match="in the layer"):
+        in_backward(recompute)
+    assert users(layer) == [set()] * 4
+    assert layer[0].ds_recompute_parameters == set()

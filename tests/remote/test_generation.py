@@ -222,20 +222,6 @@ def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, 
     assert torch.equal(new_tokens(model, batch, **draws, **options), want)
 
 
-def test_assisted_generation_of_rows_that_grow_is_right_or_refused(model):
-    for row in [*rows_with(three_id_image()), [*text(20, seed=1), *three_id_image()]]:
-        batch = {"input_ids": torch.tensor([row])}
-        if BOI in row:
-            batch["pixel_values"] = pictures(row.count(BOI))
-        want = new_tokens(model, batch)
-        try:
-            got = new_tokens(model, batch, prompt_lookup_num_tokens=2, **ASSISTED)
-        except ValueError as error:
-            assert "inside of an image" in str(error) and BOI in row
-        else:
-            assert torch.equal(got, want)
-
-
 # Texts to stop at, caches that were changed, and as many tokens as there are positions
 
 

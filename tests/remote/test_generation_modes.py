@@ -3,12 +3,9 @@
 What is drawn from rows with images, padding and begin ids is in test_generation.py.
 """
 
-from itertools import product
-
 import pytest
 import torch
 from transformers import StaticCache
-from transformers.cache_utils import Cache, QuantizedLayer
 
 from tests.helpers.tiny import (
     grown_image,
@@ -51,57 +48,24 @@ def batch_of(image: list[int] | None) -> dict[str, torch.Tensor]:
     return batch | {"pixel_values": pictures(3)} if image else batch
 
 
-def continued(batch: dict, ids: torch.Tensor) -> dict:
-    """The batch with what was drawn."""
-    number = ids.shape[1] - batch["input_ids"].shape[1]
-    mask = torch.nn.functional.pad(batch["attention_mask"], (0, number), value=1)
-    return batch | {"input_ids": ids, "attention_mask": mask}
-
-
 def generated(model, batch: dict, mode: str, **options):
     torch.manual_seed(0)
     return model.generate(**batch, **FIXED, **MODES[mode], return_dict_in_generate=True, **options)
 
 
-class Unrounded(QuantizedLayer):
-    """A layer of a quantized cache, but for the rounding: that is of optional packages."""
-
-    def _quantize(self, tensor, axis):
-        return tensor.clone()
-
-    def _dequantize(self, quantized):
-        return quantized
-
-
-def quantized_cache(config) -> Cache:
-    """It keeps its last keys alone, by which rows cannot be known again."""
-    return Cache(layers=[Unrounded(residual_length=3) for _ in range(config.num_layers)])
-
-
-CACHES = {"none": None, "static": lambda of: StaticCache(of, 40), "quantized": quantized_cache}
-
-
-# Those that are reordered need all their keys.
-WITH_EACH = [(m, c) for m, c in product(MODES, CACHES) if not ("beams" in m and c == "quantized")]
-
-
 @FORMS
-@pytest.mark.parametrize(("mode", "kind"), WITH_EACH)
-def test_every_mode_draws_the_same_with_another_cache_and_without(model, image, mode, kind):
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_draws_the_same_with_another_cache_and_without(model, image, mode):
     batch = batch_of(image)
     want = generated(model, batch, mode, output_logits=True)
-    options = {"use_cache": False}
-    if CACHES[kind] is not None:
-        options = {"past_key_values": CACHES[kind](model.config)}
-    got = generated(model, batch, mode, output_logits=True, **options)
-    assert torch.equal(got.sequences, want.sequences)
-    for one, other in zip(got.logits, want.logits, strict=True):
-        assert (one - other).abs().max() <= ATOL
-    if kind == "none":
-        assert got.past_key_values is None
-    else:
-        length = model(**batch).logits.shape[1] + STEPS - 1
-        assert int(options["past_key_values"].get_seq_length()) == length
+    cache = StaticCache(model.config, 40)
+    for options in ({"past_key_values": cache}, {"use_cache": False}):
+        got = generated(model, batch, mode, output_logits=True, **options)
+        assert torch.equal(got.sequences, want.sequences)
+        for one, other in zip(got.logits, want.logits, strict=True):
+            assert (one - other).abs().max() <= ATOL
+    assert got.past_key_values is None
+    assert int(cache.get_seq_length()) == model(**batch).logits.shape[1] + STEPS - 1
 
 
 @FORMS
@@ -129,28 +93,13 @@ def test_outputs_of_every_step(model, image, mode):
 
 
 @FORMS
-def test_scores_are_the_log_probabilities_of_the_answers(model, image):
-    """Of a whole pass over prompt and answer, whose ids generation drew."""
-    batch = batch_of(image)
-    output = generated(model, batch, "greedy", output_scores=True, suppress_tokens=[])
-    got = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-    whole = continued(batch, output.sequences)
-    with torch.no_grad():
-        prompt_length = batch["input_ids"].shape[1]
-        rows = model.prepare_inputs_for_generation(**whole, prompt_length=prompt_length)
-        logits = model(**rows, use_cache=False).logits[:, -STEPS - 1 : -1]
-    answers = output.sequences[:, -STEPS:, None]
-    want = logits.log_softmax(dim=-1).gather(-1, answers)[..., 0]
-    assert (got - want).abs().max() <= ATOL
-
-
-@FORMS
 def test_an_answer_goes_on_from_its_cache(model, image):
     batch = batch_of(image)
     want = model.generate(**batch, **GREEDY)
     options = GREEDY | {"max_new_tokens": 2, "return_dict_in_generate": True}
     first = model.generate(**batch, **options)
-    more = continued(batch, first.sequences) | {"past_key_values": first.past_key_values}
+    more = batch | {"input_ids": first.sequences, "past_key_values": first.past_key_values}
+    more["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, 2), value=1)
     assert torch.equal(model.generate(**more, **(GREEDY | {"max_new_tokens": STEPS - 2})), want)
 
 

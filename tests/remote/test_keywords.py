@@ -92,20 +92,6 @@ def test_a_cache_under_a_name_of_something_else_is_refused_with_name_version_and
         )
 
 
-@torch.no_grad()
-def test_the_cache_has_two_names_in_every_forward(model):
-    ids = torch.tensor([text(6)])
-    for called in (model, model.transformer):
-        states = []
-        for name in (CACHE, OLD_CACHE):
-            cache = DynamicCache(config=model.config)
-            called(input_ids=ids[:, :4], **{name: cache})
-            output = called(input_ids=ids[:, 4:], **{name: cache})
-            assert getattr(output, CACHE) is cache
-            states.append(output[0])
-        assert torch.equal(*states)
-
-
 def test_two_caches_are_refused(model):
     caches = {name: DynamicCache(config=model.config) for name in (CACHE, OLD_CACHE)}
     with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE}"):

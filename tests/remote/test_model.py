@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache
 
 from glm4v_patched.remote.loss import computes_loss
@@ -37,21 +39,14 @@ def test_training_and_evaluation_compute_the_same_and_training_keeps_no_cache(im
 
 
 @torch.no_grad()
-def test_outputs_have_the_length_of_the_grown_rows_by_name_and_as_tuples(model):
-    inputs = two_rows(three_id_image())
-    length = inputs["input_ids"].shape[1] + 3
-    named = model(**inputs, output_hidden_states=True)
-    assert named.logits.shape == (2, length, 512)
-    assert [state.shape for state in named.hidden_states] == [(2, length, 64)] * 3
-    loss, logits, cache, states, images = model(
-        **inputs, output_hidden_states=True, return_dict=False
-    )
+def test_tuples_hold_what_the_named_output_holds(model):
+    inputs = two_rows(three_id_image()) | {"output_hidden_states": True}
+    named = model(**inputs)
+    loss, logits, cache, states, images = model(**inputs, return_dict=False)
     assert torch.equal(loss, named.loss) and torch.equal(logits, named.logits)
-    assert cache.get_seq_length() == length
+    assert cache.get_seq_length() == logits.shape[1] == inputs["input_ids"].shape[1] + 3
     assert torch.equal(torch.stack(states), torch.stack(named.hidden_states))
     assert torch.equal(images, named.image_hidden_states)
-    assert model.transformer(**inputs).labels.shape == (2, length)
-    assert isinstance(model.transformer(**inputs, return_dict=False), tuple)
 
 
 CONTRADICTIONS = {
@@ -262,3 +257,49 @@ def test_set_attn_implementation_reaches_both_towers():
     assert (output.logits[valid] - want[valid]).abs().max() <= ATOL
     images = {"output_attentions": True, "return_dict": True}
     assert output.attentions and model.get_image_features(pictures(1), **images).attentions
+
+
+# A model that device_map split over devices is trained by one process, or refused
+
+SPLIT = {"transformer.vision": 0, "transformer.encoder": 1, "transformer.embedding": 0}
+ON_ONE = {"transformer.vision": torch.device("cuda:0"), "encoder": "cuda:0", "a": 0}
+
+
+@pytest.fixture
+def processes():
+    """``processes(number)`` makes this process one of a group; torch's fake group sends nothing."""
+
+    def join(number: int) -> None:
+        torch.distributed.init_process_group("fake", FakeStore(), rank=0, world_size=number)
+
+    yield join
+    torch.distributed.destroy_process_group()
+
+
+def split_model(device_map=SPLIT):
+    """A model with the mark that accelerate leaves when it spreads one over devices."""
+    model = tiny_model()
+    model.hf_device_map = device_map
+    return model
+
+
+def train_a_step(model) -> None:
+    ids = torch.tensor([text(6)])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.transformer.embedding.word_embeddings.weight.grad.norm() > 0
+
+
+def test_is_refused_when_training_begins_among_processes_or_they_meet_later(processes):
+    wrapped = get_peft_model(split_model(), LoraConfig(target_modules=["query_key_value"]))
+    met_later = split_model().train()
+    train_a_step(met_later)
+    processes(2)
+    told = r"split over 2 devices \(0, 1\).*cannot be trained by 2 processes.*train it in 1 process"
+    for model in (split_model(), wrapped):
+        with pytest.raises(ValueError, match=told):
+            model.train()
+    with pytest.raises(ValueError, match=told):
+        train_a_step(met_later)
+    with torch.no_grad():  # several processes may answer with it
+        split_model().eval()(input_ids=torch.tensor([text(6)]))
+    train_a_step(split_model(ON_ONE).train())

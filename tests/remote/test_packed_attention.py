@@ -20,15 +20,9 @@ ATOL, RTOL = 2e-5, 1e-5
 
 def samples(image: list[int]) -> list[list[int]]:
     """Of lengths that make more than one group, the first and the last with no filling."""
-    return [
-        [*text(4, seed=1), *image, *text(40, seed=2)],
-        text(3, seed=3),
-        [*image, *text(6, seed=4), *image, *text(2, seed=5)],
-        text(5, seed=6),
-        text(1, seed=7),
-        [*text(30, seed=8), *image],
-        text(3, seed=9),
-    ]
+    rows = [*text(4, seed=1), *image, *text(40, seed=2)], text(3, seed=3)
+    two = [*image, *text(6, seed=4), *image, *text(2, seed=5)]
+    return [*rows, two, text(1, seed=7), [*text(30, seed=8), *image], text(3, seed=9)]
 
 
 def pack(*rows: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -81,9 +75,6 @@ def test_packed_samples_have_the_logits_and_gradients_of_samples_alone(
     logits, got = run(model, **pack(samples(image)))
     assert (logits[0] - torch.cat(want_logits)).abs().max() <= ATOL
     assert_close(got, want)
-
-
-# What is allocated
 
 
 class LargestTensor(TorchDispatchMode):
@@ -154,32 +145,17 @@ def masks(monkeypatch):
     return seen
 
 
-def unlike_rows(side: str) -> dict[str, torch.Tensor]:
-    return padded([text(9, seed=1), text(5, seed=2)], side)
-
-
-ROW = {"input_ids": torch.tensor([text(9)])}
-ONLY_CAUSAL = {
-    "ones": ROW | {"attention_mask": torch.ones(1, 9)},
-    "padded on the right": unlike_rows("right"),
-    "packed": pack([text(9), text(5)]) | {"pixel_values": None},
-}
-
-
-@pytest.mark.parametrize("inputs", ONLY_CAUSAL.values(), ids=ONLY_CAUSAL)
-def test_training_makes_no_mask_where_no_token_comes_after_padding(masks, inputs):
-    tiny_model().train()(**inputs)
-    assert len(masks) >= 2 and set(masks) == {None}
-
-
-def test_padding_before_a_token_is_masked(masks):
-    mask = torch.ones(2, 9)
-    mask[1, 3] = 0
-    tiny_model().train()(input_ids=unlike_rows("left")["input_ids"], attention_mask=mask)
-    assert masks == [(2, 1, 9, 9)] * 2
-
-
-# torch.compile
+def test_training_makes_no_mask_where_no_token_comes_after_padding(masks):
+    model, rows = tiny_model().train(), [text(9, seed=1), text(5, seed=2)]
+    model(torch.tensor(rows[:1]), attention_mask=torch.ones(1, 9))
+    model(**padded(rows, "right"))
+    model(**pack(rows) | {"pixel_values": None})
+    assert len(masks) >= 6 and set(masks) == {None}
+    masks.clear()
+    hole = torch.ones(1, 9)
+    hole[0, 3] = 0
+    model(torch.tensor(rows[:1]), attention_mask=hole)
+    assert masks == [(1, 1, 9, 9)] * 2
 
 
 def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths():
@@ -197,6 +173,3 @@ def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths
         assert_close(got, want_gradients)
         frames.append(counter.frame_count)
     assert frames[1] == frames[2]
-
-
-# A cache

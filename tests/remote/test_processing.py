@@ -208,15 +208,6 @@ def test_the_assistant_mask_grows_and_is_padded_with_the_row(processor, of, side
         assert processor.decode(ids[mask.bool()]) == f"\n{said}"
 
 
-def test_templates_of_ones_own_win_and_may_read_more(processor, image_processor, tokenizer):
-    other = ChatGLMProcessor(image_processor, tokenizer, chat_template="hello")
-    assert other.apply_chat_template(user("x")) == "hello"
-    template = "{% for m in messages %}{{ m['weight'] }}{{ m['content'] }}{% endfor %}"
-    options = {"chat_template": template, "tokenize": True, "return_dict": False}
-    ids = processor.apply_chat_template(user("cat", weight="2"), **options)
-    assert ids == [processor.tokenizer("2cat", add_special_tokens=False)["input_ids"]]
-
-
 # Saving and loading; where there is no package: test_without_package.py
 
 
