@@ -99,26 +99,6 @@ def test_a_cache_made_anew_from_its_tensors_needs_positions(model, want):
     assert torch.equal(*(stepped(model, each, STEP, mask) for each in (other, cache)))
 
 
-# Columns that all rows have behind their last image.
-PLAIN = 3
-
-
-def test_a_cropped_cache_goes_on_within_plain_text(model, want):
-    cache, mask = filled(model)
-    for _ in range(2):
-        stepped(model, cache, STEP + 1, mask)
-        stepped(model, cache, STEP + 1, mask)
-        cache.crop(-2)
-    # As far as the last image of all rows.
-    again = torch.tensor([row[-PLAIN:] for row in ROWS])
-    cache.crop(-PLAIN)
-    order = torch.tensor([2, 0, 1])
-    cache.reorder_cache(order)
-    mask = mask[order, :-PLAIN]
-    stepped(model, cache, again[order], mask)
-    assert (stepped(model, cache, STEP[order], mask) - want[order]).abs().max() <= ATOL
-
-
 @torch.no_grad()
 def test_a_turn_is_taken_back_with_its_image(model):
     """And another one takes its place."""

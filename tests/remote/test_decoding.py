@@ -154,9 +154,6 @@ def test_prompts_that_are_padded_on_the_right_are_refused(model):
         model.generate(**batch, **GREEDY)
 
 
-# The whole model in one graph: torch.compile(fullgraph=True) and torch.export
-
-
 @torch.no_grad()
 def test_a_compiled_graph_says_when_rows_do_not_fit_it():
     torch._dynamo.reset()

@@ -87,15 +87,6 @@ def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache)
         assert torch.equal(got[2:4], new_tokens(model, alone, use_cache=use_cache, **answers))
 
 
-def test_rows_of_one_length_that_grow_differently_generate_as_alone(model):
-    rows = [[1, 2, *three_id_image(), 3, 4], text(7)]
-    alone = [recomputed_tokens(model, *pair) for pair in zip(rows, images_of(rows), strict=True)]
-    batch = padded(rows, "left") | {"pixel_values": pictures(1)}
-    assert new_tokens(model, batch).tolist() == alone
-    del batch["attention_mask"]
-    assert new_tokens(model, batch).tolist() == alone
-
-
 def test_another_number_of_images_than_there_are_places_is_refused(model):
     row = {"input_ids": torch.tensor([rows_with(three_id_image())[2]]), "pixel_values": pictures(3)}
     for num_beams in (1, 2):
@@ -108,9 +99,6 @@ def test_another_number_of_images_than_there_are_places_is_refused(model):
         embeds = model.get_input_embeddings()(torch.tensor([ids])).detach()
         with pytest.raises(ValueError, match=told):
             model.generate(inputs_embeds=embeds, pixel_values=pictures(number), **GREEDY)
-
-
-# Begin and end ids that were drawn
 
 
 class Draws(LogitsProcessor):
@@ -134,19 +122,6 @@ def drawing(row: list[int], tokens: list[int]) -> LogitsProcessorList:
 # What a place without its picture looks like, too.
 AMBIGUOUS = [[BOI, EOI], [BOI, 7, EOI], [7, BOI, 8, BOI]]
 STRAYS = [[BOI], [EOI, 7, BOI], [BOI, 7, 8, EOI, 3]]
-
-
-@pytest.mark.parametrize("prompt", [0, 1], ids=["text", "image"])
-@pytest.mark.parametrize("drawn", [*STRAYS, *AMBIGUOUS[:2]], ids=str)
-def test_drawn_image_ids_are_ordinary_tokens(model, drawn, prompt, image):
-    row = rows_with(image)[prompt]
-    batch = {"input_ids": torch.tensor([row])}
-    batch |= {"pixel_values": pictures(1)} if prompt else {}
-    with torch.no_grad():
-        want = by_hand(model, model(**batch, use_cache=True), drawn)
-    for use_cache in (True, False):
-        options = DRAWS_ANY | {"logits_processor": drawing(row, drawn), "use_cache": use_cache}
-        assert new_tokens(model, batch, **options)[0].tolist() == want
 
 
 def first_round(model, image: list[int], drawn: list[int]) -> tuple[list[int], DynamicCache]:
@@ -220,9 +195,6 @@ def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, 
         options = {"assistant_model": other}
     want = new_tokens(model, batch, **draws)
     assert torch.equal(new_tokens(model, batch, **draws, **options), want)
-
-
-# Texts to stop at, caches that were changed, and as many tokens as there are positions
 
 
 def row(image: list[int]) -> torch.Tensor:
@@ -356,25 +328,15 @@ def drawing_image_ids():
 
 
 IMAGE_IDS = {BOI, EOI, FILL}
+OTHER = SuppressTokensLogitsProcessor([3])  # of generate's own class
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(mode, drawing_image_ids):
-    assert not drawing_image_ids(**MODES[mode]) & IMAGE_IDS
-    assert drawing_image_ids(**MODES[mode], suppress_tokens=[]) <= IMAGE_IDS
-
-
-def test_what_is_suppressed_or_processed_besides_takes_nothing_away(drawing_image_ids):
-    best = drawing_image_ids(do_sample=False)
-    others = drawing_image_ids(do_sample=False, suppress_tokens=[FILL, *best])
-    assert not others & {*IMAGE_IDS, *best}
-    own = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
-    for more in ({}, {"suppress_tokens": [4]}):
-        options = {"do_sample": False, "logits_processor": own, **more}
-        assert not drawing_image_ids(**options) & IMAGE_IDS
-
-
-# Continuous batching
+    options = MODES[mode] | {"logits_processor": LogitsProcessorList([OTHER])}
+    assert not drawing_image_ids(**options) & IMAGE_IDS
+    assert not drawing_image_ids(**options, suppress_tokens=[4]) & IMAGE_IDS
+    assert drawing_image_ids(**options, suppress_tokens=[]) <= IMAGE_IDS
 
 
 @pytest.mark.skipif(

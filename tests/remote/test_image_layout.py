@@ -38,9 +38,6 @@ def logits_alone(model, row: list[int], images: torch.Tensor | None) -> torch.Te
     return model(input_ids=torch.tensor([row]), pixel_values=images).logits[0]
 
 
-# One batch, many ways to write it
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_three_id_rows_equal_grown_rows_bitwise_with_gradients(model, side):
     # On the right, rows with as many images each: inner filling comes on the left.
@@ -71,9 +68,6 @@ def test_rows_that_grow_unlike_need_no_mask_also_after_a_longer_cache(model):
         assert (logits[-len(want) :] - want).abs().max() <= ATOL
 
 
-# Positions
-
-
 def positions(rows, **inputs) -> list[list[int]]:
     return grow(rows, **inputs).position_ids.tolist()
 
@@ -92,9 +86,6 @@ def test_an_image_costs_three_positions(image):
     # The last position of the table is taken.
     assert grow(text(128)).position_ids.max() == 127
     assert grow([*grown_image(), *text(125)], 1).last_position == 127
-
-
-# Packing: several samples in one row, positions that restart, no mask
 
 
 def test_the_first_id_of_a_packed_sample_is_not_learned(model):
@@ -218,9 +209,6 @@ def test_stray_ids_are_not_learned(model, stray):
     for name in ("labels", "shift_labels"):
         with pytest.raises(ValueError, match="begin-of-image ids .* end-of-image ids"):
             model(input_ids=ids, **{name: ids})
-
-
-# Labels
 
 
 def test_a_count_of_labels_that_holds_those_inside_images_is_refused(model, image):

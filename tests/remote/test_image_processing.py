@@ -61,9 +61,6 @@ def test_size_is_a_square_and_that_of_the_published_model_by_default(words):
         ChatGLMImageProcessor(size={"shortest_edge": 56})
 
 
-# The same pixels whichever way a picture comes
-
-
 @pytest.fixture
 def serve(tmp_path):
     """Serves ``tmp_path``; the base URL. Where it leads to another place, that is the query."""
@@ -117,12 +114,7 @@ def test_every_way_of_giving_a_picture_turns_it_upright(
             *(str(path), path, f"{serve}/held.png", f"{serve}/to?{serve}/held.png"),
             *(data, bytearray(data), memoryview(data)),
             *(text, f"data:image/png;base64,{text}", base64.encodebytes(data).decode()),
-            *(
-                opened,
-                opened.convert("RGB"),
-                np.asarray(upright),
-                torch.from_numpy(np.array(upright)),
-            ),
+            *(opened, opened.convert("RGB"), np.asarray(upright), torch.tensor(np.array(upright))),
         ]:
             assert torch.equal(pixels(image), pixels(upright)), type(image)
 
@@ -172,16 +164,9 @@ def of_16_bits_a_channel() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-DEEP = {
-    "I;16": np.full((9, 7), 40_000, dtype=np.uint16),
-    "I": np.full((9, 7), 70_000, dtype=np.int32),
-    "F": np.full((9, 7), 0.5, dtype=np.float32),
-}
-
-
-@pytest.mark.parametrize("mode", DEEP)
-def test_pictures_that_do_not_say_what_is_white_are_refused(image_processor, tmp_path, mode):
-    image, path = Image.fromarray(DEEP[mode]), tmp_path / "deep.tiff"
+@pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("I", np.int32), ("F", "f4")])
+def test_pictures_that_do_not_say_what_is_white_are_refused(image_processor, tmp_path, mode, kind):
+    image, path = Image.fromarray(np.full((9, 7), 40_000, dtype=kind)), tmp_path / "deep.tiff"
     assert image.mode == mode
     image.save(path)
     told = "image 1 of 2: .* has mode '[IF].*which number is white"
@@ -194,11 +179,9 @@ def test_pictures_that_do_not_say_what_is_white_are_refused(image_processor, tmp
 
 UNCLEAR = {
     "above 255": (np.full((9, 7, 3), 300, dtype=np.int64), "int64 from 300 to 300"),
-    "below 0": (np.full((9, 7, 3), -1, dtype=np.int16), "int16 from -1 to -1"),
     "nan": (np.full((9, 7, 3), np.nan), "float64 from nan to nan"),
     "complex": (np.full((9, 7, 3), 1j), "complex128"),
     "of two sides": (np.full((3, 9, 3), 5, dtype=np.uint8), "(3, 9, 3)"),
-    "of two channels": (np.full((9, 7, 2), 5, dtype=np.uint8), "(9, 7, 2)"),
     "empty": (np.zeros((0, 7, 3), dtype=np.uint8), "(0, 7, 3)"),
     "a number": (5, "a int"),
 }

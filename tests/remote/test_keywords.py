@@ -1,25 +1,24 @@
 """Whatever transformers hands over under another name is an error, or makes no difference."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, GenerationMixin
 
 from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OLD_CACHE
-from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image
-from tests.remote.rows import GREEDY
+from tests.helpers.tiny import grown_image, text
+from tests.remote.rows import GREEDY, two_rows
 
 # What a release might call something: a name of its own, and each that is known for something else.
 OTHER_NAMES = ["of_a_future_release", *sorted(ATTENTION_KEYWORDS), "cache_position", "seq_idx"]
 OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OLD_CACHE]
 
 
-def rows(image: list[int]) -> dict[str, torch.Tensor]:
+def rows(image: list[int]) -> dict:
     """One row is padded, so that a lost mask changes tokens."""
-    inputs = padded([[*text(6, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], "left")
-    return inputs | {"pixel_values": pictures(1)}
+    return {name: value for name, value in two_rows(image).items() if name != "labels"}
 
 
 def answer(model, inputs, method: str, old: str = "", new: str = ""):
@@ -45,34 +44,22 @@ def answer(model, inputs, method: str, old: str = "", new: str = ""):
     return tokens, len(runs), names
 
 
-@pytest.fixture(scope="module", params=["three ids", "grown"])
-def rows_and_tokens(request, model):
-    inputs = rows(three_id_image() if request.param == "three ids" else grown_image())
-    tokens, runs, _ = answer(model, inputs, "forward")
-    assert runs == 1
-    return inputs, tokens
-
-
 @pytest.mark.parametrize("method", ["prepare_inputs_for_generation", "forward"])
-def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(
-    model, rows_and_tokens, method
-):
-    inputs, want = rows_and_tokens
-    _, _, names = answer(model, inputs, method)
-    assert {CACHE, "attention_mask"} <= names
+def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, image, method):
+    want, runs, names = answer(model, rows(image), method)
+    assert {CACHE, "attention_mask"} <= names and runs == 1
     refused, same = set(), set()
-    for old in sorted(names):
-        for new in OTHER_NAMES:
-            if new == old or new in names:
-                continue
-            try:
-                tokens, runs, _ = answer(model, inputs, method, old, new)
-            except (ValueError, TypeError) as error:
-                assert new in str(error) or old in str(error), (old, new, error)
-                refused.add((old, new))
-            else:
-                assert torch.equal(tokens, want) and runs == 1, f"{old} under {new}"
-                same.add((old, new))
+    for old, new in product(sorted(names), OTHER_NAMES):
+        if new in names:
+            continue
+        try:
+            tokens, runs, _ = answer(model, rows(image), method, old, new)
+        except (ValueError, TypeError) as error:
+            assert new in str(error) or old in str(error), (old, new, error)
+            refused.add((old, new))
+        else:
+            assert torch.equal(tokens, want) and runs == 1, f"{old} under {new}"
+            same.add((old, new))
     assert (CACHE, "of_a_future_release") in refused
     assert ("attention_mask", "of_a_future_release") in refused
     # Either name of the cache will do, and what generate keeps account of is not needed.
@@ -80,16 +67,6 @@ def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(
     not_needed |= {"cache_position"}
     assert {old for old, _ in same} <= {CACHE, "return_dict"} | not_needed
     assert (CACHE, OLD_CACHE) in same
-
-
-@pytest.mark.parametrize("name", ["cache_position", "is_causal", "labels", "token_type_ids"])
-def test_a_cache_under_a_name_of_something_else_is_refused_with_name_version_and_cure(model, name):
-    said = f"{name}.*{transformers.__version__}.*pip install"
-    given = {name: DynamicCache(config=model.config)}
-    with pytest.raises(ValueError, match=said):
-        model.prepare_inputs_for_generation(torch.tensor([text(4)]), **given, use_cache=True) and (
-            model(input_ids=torch.tensor([text(4)]), **given)
-        )
 
 
 def test_two_caches_are_refused(model):

@@ -127,9 +127,6 @@ def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
     torch.testing.assert_close(skipped.loss, plain.loss)
 
 
-# Logits of kept positions, with labels cut to them as trainers cut them, or in full length
-
-
 def two_images(image: list[int]) -> dict[str, torch.Tensor]:
     """Two rows with an image each, of which the last 5 and 3 ids are learned."""
     rows = [[*text(3, seed=1), *image, *text(6, seed=2)], [*image, *text(5, seed=3)]]

@@ -49,24 +49,12 @@ def test_tuples_hold_what_the_named_output_holds(model):
     assert torch.equal(images, named.image_hidden_states)
 
 
+IDS, EMBEDS = torch.tensor([[5, *three_id_image()]]), torch.zeros(1, 4, 64)
 CONTRADICTIONS = {
-    "ids and embeddings": {
-        "input_ids": torch.tensor([text(4)]),
-        "inputs_embeds": torch.zeros(1, 4, 64),
-    },
-    "both names": {
-        "input_ids": torch.tensor([[*text(3), *three_id_image()]]),
-        "pixel_values": pictures(1),
-        "images": pictures(1),
-    },
-    "embeddings without a place": {
-        "inputs_embeds": torch.zeros(1, 4, 64),
-        "pixel_values": pictures(2),
-    },
-    "two sizes": {
-        "input_ids": torch.tensor([[*text(3), *three_id_image() * 2]]),
-        "images": [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)],
-    },
+    "ids and embeddings": {"input_ids": IDS, "inputs_embeds": EMBEDS},
+    "both names": {"input_ids": IDS, "pixel_values": pictures(1), "images": pictures(1)},
+    "embeddings without a place": {"inputs_embeds": EMBEDS, "pixel_values": pictures(2)},
+    "two sizes": {"input_ids": IDS, "images": [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)]},
 }
 
 
@@ -96,9 +84,6 @@ def test_images_may_be_said_in_any_way_and_by_their_place_in_the_published_code(
             assert torch.equal(part(words, nothing, *rest)[0], want)
         with pytest.raises(ValueError, match="1 images .* second place and 1 as images: give them"):
             part(ids[:1], images, images=images)
-
-
-# Tables, dtypes, new weights
 
 
 @pytest.mark.parametrize("size", [520, 505])
@@ -150,9 +135,6 @@ def test_new_weights_are_normal_biases_zero_and_norms_one(cls):
             assert value.mean().abs() < 0.1, name
 
 
-# Work that is not done
-
-
 def test_text_batches_do_not_run_the_tower_in_a_single_process():
     model = tiny_model().train()
     inputs = padded([text(4), text(6)], "left")
@@ -195,9 +177,6 @@ def test_no_blank_image_follows_a_cache(others_wait):
     cache = model(input_ids=torch.tensor([text(4)]), use_cache=True).past_key_values
     model(input_ids=torch.tensor([text(2)]), past_key_values=cache)
     assert len(runs) == 1
-
-
-# Keywords, and what others do with the outputs
 
 
 def test_a_keyword_that_it_does_not_know_is_refused(model):

@@ -173,20 +173,14 @@ def test_settings_that_transformers_does_not_take_are_named(folder, name, values
 
 
 UNREADABLE = [
-    ("additional_chat_templates/x.jinja", None, "x.jinja cannot be read"),
-    ("chat_template.jinja", b"{% if", "chat template: unexpected 'end of template'"),
-    ("chat_template.jinja", b"{{ messages.__class__.__mro__ }}", "chat template: .* is unsafe"),
-    ("processor_config.json", b"[]", "processor_config.json holds a list"),
+    ("chat_template.jinja", "{% if", "chat template: unexpected 'end of template'"),
+    ("chat_template.jinja", "{{ messages.__class__.__mro__ }}", "chat template: .* is unsafe"),
+    ("processor_config.json", "[]", "processor_config.json holds a list"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "fault"), UNREADABLE, ids=str)
 def test_files_of_the_processor_that_cannot_be_read_are_named(folder, name, content, fault):
-    file = folder / name
-    if content is None:
-        file.mkdir(parents=True)
-    else:
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content)
+    (folder / name).write_text(content)
     with pytest.raises(ValueError, match=fault):
         load_processor(Base(str(folder), None))

@@ -128,9 +128,6 @@ def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_
     }
 
 
-# Where attention is only causal, no mask is made
-
-
 @pytest.fixture
 def masks(monkeypatch):
     """The masks that attention is called with."""

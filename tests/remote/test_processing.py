@@ -121,9 +121,10 @@ def test_calls_that_contradict_themselves_are_refused(processor, case, words):
 def test_truncation_counts_grown_ids_and_spares_images(processor):
     given = {"text": f"{IMAGE}cat cat cat", "images": picture()}
     whole = processor(**given)["input_ids"][0]
-    for most in (9, 8):
-        out = processor(**given, truncation=True, max_length=most)
-        assert out["input_ids"][0] == whole[:most] and len(out["attention_mask"][0]) == most
+    options = {"truncation": True, "max_length": 8}
+    for given_options in (options, {"text_kwargs": options}):
+        out = processor(**given, **given_options)
+        assert out["input_ids"][0] == whole[:8] and len(out["attention_mask"][0]) == 8
     told = "ids would be cut to max_length {}, into the image at positions 2 to 7: use a max_.*{}"
     for most in (7, 2):
         with pytest.raises(ValueError, match=f"{len(whole)} {told.format(most, 'least 8')}"):
@@ -134,16 +135,6 @@ def test_truncation_counts_grown_ids_and_spares_images(processor):
     assert out["input_ids"][0] == whole[2:]
     with pytest.raises(ValueError, match=f"at least {needed}"):
         processor(**given, truncation=True, max_length=needed - 1)
-
-
-def test_options_stand_beside_the_call_or_in_its_dicts(processor):
-    options = {"padding": "max_length", "max_length": 9, "return_tensors": "pt"}
-    for given in (options, {"text_kwargs": options}, {"text_kwargs": options} | options):
-        assert processor(text="cat", **given)["attention_mask"].shape == (1, 9)
-    out = processor(text=["cat", "the dog"], padding=True, pad_to_multiple_of=8)
-    assert [len(row) for row in out["input_ids"]] == [8, 8]
-    processor.tokenizer.model_max_length = 5
-    assert len(processor(text="the cat and the dog", truncation=True)["input_ids"][0]) == 5
 
 
 def test_chats_take_images_in_every_form(processor, tmp_path):
@@ -208,17 +199,11 @@ def test_the_assistant_mask_grows_and_is_padded_with_the_row(processor, of, side
         assert processor.decode(ids[mask.bool()]) == f"\n{said}"
 
 
-# Saving and loading; where there is no package: test_without_package.py
-
-
 def test_the_published_folder_has_no_image_processor(tmp_path, small_backend):
     ChatGLM4Tokenizer(tokenizer_object=small_backend, image_size=84).save_pretrained(tmp_path)
     loaded = ChatGLMProcessor.from_pretrained(tmp_path)
     assert loaded.num_image_tokens == 9
     assert loaded.image_processor.size == {"height": 84, "width": 84}
-
-
-# Messages that are objects, or hold what nothing would read
 
 
 @dataclass

@@ -27,9 +27,6 @@ def chat_ids(tokenizer, conversation, **kwargs):
     return row
 
 
-# The real vocabulary against upstream's ids
-
-
 def assert_upstreams(tokenizer, expected) -> None:
     special = {t: tokenizer.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS}
     assert special == expected["special"]
@@ -88,9 +85,6 @@ def test_a_vocabulary_that_is_missing_or_anothers_is_refused(tmp_path, words):
         convert_ranks(str(ranks), {7: "<sop>"})
 
 
-# The chat format
-
-
 def test_images_stand_in_the_string_and_the_ids_in_every_form(tokenizer):
     want = chat_ids(tokenizer, user("What is it?", image="x"))
     at = want.index(tokenizer.convert_tokens_to_ids("<|begin_of_image|>"))
@@ -114,9 +108,6 @@ def test_messages_without_content_are_left_out_and_objects_are_read(tokenizer):
     assert chat_ids(tokenizer, [{"role": Role.USER, "content": "x"}]) == want
     chat = SimpleNamespace(messages=user("x"))  # as pipelines pass them
     assert tokenizer.apply_chat_template([chat, chat]) == [want, want]
-    template = "{% if 'metadata' in messages[0] %}None{% endif %}cat"
-    ids = chat_ids(tokenizer, user("x", metadata=None), chat_template=template)
-    assert tokenizer.decode(ids) == "cat"
 
 
 BAD_CHATS = {
@@ -133,9 +124,6 @@ def test_chats_that_cannot_be_rendered_are_refused(tokenizer, case, words):
     conversation, options, named = BAD_CHATS[case]
     with words.refused(Exception, named):  # what a template raises is Jinja's
         tokenizer.apply_chat_template(conversation, **options)
-
-
-# What the published tokenizer gives and takes
 
 
 def test_one_conversation_is_a_batch(tokenizer):
@@ -182,18 +170,6 @@ def test_pictures_are_the_image_processors(tokenizer, image_processor):
     assert set(out) == {"input_ids", "attention_mask", "position_ids"}
     with pytest.raises(ValueError, match="message 0 has an image part with 0 images"):
         tokenizer.apply_chat_template(user([part, part | {"image": one}]), return_dict=True)
-
-
-@pytest.mark.parametrize("empty", ["", {}, 0, np.bool_(False)], ids=repr)
-def test_what_is_not_true_is_no_picture(tokenizer, empty):
-    """As in the published code: tables have it in rows of text."""
-    tokenizer.image_size = 56
-    chat = [*user("", image=empty), *user("hello", image=picture())]
-    out = tokenizer.apply_chat_template(chat, return_dict=True)
-    assert out["input_ids"] == tokenizer.apply_chat_template(user("hello", image=1))
-    assert len(out["images"]) == 1
-    text = tokenizer.apply_chat_template(user("hello", image=empty), tokenize=False)
-    assert text == "[gMASK]<sop><|user|>\nhello"
 
 
 def test_truncation_keeps_either_side_and_cuts_no_picture(tokenizer):
@@ -299,9 +275,6 @@ def test_assistant_mask_covers_what_the_model_writes(tokenizer):
     assert [part for part in marked.split("_") if part] == ["<|user|> cat", "dog<|user|>"]
 
 
-# User text never becomes a special token
-
-
 def special_ids(tokenizer, ids) -> list[int]:
     return [i for i in ids if i in set(tokenizer.all_special_ids)]
 
@@ -368,9 +341,6 @@ def test_chats_leave_the_tokenizer_as_it_is(tokenizer):
         jobs = [pool.submit(*call) for _ in range(40) for call in calls]
         assert [job.result() for job in jobs] == want * 40
     assert tokenizer.backend_tokenizer.to_str() == before
-
-
-# Saving and loading; where there is no package: test_without_package.py
 
 
 @pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
