@@ -70,11 +70,6 @@ def sample(model) -> tuple[list[int], torch.Tensor]:
     return row, torch.randn(3, 3, side, side, generator=generator, dtype=torch.float64)
 
 
-def reference_logits(model, row, pixels) -> torch.Tensor:
-    weights = dict(model.named_parameters())
-    return forward_row(weights, model.config.to_dict(), row, list(pixels))
-
-
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
@@ -97,29 +92,20 @@ def test_reference_gives_the_golden_logits_and_features():
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_logits_equal_the_reference(name, implementation):
-    model = random_model(CONFIGURATIONS[name])
+def test_logits_and_gradients_equal_the_reference(name, implementation):
+    model = random_model(CONFIGURATIONS[name]).train()
     model.set_attn_implementation(implementation)
     row, pixels = sample(model)
-    with torch.no_grad():
-        got = model(input_ids=torch.tensor([row]), pixel_values=pixels).logits[0]
-        want = reference_logits(model, row, pixels)
+    labels = torch.tensor([[-100] * (len(row) - 5) + row[-5:]])
+    output = model(input_ids=torch.tensor([row]), labels=labels, pixel_values=pixels)
+    output.loss.backward()
+    weights = dict(model.named_parameters())
+    want = forward_row(weights, model.config.to_dict(), row, list(pixels))
     tokens = model.config.vision.num_image_tokens
-    assert len(got) == len(row) + 3 * (tokens - 1)
-    assert relative_difference(got, want) <= RTOL
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_gradients_equal_the_reference(name):
-    model = random_model(CONFIGURATIONS[name]).train()
-    row, pixels = sample(model)
-    labels = [-100] * (len(row) - 5) + row[-5:]
-    model(
-        input_ids=torch.tensor([row]), labels=torch.tensor([labels]), pixel_values=pixels
-    ).loss.backward()
-    parameters = dict(model.named_parameters())
-    loss = F.cross_entropy(reference_logits(model, row, pixels)[-6:-1], torch.tensor(row[-5:]))
-    want = torch.autograd.grad(loss, list(parameters.values()))
-    for (name, parameter), gradient in zip(parameters.items(), want, strict=True):
+    assert len(want) == len(row) + 3 * (tokens - 1)
+    assert relative_difference(output.logits[0], want) <= RTOL
+    loss = F.cross_entropy(want[-6:-1], torch.tensor(row[-5:]))
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    for (name, parameter), gradient in zip(weights.items(), gradients, strict=True):
         assert gradient.abs().max() > 0, name
         assert relative_difference(parameter.grad, gradient) <= GRADIENT_RTOL, name

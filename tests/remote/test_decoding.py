@@ -1,6 +1,6 @@
 """A drawn token costs nothing but its layers: no wait for the device, no row grown, one graph.
 
-What is drawn is in test_generation.py and test_generation_modes.py.
+What is drawn: test_generation.py.
 """
 
 from functools import wraps
