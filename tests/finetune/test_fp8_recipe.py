@@ -11,26 +11,23 @@ from safetensors.torch import load_file
 from glm4v_patched.engine import fp8
 from glm4v_patched.finetune.preflight import examine
 from glm4v_patched.finetune.recipe import Recipe
-from tests.helpers.recipes import LEAST, drawn_recipe, recipe, train_here
-
-
-def faults(tmp_path: Path, device: str = "cuda") -> list[str]:
-    file = tmp_path / "recipe.json"
-    file.write_text(json.dumps(LEAST | {"engine": {"fp8": True}}))
-    return [fault.text for fault in examine(file, device=device).faults if "fp8" in fault.name]
+from tests.helpers.recipes import LEAST, drawn_recipe, train_here
 
 
 def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus):
-    assert recipe().engine.fp8 is False
-    has_gpus(2, capabilities=[(8, 9), (9, 0)])
-    assert faults(tmp_path) == []
-    has_gpus(2, capabilities=[(8, 9), (8, 0)])
-    (told,) = faults(tmp_path)
-    assert "capability 8.9 or newer (Ada, Hopper), and NVIDIA H200 has 8.0" in told
-    has_gpus(0)
-    assert faults(tmp_path) == []  # of which another fault tells
-    (told,) = faults(tmp_path, device="cpu")
-    assert told.startswith("engine.fp8 is true, which runs on a GPU, and --device is cpu")
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(LEAST | {"engine": {"fp8": True}}))
+    for capabilities, device, told in (
+        ([(8, 9), (9, 0)], "cuda", None),
+        ([(8, 9), (8, 0)], "cuda", "capability 8.9 or newer (Ada, Hopper), and NVIDIA H200 has 8"),
+        ([], "cuda", None),  # of which another fault tells
+        ([], "cpu", "engine.fp8 is true, which runs on a GPU, and --device is cpu"),
+    ):
+        has_gpus(len(capabilities), capabilities=capabilities)
+        faults = [
+            fault.text for fault in examine(file, device=device).faults if "fp8" in fault.name
+        ]
+        assert len(faults) == (told is not None) and (not told or told in faults[0])
 
 
 @pytest.fixture(scope="module")
