@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from PIL import Image
 from safetensors.torch import load, save_file
-from transformers import TrainingArguments
 
-from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
 from glm4v_patched.finetune.plan import settings_of
-from glm4v_patched.finetune.worker import RecipeTrainer, features_of
-from tests.helpers.data_forms import turns
-from tests.helpers.recipes import recipe
+from glm4v_patched.finetune.worker import features_of
+from glm4v_patched.remote.visual import EVA2CLIPModel
+from tests.helpers.recipes import drawn_recipe, recipe, train_here
 from tests.helpers.tiny import (
     encoded,
     grown_image,
@@ -129,18 +126,6 @@ def test_features_given_are_merged_as_the_towers_own_in_the_order_of_their_image
     assert not torch.equal(model(**inputs, image_features=features.flip(0)).logits, want.logits)
 
 
-def test_no_features_mean_no_image_and_no_blank_one_either(monkeypatch):
-    model = tiny_model()
-    runs = count_runs(model)
-    merge = type(model.transformer)._merge_images.__globals__
-    monkeypatch.setitem(merge, "must_run_on_every_process", lambda module: True)
-    want = model(**batch(text(5)))
-    assert runs == [1]
-    got = model(**batch(text(5)), image_features=torch.empty(0, *SHAPE))
-    assert runs == [1]
-    assert torch.equal(got.logits, want.logits) and got.image_hidden_states is None
-
-
 def test_features_that_do_not_fit_are_refused():
     model, inputs = tiny_model(), one_picture()
     two, none = torch.zeros(2, *SHAPE), inputs | {"pixel_values": None}
@@ -156,29 +141,17 @@ def test_features_that_do_not_fit_are_refused():
         model.generate(inputs["input_ids"], image_features=torch.zeros(1, *SHAPE))
 
 
-def test_a_frozen_tower_keeps_nothing_for_a_backward_pass_and_a_trained_one_does():
-    """Whoever makes the inputs of its layers require grad."""
-    model = frozen_model()
-    model.enable_input_require_grads()
-    inside = []
-    for layer in model.transformer.vision.transformer.layers:
-        layer.register_forward_hook(lambda module, inputs, output: inside.append(output.grad_fn))
-    output = model(**one_picture())
-    assert inside == [None, None] and not output.image_hidden_states.requires_grad
-    output.loss.backward()
-    model.transformer.vision.requires_grad_(True)
-    model(**one_picture()).image_hidden_states.sum().backward()
-    assert all(p.grad is not None for p in model.transformer.vision.parameters())
-
-
-@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
-@pytest.mark.parametrize("weights", ["language", "lora"])
-def test_reuse_changes_no_bit_and_spares_the_tower(weights, image, folder):
-    assert runs_of(3 * epoch(image), folder, frozen_model(weights)) == [3, 1]
-
-
-def test_features_are_kept_in_the_dtype_of_the_weights(folder):
-    assert runs_of(2 * epoch(), folder, frozen_model(dtype=torch.bfloat16)) == [3, 1]
+@pytest.mark.parametrize(
+    ("weights", "image", "dtype"),
+    [
+        ("language", three_id_image(), torch.float32),
+        ("lora", grown_image(), torch.float32),
+        ("language", grown_image(), torch.bfloat16),
+    ],
+    ids=["three ids", "lora", "bf16"],
+)
+def test_reuse_changes_no_bit_and_spares_the_tower(weights, image, dtype, folder):
+    assert runs_of(3 * epoch(image), folder, frozen_model(weights, dtype=dtype)) == [3, 1]
 
 
 def test_a_picture_is_known_in_any_company_and_order_and_not_by_other_pixels(folder):
@@ -199,17 +172,6 @@ def test_a_picture_is_known_in_any_company_and_order_and_not_by_other_pixels(fol
     assert runs == [3]
     new = encoded(model, mixed["pixel_values"])[1]
     assert torch.equal(features.replace_pictures(mixed)["image_features"][1], new)
-
-
-def test_digests_tell_pictures_apart_by_bytes_dtype_and_shape():
-    some = pictures(3)
-    digests = digest_pictures(some)
-    assert digests.shape == (3, 32) and digests.dtype == torch.uint8
-    assert len({bytes(row) for row in digests.tolist()}) == 3
-    assert torch.equal(digest_pictures(some[[2, 0]]), digests[[2, 0]])
-    assert torch.equal(digest_pictures(some.transpose(2, 3).contiguous().transpose(2, 3)), digests)
-    for other in (some.view(torch.int32), some.reshape(3, 3, 28, 112)):
-        assert not torch.equal(digest_pictures(other)[0], digests[0])
 
 
 def test_the_collator_hashes_what_the_model_gets():
@@ -254,26 +216,18 @@ def test_what_memory_has_no_room_for_runs_the_tower(caplog):
     assert caplog.text.count(numbers) == len(caplog.records) == 1
 
 
-# A folder serves later runs
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 @pytest.fixture
 def filled(tmp_path) -> Path:
     """A folder in which a run has left the features of four pictures."""
     model = frozen_model()
     train(model, epoch(), TowerFeatures(model, tmp_path))
-    assert len(files_in(tmp_path)) == 4
     return tmp_path
 
 
 def test_a_second_run_reuses_the_towers_own_bytes_that_the_first_left(filled):
     assert runs_of(2 * epoch(), filled) == [3]  # on its first batch
-    assert len(files_in(filled)) == 4
     assert runs_of(epoch()[::-1], filled) == [1]  # also one that begins without pictures
+    assert len([*filled.glob("*/*")]) == 4
     pixels = epoch()[0]["pixel_values"]
     want = encoded(frozen_model(), pixels)
     for digest, features in zip(digest_pictures(pixels).tolist(), want, strict=True):
@@ -284,10 +238,10 @@ def test_a_second_run_reuses_the_towers_own_bytes_that_the_first_left(filled):
 
 def folder_of(model, folder: Path) -> str:
     """Name of the subfolder for a model's features."""
-    before = {path.parent.name for path in files_in(folder)}
+    before = {*folder.glob("*")}
     train(model, [one_picture()], TowerFeatures(model, folder))
-    (name,) = {path.parent.name for path in files_in(folder)} - before or before
-    return name
+    (made,) = {*folder.glob("*")} - before or before
+    return made.name
 
 
 def test_other_weights_and_settings_have_other_features(tmp_path, monkeypatch):
@@ -310,15 +264,13 @@ def test_other_weights_and_settings_have_other_features(tmp_path, monkeypatch):
     assert folder_of(frozen_model("lora"), tmp_path / "lora") == names[0]
 
 
-def test_every_weight_of_the_tower_counts():
+def test_every_weight_of_the_tower_counts_and_each_in_its_place():
     vision = tiny_model().transformer.vision
     digests = {digest_weights(vision)}
     weights = dict(vision.named_parameters())
     for weight in weights.values():
-        last = weight.data.flatten()[-1].clone()
         weight.data.view(-1)[-1] += 0.125
         digests.add(digest_weights(vision))
-        weight.data.view(-1)[-1] = last
     vision.boi.data, vision.eoi.data = vision.eoi.data, vision.boi.data
     digests.add(digest_weights(vision))
     digests.add(digest_weights(vision.bfloat16()))
@@ -342,7 +294,7 @@ def test_a_bad_file_is_named_and_never_used(damage, filled, caplog):
     (name,) = digest_pictures(epoch()[1]["pixel_values"])
     (bad,) = filled.rglob(f"{bytes(name.tolist()).hex()}.safetensors")
     good = bad.read_bytes()
-    DAMAGES[damage](bad, next(path for path in files_in(filled) if path != bad))
+    DAMAGES[damage](bad, next(path for path in bad.parent.iterdir() if path != bad))
     assert runs_of(epoch(), filled) == [3, 1]
     assert f"{bad} is not used" in caplog.records[0].getMessage()
     if damage != "a folder":
@@ -355,64 +307,35 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
     assert caplog.text.count("could not be written") == 1
 
 
-# The recipe
+def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
+    """Three epochs in another order each, with batches accumulated, and evaluations."""
+    runs, plain = [], EVA2CLIPModel.forward
 
+    def counted(tower, images, *more):
+        runs.append(len(images))
+        return plain(tower, images, *more)
 
-def training(reuse: bool, folder: Path | None, out: Path, processor) -> RecipeTrainer:
-    """Three epochs of five conversations, of which one has no picture, with batches accumulated."""
-    conversations = []
-    for number in range(5):
-        path = out / f"{number}.png"
-        Image.new("RGB", (56, 56), (40 * number, 10, 200)).save(path)
-        shown = {"image": str(path)} if number != 3 else {}
-        asked = f"Which number is this? {number}"
-        conversations.append(turns(asked, "number " * (number + 1), **shown))
-    ids = {"boi": "<|begin_of_image|>", "eoi": "<|end_of_image|>", "pad": "<|endoftext|>"}
-    to_id = processor.tokenizer.convert_tokens_to_ids
-    model = frozen_model(**{f"{name}_token_id": to_id(token) for name, token in ids.items()})
-    arguments = {"num_train_epochs": 3, "per_device_train_batch_size": 1, "learning_rate": 1e-3}
-    arguments |= {"gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 0}
-    arguments |= {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "use_cpu": True}
-    return RecipeTrainer(
-        model,
-        features=TowerFeatures(model, folder) if reuse else None,
-        args=TrainingArguments(output_dir=str(out), **arguments),
-        train_dataset=conversations,
-        eval_dataset=conversations,
-        data_collator=ConversationCollator(processor),
-        eval_collator=ConversationCollator(processor),
-        processing_class=processor,
-    )
-
-
-def test_the_trainer_reuses_features_and_no_bit_changes(folder, processor, tmp_path):
+    monkeypatch.setattr(EVA2CLIPModel, "forward", counted)
+    changes = {"trained": "lm", "engine.zero_stage": 0, "data.eval": 0.2, "data.eval_answers": 0}
+    changes |= {"trainer.num_train_epochs": 3.0, "trainer.max_steps": None}
+    asked = drawn_recipe(tmp_path, changes | {"trainer.gradient_accumulation_steps": 2})
     results = []
-    for reuse in (False, True):
-        trainer = training(reuse, folder, tmp_path, processor)
-        runs = count_runs(trainer.model)
-        made = [name for made in trainer.get_train_dataloader() for name in made]
-        assert made.count("picture_digests") == (4 if reuse else 0)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        losses.append(trainer.evaluate()["eval_loss"])
-        results.append((losses, trainer.model.state_dict(), sum(runs)))
-    (losses, weights, runs), (got_losses, got_weights, got_runs) = results
-    assert got_losses == losses and len(losses) == 9 + 1
-    assert [name for name, w in weights.items() if not torch.equal(got_weights[name], w)] == []
-    assert (runs, got_runs) == (4 * 3 + 4, 4)
+    for name, reuse in (("plain", False), ("memory", True), ("kept", str(tmp_path / "features"))):
+        made = asked.override({"data.reuse_features": reuse, "out": str(tmp_path / name)})
+        report = train_here(made)
+        weights = Path(made.out, "model.safetensors").read_bytes()
+        losses = [entry["eval_loss"] for entry in report["evaluations"]]
+        results.append((report["history"], losses, weights))
+        assert len(losses) == 3 and settings_of(made, 1) == settings_of(asked, 1)
+        assert sum(runs) == 20 if reuse else sum(runs) >= 60
+        runs.clear()
+    assert results[0] == results[1] == results[2]
 
 
-def test_a_recipe_says_where_features_are_kept_and_a_continued_one_another_place(tmp_path):
+def test_a_recipe_says_where_features_are_kept(tmp_path):
     model = frozen_model()
-    (tmp_path / "rows").write_text("")
-    changes = {"trained": "lm", "data.train": str(tmp_path / "rows")}
-    off, memory, kept = (
-        recipe(changes | {"data.reuse_features": value}) for value in (False, True, str(tmp_path))
-    )
-    assert features_of(off.data.reuse_features, model) is None
-    assert features_of(memory.data.reuse_features, model).folder is None
-    assert features_of(kept.data.reuse_features, model).folder == tmp_path
-    assert settings_of(off, 1) == settings_of(memory, 1) == settings_of(kept, 1)
+    assert features_of(False, model) is None and features_of(True, model).folder is None
+    assert features_of(str(tmp_path), model).folder == tmp_path
     for value in (None, "", ["folder"]):
         with pytest.raises(ValueError, match="data.reuse_features"):
             recipe({"data.reuse_features": value})

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-import torch
 import yaml
+from torch.testing import assert_close
 
 from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.collate import ConversationCollator
@@ -45,9 +45,7 @@ def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(
     picture = str(tmp_path / "pictures" / examples[0].picture)
     collator = ConversationCollator(processor)
     expected = collator([turns(QUESTION, examples[0].answer, image=picture)])
-    found = collator([first.messages])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_close(collator([first.messages]), expected, rtol=0, atol=0)
 
 
 def read(path: Path, content: str | bytes | list | None = None, **fields) -> list[Row | Fault]:
@@ -143,16 +141,16 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
     picture = f"pictures/{examples[0].picture}"
     rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": picture}]
     columns = {"question": "q", "answer": "a", "image": "img"}
-    with_none, with_one = read(tmp_path / "a.jsonl", rows, columns=columns)
-    assert (with_none.pictures, with_one.pictures) == ([], [str(tmp_path / picture)])
+    found = [row.pictures for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
+    assert found == [[], [str(tmp_path / picture)]]
     with words.refused(ValueError, '"imag"', '"q", "a", "img"'):
         read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
 
 
 def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path):
-    of_picture = 'image: img, question: "What is in the picture?", answer: caption'
+    of_picture = 'image: img, question: "What is in the picture?", answer: words'
     for row, line in (
-        ({"img": "a.png", "caption": "c"}, of_picture),
+        ({"img": "a.png", "words": "c"}, of_picture),
         ({"text_a": "q", "text_b": "s"}, "question: text_a, answer: text_b"),
         ({"Question Text": "q", "Answer": "s"}, 'question: "{Question Text}", answer: Answer'),
         ({"dialog": [["q", "a"]]}, "turns: dialog"),
@@ -166,14 +164,10 @@ def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path):
 
 
 def test_columns_that_cannot_be_are_refused(words):
+    answers = {"question": "a", "answer": ["b"]}
     for columns in (
-        {"qestion": "a"},
-        {"answer": "a"},
-        {"question": 5},
-        {"question": "{a:>9999999999}"},
-        {"question": "a", "answer": ["b"]},
-        {"turns": "a", "history": "b"},
-        [],
+        *({"qestion": "a"}, {"answer": "a"}, {"question": 5}, {"question": "{a:>9999999999}"}),
+        *(answers, {"turns": "a", "history": "b"}, []),
     ):
         with words.refused(ValueError, "set 1 of 1: columns "):
             make_sources([{"path": "a.jsonl", "columns": columns}], {})
@@ -199,35 +193,19 @@ def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
         assert (found if isinstance(found, str) else " ".join(found)).startswith(words)
 
 
-def test_csv_of_a_known_format_is_read_and_told_by_lines(tmp_path, words):
-    good, bad = read(tmp_path / "a.csv", "prompt,completion\nq,a\nr,\n")
-    assert said(good) == ["q", "a"] and bad.line == 3
-    with words.refused(ValueError, "a.csv:1: ", '"q"'):
-        read(tmp_path / "a.csv", "q,q\nx,y\n")
-    with words.refused(ValueError, "a.csv: 0 conversations"):
-        read(tmp_path / "a.csv", "q,a\n")
-
-
-# What would fill the memory, or never end
-
-
 LIMIT = 2**20
-TOO_LONG = "134,217,728 characters or more"
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "filler", "expected"),
+    ("name", "start", "filler"),
     [
-        ("a.jsonl", '{"messages": "', "x", TOO_LONG),
-        ("a.json", '[{"messages": "', "x", TOO_LONG),
-        ("a.json", '{"data": [{"q": "', "x", TOO_LONG),
-        ("a.csv", 'q,a\n"', '","\n', TOO_LONG),
-        ("a.csv", "", "x,", "names several columns"),
+        ("a.jsonl", '{"messages": "', "x"),
+        ("a.json", '[{"messages": "', "x"),
+        ("a.json", '{"data": [{"q": "', "x"),
+        ("a.csv", 'q,a\n"', '","\n'),
     ],
 )
-def test_a_row_that_unpacks_without_end_is_refused(
-    tmp_path, monkeypatch, name, start, filler, expected
-):
+def test_a_row_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, name, start, filler):
     monkeypatch.setattr("glm4v_patched.data.text_rows.MOST_CHARACTERS", LIMIT)
     path = tmp_path / f"{name}.zst"
     with pyarrow.output_stream(str(path), compression="zstd") as file:
@@ -237,7 +215,7 @@ def test_a_row_that_unpacks_without_end_is_refused(
     assert path.stat().st_size < LIMIT
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match="134,217,728 characters or more"):
             raise ValueError([row.text for row in read(path)])
         assert tracemalloc.get_traced_memory()[1] < 24 * LIMIT
     finally:
@@ -307,8 +285,6 @@ def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
     assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
     assert [source.path for source in make_sources("x[1].jsonl", {})] == [f"{tmp_path}/x[1].jsonl"]
-    (tmp_path / "rows-c.jsonl").touch()
-    assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
     assert fault_of_path("no-*.jsonl") == "there is no such file"
 
 
@@ -348,15 +324,6 @@ def test_faults_in_a_folder_of_texts_name_their_file(tmp_path):
     assert bad.text.startswith(f'{folder}/train-1.jsonl:2: the key "prompt" stands 2')
 
 
-def test_a_pipe_in_a_folder_is_not_waited_for(examples, tmp_path):
-    os.mkfifo(tmp_path / "pictures" / "metadata.csv")
-    with pytest.raises(ValueError, match="metadata.csv is no file, but a pipe"):
-        read(tmp_path / "pictures")
-    (tmp_path / "q.jsonl").write_text('{"question_id": 1}')
-    with pytest.raises(ValueError, match="annotations is .*metadata.csv': no file, but a pipe"):
-        read(tmp_path / "q.jsonl", annotations=str(tmp_path / "pictures" / "metadata.csv"))
-
-
 def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
     path, annotations = data_forms.vqa_v2(tmp_path, examples), tmp_path / "annotations.json"
     whole = json.loads(annotations.read_text())
@@ -371,18 +338,16 @@ def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
 
 
 def test_sets_of_llama_factory_that_are_not_read_are_refused(tmp_path):
-    videos = {"file_name": "x.json", "columns": {"videos": "v"}}
-    for info, subset, named in (
-        ({"a": {}, "b": {}}, None, "a, b: name one"),
-        ({"a": {}}, "b", "the sets a"),
-        ({"a": {"ranking": True}}, None, "TRL"),
-        ({"a": {"script_url": "x"}}, None, "hf_hub_url"),
-        ({"a": videos}, None, "videos"),
-        (5, None, "dataset_info.json: "),
+    for info, named in (
+        ({"a": {}, "b": {}}, "a, b: name one"),
+        ({"a": {"ranking": True}}, "TRL"),
+        ({"a": {"script_url": "x"}}, "hf_hub_url"),
+        ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, "videos"),
+        (5, "dataset_info.json: "),
     ):
         (tmp_path / "dataset_info.json").write_text(json.dumps(info))
         with pytest.raises(ValueError, match=named):
-            [*read_rows(Source(str(tmp_path), subset=subset))]
+            [*read_rows(Source(str(tmp_path)))]
 
 
 def test_llama_factorys_alpaca_is_read_and_cut_by_the_smaller_number(tmp_path):
@@ -399,12 +364,9 @@ def test_llama_factorys_alpaca_is_read_and_cut_by_the_smaller_number(tmp_path):
 def test_annotations_that_change_are_read_again(tmp_path, processor):
     (tmp_path / "q.json").write_text('[{"question_id": 1, "question": "red"}]')
     columns = {"question": "question", "answer": "answer"}
-    annotations = str(tmp_path / "a.json")
-    source = Source(str(tmp_path / "q.json"), columns=columns, annotations=annotations)
+    annotations = tmp_path / "a.json"
+    source = Source(str(tmp_path / "q.json"), columns=columns, annotations=str(annotations))
     for answer in ("red", "blue"):
-        (tmp_path / "a.json").write_text(json.dumps([{"question_id": 1, "answer": answer}]))
+        annotations.write_text(json.dumps([{"question_id": 1, "answer": answer}]))
         checked = check_sets([source], processor, 64, memory=tmp_path / "m" / "m.sqlite")
         assert checked.conversations()[0][1]["content"] == answer
-    (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(ValueError, match="a.json has changed since it was checked"):
-        checked.conversations()

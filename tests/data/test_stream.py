@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +15,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from glm4v_patched.data.stream import FAULTS, UNREADABLE, Stream, StreamCollator
 from glm4v_patched.remote.loss import IGNORE_INDEX
+from tests.helpers.data_forms import FORMS, draw
 
 
 def conversation(asked: str, answer: str = "yes", **more) -> dict:
@@ -81,36 +81,22 @@ def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     assert (broken, no_text) == (f"{wrong.path}:8", f"{wrong.path}:9")
 
 
-def table(folder: Path, kind: str, images: list[Image.Image]) -> str:
-    columns = {"image": datasets.Image(), "question": datasets.Value("string")}
-    features = datasets.Features(columns | {"answer": datasets.Value("string")})
-    values = {"image": images, "question": [*"abcdef"], "answer": [*"ABCDEF"]}
-    made = datasets.Dataset.from_dict(values, features=features)
-    (folder / "rows").mkdir()
-    for n in range(2 if kind == "folder" else 0):
-        part = made.select(range(3 * n, 3 * n + 3))
-        part.to_parquet(folder / "rows" / f"train-0000{n}-of-00002.parquet")
-    if kind == "saved":
-        made.save_to_disk(folder / "rows")
-    return str(folder / "rows")
-
-
-@pytest.mark.parametrize(("kind", "context"), [("saved", "fork"), ("folder", "spawn")])
-def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, kind, context):
+@pytest.mark.parametrize(("form", "context"), [("save_to_disk", "fork"), ("hf download", "spawn")])
+def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, form, context):
     """Each process that reads has Arrow and the cache of pictures for itself, and its own rows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    images = [Image.effect_noise((32, 32), n) for n in range(6)]
+    examples = draw(tmp_path, 6)
+    make, _ = FORMS[form]
     columns = {name: name for name in ("image", "question", "answer")}
-    source = Source(table(tmp_path, kind, images), columns=columns)
+    source = Source(str(make(tmp_path, examples)), columns=columns)
     [*islice(Stream([source], 2), 1)]  # a parent that has read, and has threads
     options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
     loader = DataLoader(Stream([source], 2), 2, collate_fn=list, **options)
     shown = [row for batch in islice(loader, 3) for row in batch]
-    assert sorted(asked(shown)) == [*"abcdef"]
-    for row in shown:
-        with Image.open(row.messages[0]["image"]) as read:
-            drawn = images["abcdef".index(row.messages[0]["content"])]
-            assert read.tobytes() == drawn.tobytes()
+    asked = [row.messages for row in shown]
+    found = {(Image.open(row[0]["image"]).tobytes(), row[1]["content"]) for row in asked}
+    drawn = [(Image.open(tmp_path / "pictures" / of.picture), of.answer) for of in examples]
+    assert found == {(image.tobytes(), answer) for image, answer in drawn}
 
 
 def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_buffer_has_places(

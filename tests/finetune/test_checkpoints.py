@@ -178,49 +178,24 @@ def test_changed_rows_are_refused_or_accepted_and_said(tmp_path, words):
     assert told == "rows: 3 there and now, 1 differ (line 2)"
 
 
-def require_noticed(checkpoint: Path, damaged: bytes, was: dict) -> None:
-    (checkpoint / MANIFEST).write_bytes(damaged)
-    faults = find_faults(checkpoint)
-    if faults:
-        assert all(MANIFEST in fault for fault in faults)
-    else:  # white space, or an escape for the same character
-        assert json.loads(damaged) == was
-
-
-keys = st.sampled_from(["settings", "base", "files", "sha256", "bytes"]) | st.text(max_size=3)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=4),
-    max_leaves=8,
-)
-
-
 @pytest.mark.parametrize("examples", [80, pytest.param(20_000, marks=pytest.mark.exhaustive)])
 def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
     checkpoint = add_checkpoint(tmp_path, 4)
     good = (checkpoint / MANIFEST).read_bytes()
-    was = json.loads(good)
     places = st.integers(0, len(good))
-    options = settings(max_examples=examples, derandomize=True, deadline=None, database=None)
 
-    @options
+    @settings(max_examples=examples, derandomize=True, deadline=None, database=None)
     @given(places, places, st.binary(max_size=4))
     def replace_bytes(begin, end, put):
-        require_noticed(checkpoint, good[:begin] + put + good[end:], was)
-
-    @options
-    @given(st.data())
-    def replace_a_value(data):
-        content = {"all": json.loads(good)}
-        place, path = content, []
-        while isinstance(place, dict) and place and (not path or data.draw(st.booleans())):
-            path.append(data.draw(st.sampled_from(sorted(place))))
-            parent, place = place, place[path[-1]]
-        parent[path[-1]] = data.draw(json_values)
-        require_noticed(checkpoint, json.dumps(content["all"]).encode(), was)
+        damaged = good[:begin] + put + good[end:]
+        (checkpoint / MANIFEST).write_bytes(damaged)
+        faults = find_faults(checkpoint)
+        if faults:
+            assert all(MANIFEST in fault for fault in faults)
+        else:  # white space, or an escape for the same character
+            assert json.loads(damaged) == json.loads(good)
 
     replace_bytes()
-    replace_a_value()
 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:

@@ -8,24 +8,17 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import Plan, check_data
-from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.finetune.run_folder import LOCK, RECORD
-from glm4v_patched.models.base import Base
+from glm4v_patched.finetune.run_folder import RECORD
 from glm4v_patched.models.placement import Placement
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 
 HERE = Placement(1, on_cpu=True)
 ONE_FAILED = "process 0 ended with status 1"
@@ -56,22 +49,6 @@ def processes(mine, runs) -> list[list[str]]:
     return commands
 
 
-@pytest.fixture
-def adapters(mine, tmp_path):
-    """Makes a folder of adapters on a model."""
-
-    def make(base: str, **changes) -> Path:
-        folder = tmp_path / "adapters"
-        folder.mkdir()
-        config = {"peft_type": "LORA", "r": mine.lora.rank, "base_model_name_or_path": base}
-        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
-        name = "transformer.encoder.layers.0.self_attention.query_key_value.lora_A.weight"
-        save_file({name: torch.ones(2)}, folder / "adapter_model.safetensors")
-        return folder
-
-    return make
-
-
 def contents(folder: str | Path) -> dict[str, bytes]:
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -88,38 +65,18 @@ def test_a_run_never_writes_to_its_model_s_folder(mine, processes, tmp_path, pla
     assert contents(tmp_path) == before and not processes
 
 
-@pytest.mark.parametrize("of_adapters", [False, True])
-def test_a_run_never_removes_what_its_model_s_links_lead_to(
-    mine, processes, adapters, tmp_path, of_adapters
-):
-    """Files of the model, of its base and of the adapters may be links, into out too."""
-    model = Path(shutil.copytree(mine.model, tmp_path / "model"))
-    out, weights = Path(mine.out), model / "model.safetensors"
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+def test_a_run_never_removes_what_its_model_s_links_lead_to(mine, processes, tmp_path, options):
+    model, out = Path(shutil.copytree(mine.model, tmp_path / "model")), Path(mine.out)
     launch(mine, HERE)
-    folder = adapters(str(model)) if of_adapters else model
-    for linked in {weights, *folder.glob("adapter_model.*")}:
-        content = linked.read_bytes()
-        shutil.move(linked, out / "adapter_model.safetensors")
-        linked.symlink_to(out / "adapter_model.safetensors")
-        with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
-            launch(mine.override({"model": str(folder)}), HERE, overwrite=True)
-        assert linked.read_bytes() == content and len(processes) == 1
-        linked.unlink()
-        linked.write_bytes(content)
-
-
-def test_a_second_run_into_a_folder_is_refused_while_the_first_goes_on(mine, runs):
-    def run(command) -> str:
-        for options in ({"overwrite": True}, {"resume": True}):
-            with pytest.raises(ValueError, match=f"another run .*process {os.getpid()} on"):
-                launch(mine, HERE, **options)
-        files = {LOCK, RECORD, "recipe.json", "plan.json", "data.json", "data.arrow"}
-        assert contents(mine.out).keys() == files
-        return ""
-
-    runs(run)
-    launch(mine, HERE)
-    assert LOCK not in contents(mine.out)
+    (out / "training.json").unlink()
+    linked = model / "model.safetensors"
+    shutil.move(linked, out / "adapter_model.safetensors")
+    linked.symlink_to(out / "adapter_model.safetensors")
+    content = linked.read_bytes()
+    with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
+        launch(mine.override({"model": str(model)}), HERE, **options)
+    assert linked.read_bytes() == content and len(processes) == 1
 
 
 def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(
@@ -198,32 +155,6 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
     foreign.unlink()
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
         launch(mine, HERE, overwrite=True)
-
-
-def test_all_processes_load_the_commit_that_adapters_base_was_pinned_to(
-    mine, processes, adapters, monkeypatch
-):
-    folder = adapters("our-org/base", revision="main")
-    checks = Mock(side_effect=lambda recipe, base: check_data(mine))
-    whole = Mock()
-    # Nothing of the Hub is there.
-    for name, instead in {
-        "finetune.launch.pin": lambda base: replace(base, revision=f"commit of {base.revision}"),
-        "finetune.launch.require_whole": whole,
-        "finetune.plan.check_data": checks,
-        "finetune.plan.config_of": lambda base: ChatGLMConfig(),
-        "models.loading.config_of": lambda base: ChatGLMConfig(),
-        "finetune.summary.describe": lambda *_: "of the Hub",
-        "finetune.plan.Plan.require_room": lambda self: None,
-        "finetune.disk.require_space": lambda *_: None,
-    }.items():
-        monkeypatch.setattr(f"glm4v_patched.{name}", instead)
-    launch(mine.override({"model": str(folder)}), HERE)
-    # What processes read, and a run that continues.
-    plan = Plan.read(Path(mine.out, "plan.json"))
-    pinned = Base("our-org/base", "commit of main", folder)
-    assert plan.base == base_of(plan.recipe) == checks.call_args.args[1] == pinned
-    assert whole.call_args.args[:2] == ("our-org/base", "commit of main")
 
 
 PARENT = """

@@ -66,8 +66,7 @@ def world(tmp_path, monkeypatch):
 
 def test_all_begin_when_the_first_has_prepared_with_its_plan(world, capsys):
     ended, trained = world()
-    assert ended == {0: 0, 1: 0, 2: 0}
-    assert [path.name for path in trained] == ["plan.json"] * 3
+    assert ended == {0: 0, 1: 0, 2: 0} and [path.name for path in trained] == ["plan.json"] * 3
     assert capsys.readouterr().out.count("saved ") == 1
 
 

@@ -3,23 +3,16 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.demo import command as demo
-from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.preflight import check
 from glm4v_patched.finetune.recipe import fields, whole_recipe
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
-from glm4v_patched.models.base import ADAPTER_WEIGHTS
 from glm4v_patched.models.placement import Placement, place
 from tests.helpers.recipes import LEAST
 
@@ -55,17 +48,6 @@ def test_each_process_has_a_gpu_and_the_cpu_is_taken_only_where_it_is_asked_for(
             place(*asked)
 
 
-def test_the_demo_runs_without_options_wherever_it_can_and_leaves_no_gpu_unasked(
-    has_gpus, monkeypatch, capsys
-):
-    for number, expected in ((1, Placement(1)), (8, Placement(2)), (0, Placement(2, on_cpu=True))):
-        has_gpus(number, "none here")
-        monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
-        assert demo.place_demo(None, None) == expected
-        said = capsys.readouterr().out
-        assert ("the demo runs on the CPU, as there is no GPU: none here" in said) == (number == 0)
-
-
 def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path, words):
     has_gpus(2)
     asked.write_text(asked.read_text().replace("learning_rate: 1.0", "learning_rate: -1"))
@@ -76,17 +58,6 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path
     assert all(name in line for name, line in zip(named, lines, strict=True))
     words("\n".join(lines))
     assert not (tmp_path / "new").exists()
-
-
-def test_a_mistake_is_answered_at_once(asked):
-    """Nothing that takes a second is imported; of processor time, which others do not lengthen."""
-    command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(asked), "--device", "cpu"]
-    before = os.times()
-    done = subprocess.run([*command, "lora.rank=0"], capture_output=True, text=True, check=False)
-    after = os.times()
-    assert done.returncode == 1 and done.stderr.startswith("command line: lora.rank is 0")
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < 1
 
 
 def test_a_folder_that_is_not_there_is_told_as_such_and_ids_of_the_hub_are_not_looked_up(
@@ -130,33 +101,15 @@ def test_a_folder_that_is_no_model_is_refused(
     assert line.startswith(f'model is "{folder}": ') and message in line
 
 
-def test_adapters_are_a_model_and_looked_at_before_anything_starts(asked, tmp_path, model_folder):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": str(model_folder)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    name = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
-    save_file({f"{name}.lora_A.weight": torch.ones(2)}, folder / ADAPTER_WEIGHTS)
-    on_them = [f"model={folder}", "trained=lora_lm"]
-    assert told(asked, *on_them) == []
-    lines = told(asked, *on_them, "lora.rank=4", "data.train=none.jsonl")
-    assert len(lines) == 2 and "have rank 8, and lora.rank is 4" in "".join(lines)
-    (folder / "adapter_config.json").write_text(json.dumps(config).replace(str(model_folder), "x"))
-    [line] = told(asked, *on_them)
-    assert 'the model under the adapters is "x": there is no such folder' in line
-
-
 def test_files_and_folders_that_cannot_be_are_told_of_each_field(
     asked, tmp_path, monkeypatch, words
 ):
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "folder").mkdir()
-    given = [f"model={asked}", f"out={tmp_path}/link", f"out={tmp_path}/link/out"]
-    given.append(f"data.reuse_features={tmp_path}/link")
+    given = [f"model={asked}", f"out={tmp_path}/link/out", f"data.reuse_features={tmp_path}/link"]
     for name in ("none", "empty", "folder", "link"):
         given += [f"data.train={tmp_path}/{name}", f"data.eval={tmp_path}/{name}"]
-        given.append(f"data.train=[{{path: {tmp_path}/{name}, format: auto}}]")
     lines = []
     for assignment in given:
         [line] = told(asked, assignment, "trained=lm")
@@ -180,14 +133,9 @@ def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
     assert "out is " in line and "holds pictures (a.png, b.JPG and 1 more), among which" in line
 
 
-ANYTHING = (
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 5)
-    | st.floats()
-    | st.text(max_size=6)
-    | st.sampled_from(["/dev/null", "/proc/1", "a/b", ".", "", "qlora", "lm", "adamw_8bit"])
-    | st.sampled_from([[], {}, {"train": "/no/such"}, {"x": 1}, "full", 2**70, 1e-300])
+ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (
+    st.sampled_from(["/dev/null", "/proc/1", "a/b", ".", "qlora", "lm", "adamw_8bit", "full"])
+    | st.sampled_from([[], {}, {"train": "/no/such"}, {"x": 1}, 2**70, 1e-300])
 )
 
 
@@ -215,8 +163,8 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
         try:
             recipe, placement = check(folder / "r.json", (), processes, device)
         except RecipeError as error:
-            for line in str(error).split("\n"):
-                assert line.startswith((f"{folder}/r.json:", "command line: "))
+            starts = (f"{folder}/r.json:", "command line: ")
+            assert all(line.startswith(starts) for line in str(error).split("\n"))
             return
         assert recipe.flat().keys() >= right.keys() and placement.on_cpu == (device == "cpu")
         assert not (folder / "out").exists()

@@ -2,7 +2,6 @@
 
 import json
 import re
-import weakref
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from glm4v_patched.finetune import progress
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.plots import plot_loss
-from glm4v_patched.finetune.progress import LossPlot, Progress
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.progress import Progress
 from tests.helpers.recipes import train_here
 
 LINE = (
@@ -22,14 +20,6 @@ LINE = (
     + r"[\d.]+ GiB " * torch.cuda.is_available()
     + r"left \d+:\d\d:\d\d"
 )
-
-
-@pytest.fixture
-def epochs(mine) -> Recipe:
-    """Two epochs, a fifth of the rows held out."""
-    changes = {"max_steps": None, "num_train_epochs": 2.0, "gradient_accumulation_steps": 2}
-    changes = {f"trainer.{name}": value for name, value in changes.items()}
-    return mine.override(changes | {"data.eval": 0.2})
 
 
 class Steps:
@@ -62,16 +52,15 @@ def figures(monkeypatch) -> list[Figure]:
     return drawn
 
 
-def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(epochs, capfd):
-    report = train_here(epochs)
+def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(mine, capfd):
+    report = train_here(mine.override({"trainer.max_steps": 4, "data.eval": 0.2}))
     told = capfd.readouterr()
     lines = told.out.splitlines()
     steps = [line for line in lines if re.fullmatch(LINE, line)]
     last = report["steps"]["done"]
     assert [line.split()[1] for line in steps] == [f"{n}/{last}" for n in range(1, last + 1)]
-    evaluation = r"step \d+/\d+ epoch [12].00 eval_loss [\d.]+ eval_exact_match [\d.]+, in .* s"
-    assert len([line for line in lines if re.fullmatch(evaluation, line)]) == 2
-    assert len(lines) == last + 2, lines
+    evaluation = r"step \d+/\d+ epoch .* eval_loss [\d.]+ eval_exact_match [\d.]+, in .* s"
+    assert [line for line in lines if line not in steps and not re.match(evaluation, line)] == []
     loaded, _, trained = told.err.partition("the first step ...")
     for word in ("has new PAD/BOS/EOS tokens", "shards", "{'"):
         assert word not in loaded + trained
@@ -99,41 +88,6 @@ def test_a_line_says_how_fast_the_steps_since_the_last_one_were(monkeypatch, tmp
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_loss_is_drawn_as_it_trains_and_at_most_so_often(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(progress, "plot_loss", lambda *given: drawn.append(given))
-    plot, steps = LossPlot(), Steps(monkeypatch, tmp_path)
-    for now in (40, 50, 60, 75):
-        steps.now = now
-        plot.on_log(steps.asked, steps.state, TrainerControl())
-    assert len(drawn) == 2
-
-
-def test_what_draws_the_loss_keeps_nothing_of_the_training(tmp_path, monkeypatch):
-    """As matplotlib keeps the errors of its parser of fonts, which have the frames of all callers;
-    data workers that ended later than their loader's queues cost five seconds."""
-    kept = []
-
-    def draw(history, path, *marks):
-        try:
-            raise ValueError
-        except ValueError as error:
-            kept.append(error)
-
-    class Model:
-        pass
-
-    def train() -> weakref.ref:
-        model = Model()
-        asked = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-        LossPlot().on_log(asked, TrainerState(is_world_process_zero=True), TrainerControl())
-        return weakref.ref(model)
-
-    monkeypatch.setattr(progress, "plot_loss", draw)
-    left = train()
-    assert kept and left() is None
-
-
 def test_a_plot_has_both_losses_the_checkpoints_and_the_best_step(tmp_path, figures):
     history = [{"step": step, "loss": 3.0 / step} for step in range(1, 2001)]
     history += [{"step": step, "eval_loss": 0.1} for step in (1000, 2000)]
@@ -145,13 +99,13 @@ def test_a_plot_has_both_losses_the_checkpoints_and_the_best_step(tmp_path, figu
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {*lines}
 
 
-@pytest.mark.parametrize("losses", [[2.0, "nan", 1.0, "inf"], ["nan"], []])
-def test_a_curve_has_marks_where_the_loss_is_not_finite(tmp_path, figures, losses):
-    plot_loss([{"step": s, "loss": v} for s, v in enumerate(losses, 1)], tmp_path / "loss.png")
-    (axes,) = figures[0].axes
-    marks = [line.get_xdata()[0] for line in axes.lines if line.get_gid() == "not finite"]
-    bad = [step for step, loss in enumerate(losses, 1) if isinstance(loss, str)]
-    assert sorted(marks) == bad and ("NaN or infinite" in axes.get_title()) == bool(bad)
+def test_a_curve_has_marks_where_the_loss_is_not_finite(tmp_path, figures):
+    for losses in ([2.0, "nan", 1.0, "inf"], ["nan"], []):
+        plot_loss([{"step": s, "loss": v} for s, v in enumerate(losses, 1)], tmp_path / "loss.png")
+        (axes,) = figures.pop().axes
+        marks = [line.get_xdata()[0] for line in axes.lines if line.get_gid() == "not finite"]
+        bad = [step for step, loss in enumerate(losses, 1) if isinstance(loss, str)]
+        assert sorted(marks) == bad and ("NaN or infinite" in axes.get_title()) == bool(bad)
 
 
 def test_the_end_of_a_run_without_evaluation_has_its_last_loss(tmp_path, mine):

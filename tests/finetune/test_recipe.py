@@ -1,20 +1,17 @@
 """What a recipe asks for, and the model that it makes of a folder or an id of the Hub."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
 from deepspeed.utils import z3_leaf_module
 from transformers import TrainingArguments
 
-from glm4v_patched.cli import main
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.finetune.worker import RecipeTrainer
 from tests.helpers.local_hub import LocalHub
-from tests.helpers.recipes import LEAST, built, decided, recipe
-from tests.helpers.tiny import golden_weights
+from tests.helpers.recipes import built, decided, recipe
 
 NAME = "our-org/glm-4v-tiny"
 
@@ -23,17 +20,6 @@ NAME = "our-org/glm-4v-tiny"
 def made(model_folder):
     """The tiny model as a recipe makes it."""
     return lambda **changes: built(recipe({"model": str(model_folder)} | changes))
-
-
-@pytest.mark.skipif(
-    find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed: run without it"
-)
-def test_a_missing_package_is_named_before_anything_starts(tmp_path, capsys):
-    (tmp_path / "r.json").write_text(json.dumps(LEAST))
-    asked = ["trained=qlora", "engine.zero_stage=0", f"out={tmp_path / 'out'}", "--device", "cpu"]
-    assert main(["train", str(tmp_path / "r.json"), *asked]) == 1
-    assert "qlora needs bitsandbytes: " in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +80,5 @@ def test_a_model_comes_from_the_hub_at_its_revision(model_folder, tmp_path, monk
         assert built(asked).config.rope_ratio == 7
         model = built(asked.override({"revision": "v1", "trained": "lora_lm"}))
     assert model.config.rope_ratio == 1
-    inner = model.get_base_model().state_dict()
-    for name, weight in golden_weights().items():
-        if "query_key_value" not in name and "inv_freq" not in name:
-            assert torch.equal(inner[name], weight), name
     adapter = model.peft_config["default"]
     assert (adapter.base_model_name_or_path, adapter.revision) == (NAME, "v1")
