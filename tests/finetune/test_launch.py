@@ -79,9 +79,7 @@ def test_a_run_never_removes_what_its_model_s_links_lead_to(mine, processes, tmp
     assert linked.read_bytes() == content and len(processes) == 1
 
 
-def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(
-    mine, processes, tmp_path
-):
+def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(mine, processes):
     launch(mine, HERE)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
@@ -89,10 +87,8 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
         launch(mine, HERE)
     with pytest.raises(ValueError, match="is finished"):
         launch(mine, HERE, resume=True)
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("{}\n")
-    with pytest.raises(ValueError, match="bad.jsonl"):
-        launch(mine.override({"data.train": str(bad)}), HERE, overwrite=True)
+    with pytest.raises(ValueError, match="plan.json"):
+        launch(mine.override({"data.train": f"{mine.out}/plan.json"}), HERE, overwrite=True)
     assert contents(mine.out) == before and len(processes) == 1
     launch(mine, HERE, overwrite=True)
     after = contents(mine.out)

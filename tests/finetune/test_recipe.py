@@ -4,14 +4,11 @@ import json
 
 import pytest
 import torch
-from deepspeed.utils import z3_leaf_module
 from transformers import TrainingArguments
 
-from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.finetune.worker import RecipeTrainer
 from tests.helpers.local_hub import LocalHub
-from tests.helpers.recipes import built, decided, recipe
+from tests.helpers.recipes import built, recipe
 
 NAME = "our-org/glm-4v-tiny"
 
@@ -20,30 +17,6 @@ NAME = "our-org/glm-4v-tiny"
 def made(model_folder):
     """The tiny model as a recipe makes it."""
     return lambda **changes: built(recipe({"model": str(model_folder)} | changes))
-
-
-@pytest.mark.parametrize(
-    ("compiled", "policy", "stage", "whole"),
-    [
-        (False, "every 2", 3, False),
-        (False, "selective", 3, True),
-        (True, "full", 3, True),
-        (False, "selective", 2, False),
-    ],
-)
-def test_layers_without_hooks_inside_are_gathered_whole_under_zero_3(
-    compiled, policy, stage, whole, made
-):
-    changes = {"compile": compiled, "tower": policy, "zero_stage": stage}
-    changes = {f"engine.{name}": value for name, value in changes.items()}
-    layers = [*checkpointed_layers(made(**changes))]
-    assert len(layers) == 4
-    for layer in layers:
-        assert hasattr(layer.forward, "_torchdynamo_orig_callable") == compiled
-        assert z3_leaf_module(layer) == whole
-    zero = deepspeed_config(decided(recipe(changes)))["zero_optimization"]
-    assert zero["stage"] == stage and ("memory_efficient_linear" in zero) == whole
-    assert deepspeed_config(decided(recipe({"engine.zero_stage": 0}))) is None
 
 
 @pytest.mark.parametrize("stage, held", [(0, torch.float32), (3, torch.bfloat16)])

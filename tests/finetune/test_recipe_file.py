@@ -105,15 +105,15 @@ def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, name):
         assert line.startswith(name + told) and len(line) < 350
 
 
-def test_of_a_key_that_is_there_twice_the_value_that_counts_is_told_with_its_line(tmp_path):
+def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
     """Also where the command line says another value."""
     told = faults(tmp_path, RIGHT + "out: there\n", "r.yaml", "out=elsewhere")
     assert told == ["r.yaml:2: out is there twice, in lines 2 and 9"]
-    text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}, "engine":\n{"x": 1}}'
+    text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}}'
     told = faults(tmp_path, text, "r.json")
     assert "r.json:3: a.1.b is there twice, in lines 3 and 3" in told
     unknown = [line.split()[:2] for line in told if "is not a field" in line]
-    assert unknown == [["r.json:2:", "a"], ["r.json:4:", "d"], ["r.json:5:", "engine.x"]]
+    assert unknown == [["r.json:2:", "a"], ["r.json:4:", "d"]]
 
 
 def test_a_byte_order_mark_is_no_fault_and_a_file_may_have_the_most_bytes(tmp_path):
@@ -143,42 +143,34 @@ def test_faults_of_the_command_line_come_with_those_of_the_file(tmp_path):
 def test_every_field_has_a_line_in_the_help():
     told = describe_fields()
     assert all(field.description and f"{name}: " in told for name, field in fields())
-    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told
-    assert "``" not in told and ":mod:" not in told
+    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told and "``" not in told
 
 
-@pytest.mark.parametrize(
-    ("command", "without", "added", "told"),
-    [
-        (["train"], "torch", "engine: {zero_stage: 9}\n", "engine.zero_stage is 9; expected 0"),
-        (["doctor"], "transformers", "  tf32: true\n", "which cannot be imported: "),
-        (["train"], "pydantic", "", "recipes need PyYAML and pydantic: "),
-    ],
-)
-def test_a_mistake_is_told_with_its_cure_where_a_package_is_missing(
-    tmp_path, command, without, added, told
-):
+def test_a_mistake_is_told_with_its_cure_where_a_package_is_missing(tmp_path):
     """And whatever takes long is not imported for it."""
-    (tmp_path / "r.yaml").write_text(RIGHT + added)
-    name, *overrides = command
+    (tmp_path / "r.yaml").write_text(RIGHT + "engine: {zero_stage: 9}\n")
     code = f"""
 import sys
-sys.modules[{without!r}] = None
+sys.modules["torch"] = None
 from glm4v_patched.cli import main
-status = main([{name!r}, {str(tmp_path / "r.yaml")!r}, *{overrides!r}])
-heavy = {{"torch", "transformers", "deepspeed", "accelerate", "numpy", "peft"}}
-assert {name!r} == "doctor" or not heavy - {{{without!r}}} & {{*sys.modules}}
+status = main(["train", {str(tmp_path / "r.yaml")!r}])
+assert not {{"transformers", "deepspeed", "accelerate", "numpy", "peft"}} & {{*sys.modules}}
 sys.exit(status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 1 and "Traceback" not in said and told in said, said
+    assert done.returncode == 1 and "engine.zero_stage is 9; expected 0" in done.stderr, done
 
 
-FEW = settings(max_examples=150, derandomize=True, deadline=None)
-MANY = settings(max_examples=5000, derandomize=True, deadline=None)
 each_profile = pytest.mark.parametrize(
-    "profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+    "profile",
+    [
+        settings(max_examples=150, derandomize=True, deadline=None),
+        pytest.param(
+            settings(max_examples=5000, derandomize=True, deadline=None),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["few", "many"],
 )
 
 names = [name for name, _ in fields(whole_recipe())]
@@ -219,30 +211,25 @@ def recipe_or_error(path: Path) -> Recipe | None:
         return None
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("documents")
-
-
 @each_profile
-def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, folder):
+def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, tmp_path):
     @profile
     @given(documents)
     def check(values):
         # Lone surrogates and NaN are in files as escapes and as words.
-        (folder / "r.json").write_text(json.dumps(values))
-        (folder / "r.yaml").write_text(yaml.safe_dump(values))
+        (tmp_path / "r.json").write_text(json.dumps(values))
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
         for name in ("r.json", "r.yaml"):
-            found = recipe_or_error(folder / name)
+            found = recipe_or_error(tmp_path / name)
             assert found is None or found == Recipe.of(values)
 
     check()
 
 
 @each_profile
-def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, folder):
+def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, tmp_path):
     """Bytes are cut out, put in or changed."""
-    written = folder / "source.json"
+    written = tmp_path / "source.json"
     recipe({"model": "ä/\U0001f600", "trained": "lora_all"}).write(written)
     json_, yaml_ = written.read_bytes(), RIGHT.encode()
     marks = b"{ } [ \" ' : & *a ! | > - ? % # \\ ---".split()
@@ -257,19 +244,19 @@ def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, folder):
             end = data.draw(st.integers(start, min(start + 12, len(content))))
             put = data.draw(st.binary(max_size=4) | st.sampled_from([*marks, b"\n", b"\t"]))
             content = content[:start] + put + content[end:]
-        (folder / f"damaged{suffix}").write_bytes(content)
-        recipe_or_error(folder / f"damaged{suffix}")
+        (tmp_path / f"damaged{suffix}").write_bytes(content)
+        recipe_or_error(tmp_path / f"damaged{suffix}")
 
     check()
 
 
 @each_profile
-def test_a_recipe_that_is_written_reads_back(profile, folder):
+def test_a_recipe_that_is_written_reads_back(profile, tmp_path):
     @profile
     @given(right_recipes, st.sampled_from(["back.json", "back.yaml", "back"]))
     def check(found, name):
-        found.write(folder / name)
-        assert Recipe.read(folder / name) == found
+        found.write(tmp_path / name)
+        assert Recipe.read(tmp_path / name) == found
 
     check()
 
@@ -282,9 +269,9 @@ def in_yaml(value: object) -> str:
 
 
 @each_profile
-def test_an_override_is_what_the_file_could_have_said(profile, folder):
+def test_an_override_is_what_the_file_could_have_said(profile, tmp_path):
     """A value means the same in both, and is refused with the same words."""
-    path = folder / "base.yaml"
+    path = tmp_path / "base.yaml"
     path.write_text(json.dumps(LEAST))
     document = read_document(path)
 

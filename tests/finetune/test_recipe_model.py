@@ -82,21 +82,17 @@ def test_adapters_of_what_is_no_glm4v_are_refused(tmp_path, words):
             base_under(folder)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "told"),
-    [
+def test_patterns_of_adapters_that_would_keep_peft_for_ever_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(base_of_models, "SECONDS_FOR_A_PATTERN", 1)
+    base = model(tmp_path / "base")
+    for field, value, told in (
         ("target_modules", r"((\w+\.?)+)+!", "for more than 1 s"),
         ("rank_pattern", {"(.*?){20}!": 4}, "for more than 1 s"),
         ("alpha_pattern", {"*": 4}, "is no regular expression"),
-    ],
-)
-def test_patterns_of_adapters_that_would_keep_peft_for_ever_are_refused(
-    tmp_path, monkeypatch, field, value, told
-):
-    monkeypatch.setattr(base_of_models, "SECONDS_FOR_A_PATTERN", 1)
-    folder = adapters(tmp_path / "lora", model(tmp_path / "base"), **{field: value})
-    with pytest.raises(ValueError, match=rf"adapter_config.json: {field}.* {told}"):
-        base_under(folder)
+    ):
+        folder = adapters(tmp_path / field, base, **{field: value})
+        with pytest.raises(ValueError, match=rf"adapter_config.json: {field}.* {told}"):
+            base_under(folder)
 
 
 def test_adapters_that_are_missing_or_damaged_are_named(tmp_path):

@@ -6,13 +6,13 @@ import json
 import math
 import shutil
 import typing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from pydantic import TypeAdapter
-from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 
@@ -108,17 +108,10 @@ def is_number(annotation) -> bool:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> Recipe:
     """Two epochs of five steps, with a checkpoint after the first."""
-    changes = {
-        "trainer.max_steps": None,
-        "trainer.num_train_epochs": 2.0,
-        "trainer.gradient_accumulation_steps": 2,
-        "trainer.save_strategy": "epoch",
-        "trainer.logging_steps": 1,
-        "trainer.weight_decay": 0.1,
-        "trainer.adam_beta2": 0.95,
-        "trained": "lora_lm",
-        "engine.zero_stage": 0,
-    }
+    changes = {"max_steps": None, "num_train_epochs": 2.0, "gradient_accumulation_steps": 2}
+    changes |= {"save_strategy": "epoch", "logging_steps": 1, "weight_decay": 0.1}
+    changes = {f"trainer.{name}": value for name, value in changes.items()}
+    changes |= {"trained": "lora_lm", "engine.zero_stage": 0}
     recipe = drawn_recipe(tmp_path_factory.mktemp("fields"), changes)
     Path(recipe.out).mkdir()
     begin(Path(recipe.out), [])
@@ -134,32 +127,20 @@ def history(out: str | Path) -> list[dict]:
 def test_epochs_are_trained_with_what_was_asked_for(drawn):
     assert len(history(drawn.out)) == 10
     arguments = torch.load(Path(drawn.out, "training_args.bin"), weights_only=False)
-    assert (arguments.weight_decay, arguments.adam_beta2) == (0.1, 0.95)
-    assert arguments.lr_scheduler_type == "cosine" and arguments.max_steps == 10
+    assert (arguments.weight_decay, arguments.max_steps) == (0.1, 10)
+    assert arguments.lr_scheduler_type == "cosine"
     assert [path.name for path in Path(drawn.out).glob("checkpoint-*")] == ["checkpoint-5"]
-
-
-def test_accumulated_batches_learn_what_one_of_their_size_learns(drawn, mine):
-    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
-    whole = mine.override({f"trainer.{name}": value for name, value in changes.items()})
-    for accumulated, one in zip(history(drawn.out), train_here(whole)["history"], strict=True):
-        assert accumulated["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    expected = load_file(Path(mine.out, "adapter_model.safetensors"))
-    for name, weight in load_file(Path(drawn.out, "adapter_model.safetensors")).items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, mine, monkeypatch):
     out = Path(shutil.copytree(drawn.out, mine.out))
-    here, commands = Placement(1, on_cpu=True), []
-    monkeypatch.setattr(launching, "_run", lambda command, _: commands.append(command) or "")
-    for epochs in (2.0, 1.5):
-        with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
-            launch(mine.override({"trainer.num_train_epochs": epochs}), here, resume=True)
+    monkeypatch.setattr(launching, "_run", lambda command, _: "")
+    resume = partial(launch, placement=Placement(1, on_cpu=True), resume=True)
+    with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
+        resume(mine)
     longer = mine.override({"trainer.num_train_epochs": 3.0})
-    launch(longer, here, resume=True)
-    plan = Plan.read(out / "plan.json")
-    assert str(plan.path) in commands[0] and plan.checkpoint == out / "checkpoint-5"
+    resume(longer)
+    assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-5"
     report = train_here(longer, out / "checkpoint-5")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 16)]
     assert report["history"][:5] == history(drawn.out)[:5]
@@ -168,4 +149,4 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, mine, mon
     shutil.rmtree(out)
     shutil.copytree(drawn.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
-        launch(longer, here, resume=True)
+        resume(longer)

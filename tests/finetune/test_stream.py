@@ -84,17 +84,6 @@ def test_a_row_that_is_left_out_is_told_once_however_often_it_comes(asked, capfd
     assert "".join(capfd.readouterr()).count(f"left out: {place}") == 1
 
 
-def test_a_set_that_breaks_off_ends_the_run_with_a_checkpoint(asked):
-    rows = Path(asked.data.train).read_text().splitlines()
-    array = Path(asked.data.train).with_name("rows.json")
-    array.write_text("[\n" + ",\n".join([*rows[:12], "{]"]))
-    changes = {"data.train": str(array), "data.on_bad": "skip", "data.shuffle_buffer": 1}
-    with pytest.raises(BadRow, match=r"rows\.json:14: row 13 is no JSON") as ended:
-        train_here(asked.override(changes | {"trainer.save_steps": None}))
-    assert "data.on_bad: skip" not in str(ended.value)
-    assert [*Path(asked.out).glob("checkpoint-*/complete.json")]
-
-
 def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, capsys):
     with Path(asked.data.train).open("a") as file:
         file.write("no row\n")
@@ -105,13 +94,6 @@ def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, 
     launch(asked, Placement(1, on_cpu=True), dry_run=True)
     told = capsys.readouterr().out
     assert "a stream, of which were looked at 4 rows" in told and "epoch" not in told
-
-
-def test_sets_drawn_by_other_weights_are_no_continuation(asked):
-    train_here(asked.override({"trainer.max_steps": 3}))
-    other = asked.override({"data.train": [{"path": asked.data.train, "weight": 2.0}]})
-    with pytest.raises(ValueError, match="data.train"):
-        starting_point(other, 1, True, base_of(other))
 
 
 @pytest.mark.parametrize(
