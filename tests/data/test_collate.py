@@ -55,14 +55,6 @@ def test_turns_of_the_assistant_are_learned_to_the_token_that_ends_them(processo
     assert collator.measure([marked])[0].learned == len(ids)
 
 
-def test_turns_that_cannot_be_told_apart_are_refused(processor, words):
-    collator = ConversationCollator(processor)
-    with words.refused(ValueError, "2 turns", "writes 1"):
-        marked = turns("a", "red") + turns("b", "red")
-        marked[1]["train"] = False
-        collator.labels([collator.assistant_id, 0], marked)
-
-
 def test_several_pictures_of_a_message_come_in_their_order_and_rows_are_padded(processor):
     pictures = [Image.new("RGB", (20, 20), colour) for colour in ("red", "green", "blue")]
     parts = [{"type": "image", "image": picture} for picture in pictures[:2]]

@@ -25,13 +25,11 @@ from tests.helpers.tiny import (
     pictures,
     text,
     three_id_image,
-    tiny_config,
     tiny_model,
 )
 
 SHAPE = (6, 64)  # four positions, begin and end, at the width of the tiny language model
 BYTES_OF_ONE = 6 * 64 * 4
-ONE = torch.ones(1)
 
 
 def frozen_model(weights: str = "language", **changes):
@@ -111,21 +109,6 @@ def folder(request, tmp_path) -> Path | None:
     return None if request.param == "memory" else tmp_path / "features"
 
 
-@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
-@torch.no_grad()
-def test_features_given_are_merged_as_the_towers_own_in_the_order_of_their_images(image):
-    model = tiny_model()
-    inputs = epoch(image)[0]
-    want = model(**inputs)
-    features = encoded(model, inputs.pop("pixel_values"))
-    assert torch.equal(want.image_hidden_states, features)
-    runs = count_runs(model)
-    got = model(**inputs, image_features=features)
-    assert runs == [] and torch.equal(got.logits, want.logits)
-    assert torch.equal(got.image_hidden_states, features)
-    assert not torch.equal(model(**inputs, image_features=features.flip(0)).logits, want.logits)
-
-
 def test_features_that_do_not_fit_are_refused():
     model, inputs = tiny_model(), one_picture()
     two, none = torch.zeros(2, *SHAPE), inputs | {"pixel_values": None}
@@ -133,12 +116,9 @@ def test_features_that_do_not_fit_are_refused():
         (inputs, two, "1 images were given as pixel_values and 2 as image_feat"),
         (none, two, "2 images were given for 1 begin-of-image ids"),
         (none, torch.zeros(1, 4, 64), r"\(1, 4, 64\)"),
-        ({"inputs_embeds": torch.zeros(1, 4, 64)}, two, "2 images were given with inputs_embeds"),
     ):
         with pytest.raises(ValueError, match=told):
             model(**given, image_features=features)
-    with pytest.raises(ValueError, match="1 image_features were given to generate.* pixel_values"):
-        model.generate(inputs["input_ids"], image_features=torch.zeros(1, *SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -174,31 +154,16 @@ def test_a_picture_is_known_in_any_company_and_order_and_not_by_other_pixels(fol
     assert torch.equal(features.replace_pictures(mixed)["image_features"][1], new)
 
 
-def test_the_collator_hashes_what_the_model_gets():
-    model = frozen_model()
-    features = TowerFeatures(model)
-    collate = features.collator(lambda rows: batch(*rows))
-    made = collate([[*text(3), *grown_image(), *grown_image()], text(4)])
-    assert torch.equal(made["picture_digests"], digest_pictures(made["pixel_values"]))
-    assert "picture_digests" not in collate([text(4)])
-    # They are what is gone by, and the model is not given them.
-    train(model, [made | {"pixel_values": made["pixel_values"] * 0}], features)
-    replaced = features.replace_pictures(made)
-    assert "image_features" in replaced and "picture_digests" not in replaced
-
-
-@pytest.mark.parametrize(("weights", "trained"), [("one", 1), ("adapters", 4), ("later", None)])
+@pytest.mark.parametrize(("weights", "trained"), [("one", 1), ("adapters", 4)])
 def test_a_trained_tower_is_refused(weights, trained):
     model = frozen_model()
     vision, features = model.transformer.vision, TowerFeatures(model)
-    if weights == "later":
-        train(model, 2 * [one_picture()], features)
+    train(model, 2 * [one_picture()], features)
     if weights == "adapters":
         get_peft_model(model, LoraConfig(r=2, target_modules=r".*vision.*query_key_value"))
     else:
-        (vision.eoi if weights == "one" else vision).requires_grad_(True)
-    total = len(list(vision.parameters()))
-    told = f"{trained or total} of the tower's {total} param.*requires_grad_"
+        vision.eoi.requires_grad_(True)
+    told = f"{trained} of the tower's {len([*vision.parameters()])} param.*requires_grad_"
     with pytest.raises(ValueError, match=told):
         features.replace_pictures(one_picture())
 
@@ -245,15 +210,12 @@ def folder_of(model, folder: Path) -> str:
 
 
 def test_other_weights_and_settings_have_other_features(tmp_path, monkeypatch):
-    vision = tiny_config().vision_config
-    vision = vision if isinstance(vision, dict) else vision.__dict__
     in_forward = frozen_model()  # where alone accelerate enters it
     in_forward.forward = torch.autocast("cpu", torch.bfloat16)(in_forward.forward)
     changed = frozen_model()
     with torch.no_grad():
         changed.transformer.vision.conv.bias[0] += 1
     models = [frozen_model(), changed, in_forward]
-    models.append(frozen_model(vision_config=vision | {"layer_norm_eps": 1e-3}))
     models += [frozen_model(attn_implementation="eager"), frozen_model(dtype=torch.bfloat16)]
     names = [folder_of(model, tmp_path) for model in models]
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
@@ -278,11 +240,9 @@ def test_every_weight_of_the_tower_counts_and_each_in_its_place():
 
 
 DAMAGES = {
-    "empty": lambda path, other: os.truncate(path, 0),
     "cut by a byte": lambda path, other: os.truncate(path, path.stat().st_size - 1),
     "a folder": lambda path, other: (path.unlink(), path.mkdir()),
     "another picture's": lambda path, other: path.write_bytes(other.read_bytes()),
-    "more tensors": lambda path, other: save_file(load(path.read_bytes()) | {"a": ONE}, path),
     "another shape": lambda path, other: save_file(
         {f"picture {path.stem} by tower {path.parent.name}": torch.zeros(4, 64)}, path
     ),
@@ -344,9 +304,7 @@ def test_a_recipe_says_where_features_are_kept(tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_features_wait_in_page_locked_memory():
     model = frozen_model(dtype=torch.bfloat16).cuda()
-    steps = [{n: v.cuda() for n, v in made.items()} for made in 2 * epoch()]
-    assert runs_of(steps, model=model) == [3, 1]
     features = TowerFeatures(model)
-    train(model, steps, features)
+    train(model, [{n: v.cuda() for n, v in made.items()} for made in epoch()], features)
     kept = features._store.features.values()
     assert len(kept) == 4 and all(values.is_pinned() for values in kept)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,8 +123,6 @@ def test_only_a_completion_is_learned(folder):
     before = [said("user", "a"), said("assistant", "x"), said("user", "q")]
     (messages,) = read(folder, {"prompt": before, "completion": [ANSWER]})
     assert messages == [before[0], said("assistant", "x", train=False), before[2], ANSWER]
-    turned = [HUMAN | {"value": "q"}, GPT | {"train": False}, HUMAN | {"value": "q"}, GPT]
-    assert read(folder, {"conversations": turned})[0][1]["train"] is False
 
 
 def test_a_format_may_be_named_and_keys_left_out(folder, words):
@@ -139,16 +137,10 @@ def test_a_format_may_be_named_and_keys_left_out(folder, words):
         assert read(folder, given, ignore=(other,)) == [turns("q", "b")]
 
 
-# What is refused
-
 # What stands in the second of three rows, and what of it the message names.
 REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     # Keys
     "pictures of the row and of a message": (row(*turns(image="a.png"), images=["b"]), "1, places"),
-    "more places than pictures": (row(*turns("<image><image>q"), images=["a.png"]), ": 2; write"),
-    "pictures under two names": (row(*turns(), image="a", images=["a"]), '"images" and "image"'),
-    "a place in the answer": (row(*turns(answer="<image>"), images=["a.png"]), "message 2 of 2"),
-    "capitals": ({"Messages": []}, 'write "messages"'),
     "another format": ({"conversations": [HUMAN]}, 'has "messages"'),
     "tools of a row": (row(*turns(), tools=[TOOL]), '"tools"'),
     "unknown keys": (row(*turns(), id=1, split="a"), '"id", "split"'),
@@ -156,27 +148,18 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "img": (row(*turns(img="a.png")), '"img"'),
     "from": (row({"from": "human", "value": "q"}, ANSWER), 'write "content"'),
     "tool_calls": (row(said("user"), said("assistant", tool_calls=[])), '"metadata"'),
-    "tool_call_id": (row(said("user"), CALL, said("observation", tool_call_id="1")), "3 of 3"),
-    "no role": (row({"content": "x"}, ANSWER), '"role"'),
     # Values
     "role": (row(said("teacher"), ANSWER), '"teacher"'),
-    "role of others": (row(said("human"), ANSWER), 'write "user"'),
     "content null": (row(*turns(None)), "null"),
-    "no parts": (row(*turns([])), "1 of 2"),
     "a video": (row(*turns([{"type": "video"}])), "1 of 2"),
-    "a part of two pictures": (row(*turns([{"type": "image", "image": "a", "url": "b"}])), "1 of"),
     "parts with places": (row(*turns([SHOWN, {"type": "text", "text": "<image><image>"}])), "1 of"),
     "parts without a picture": (row(*turns([{"type": "image"}, TEXT])), "0, places"),
-    "train of a user": (row(*turns(train=True)), "user"),
     "train of text": (row(said("user"), said("assistant", train="no")), '"no"'),
     "nothing to train": (row(said("user"), said("assistant", train=False)), "1 turns"),
-    "two marks": (row(said("user"), said("assistant", train=False, loss=False)), "train and loss"),
     "a weight": (row(said("user"), said("assistant", weight=0.5)), "0.5"),
-    "messages object": ({"messages": {"role": "user"}}, "an object"),
     "message of text": ({"messages": ["hello"]}, "message 1 of 1"),
     # Pictures
     "lost": (row(*turns(image="no.png")), "no.png"),
-    "a folder": (row(*turns(image=".")), "is no file"),
     "image 5": (row(*turns(image=5)), "image is"),
     "URL": (row(*turns(image="https://x.y/a.png")), "data.allow_urls"),
     "no base64": (row(*turns(image="data:image/png;base64,@")), "base64"),
@@ -184,34 +167,20 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "of the assistant": (row(said("user"), said("assistant", image="a.png")), "role assistant"),
     # Places of pictures
     "place without a picture": (row(*turns("<image>\nq")), "1 (<image>), pictures: 0"),
-    "two places": (row(*turns("<image><image>q", image="a.png")), "2 (<image>), pictures: 1"),
-    "place in the middle": (row(*turns("is <image> red?", image="a.png")), "<image>"),
     "place of the system": (row(said("system", "<image>"), *turns()), "take <image> out"),
-    "place in metadata": (row(said("user"), said("assistant", metadata="<image>")), "<image>"),
     # Turns
     "white answer": (row(said("user"), said("assistant", " \n")), "' \\n'"),
-    "empty question": (row(said("user", ""), ANSWER), "user"),
-    "assistant first": (row(ANSWER, *turns()), "1 of 3"),
     "user last": (row(*turns(), said("user")), "user"),
     "assistant twice, after a call": (row(said("user"), CALL, ANSWER, ANSWER), "4 of 4"),
     # Tools and metadata
     "tools of a user": (row(*turns(tools=[TOOL])), "user"),
     "tools that are none": (row(said("system", tools=[TOOL, {"type": "code"}]), *turns()), ""),
-    "tools without a name": (
-        row(said("system", tools=[{"function": {"name": " "}}]), *turns()),
-        "",
-    ),
-    "tools of no JSON": (row(said("system", tools=[{"name": "f", "x": 1e999}]), *turns()), ""),
     "metadata": (row(said("user"), said("assistant", metadata=5)), "5"),
-    "metadata of a user": (row(*turns(metadata="f")), '"f"'),
-    "metadata of two lines": (row(said("user"), said("assistant", metadata="a\nb")), "one line"),
     # JSON
     "of Python": ("{'messages': []}", "json.dumps"),
-    "comma": (GOOD + ",", "comma"),
     "deep": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested"),
     "a key twice": ('{"messages": [], ' + GOOD[1:], '"messages" stands 2 times'),
     "half a character": (row(*turns("a\ud83d")), "\\ud83d"),
-    "5,000 digits": ("9" * 5000, "5,000"),
     "no UTF-8": (GOOD.replace('"a"', '"\xe9"').encode("latin-1"), "0xe9"),
 }
 
@@ -238,9 +207,8 @@ def test_rows_of_other_trainers_that_are_not_understood_are_refused(folder, word
 
 def test_a_place_of_another_trainer_is_no_word(folder):
     for mark in ("<|image_1|>", "<ImageHere>", "<img>a.png</img>", "[IMG]", "&lt;image&gt;"):
-        for more, told in (({}, ".*, pictures: 0"), ({"image": "a.png"}, ".* the picture's place")):
-            with pytest.raises(ValueError, match=re.escape(mark[:5]) + told):
-                read(folder, row(*turns(mark + "q", **more)))
+        with pytest.raises(ValueError, match=re.escape(mark[:5]) + ".*, pictures: 0"):
+            read(folder, row(*turns(mark + "q")))
 
 
 def test_a_file_of_another_kind_is_named(tmp_path, words):
@@ -259,15 +227,10 @@ def test_a_file_of_another_kind_is_named(tmp_path, words):
             read_conversations(path)
 
 
-@pytest.mark.parametrize("how", ["a pipe", "a link to a pipe", "a socket"])
-def test_what_is_no_file_is_not_waited_for(tmp_path, how, words):
+def test_what_is_no_file_is_not_waited_for(tmp_path, words):
+    os.mkfifo(tmp_path / "made")
     path = tmp_path / "a.jsonl"
-    if how == "a socket":
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(str(path))
-    else:
-        os.mkfifo(tmp_path / "made")
-        path.symlink_to("made") if "link" in how else (tmp_path / "made").rename(path)
+    path.symlink_to("made")
     for read_them in (read_conversations, lambda path: require_first_rows([Source(str(path))])):
         with words.refused(ValueError, "a.jsonl", "a pipe"):
             read_them(path)
@@ -304,17 +267,15 @@ def test_what_is_wrong_is_told_once_with_all_rows_and_up_to_20_faults(tmp_path, 
 
 def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder, words):
     source = Source(str(folder / "data.jsonl"))
-
-    def look(*lines: str) -> None:
-        (folder / "data.jsonl").write_text("\n".join(lines))
-        require_first_rows([source])
-
     bad, lost = row(*turns(img="a" * 9999)), row(*turns(image="no.png"))
-    look(*[bad] * 20, GOOD)
-    with words.refused(ValueError, "2 of 2 rows", "data.jsonl:2: the image", "data.image_folder"):
-        look(bad, lost)
-    with words.refused(ValueError, "none of its first 20 rows", "lines 2 to 20"):
-        look(*[bad] * 21, *[GOOD] * 5)
+    for lines, named in (
+        ([*[bad] * 20, GOOD], None),
+        ([bad, lost], ("2 of 2 rows", "data.jsonl:2: the image", "data.image_folder")),
+        ([*[bad] * 21, GOOD], ("none of its first 20 rows", "lines 2 to 20")),
+    ):
+        Path(source.path).write_text("\n".join(lines))
+        with words.refused(ValueError, *named) if named else nullcontext():
+            require_first_rows([source])
     # Nothing is fetched for this, and no library loaded.
     require_first_rows([replace(source, allow_urls=True), Source("someone/rows")])
 

@@ -1,7 +1,5 @@
 """Sharing out conversations among rows, and the batches that such rows become."""
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,35 +10,21 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.packing import PackingCollator, share_out
 from glm4v_patched.demo.tiny_model import tiny_config
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.data_forms import turns
 
-WORDS = ["Which", "colour", "is", "it", "a", "red", "circle", "green", "square"]
 
-
-def conversation(words: int, pictures: int = 0, seed: int = 0) -> list[dict]:
+def conversation(words: int, pictures: int = 0) -> list[dict]:
     """A question of so many words, one picture a turn, and an answer."""
-    draw = random.Random(seed)
-    turns = []
-    for _ in range(pictures):
-        colour = tuple(draw.randrange(256) for _ in range(3))
-        image = Image.new("RGB", (20, 20), colour)
-        turns.append({"role": "user", "image": image, "content": "Which colour is it"})
-        turns.append({"role": "assistant", "content": draw.choice(WORDS)})
-    turns.append({"role": "user", "content": " ".join(draw.choices(WORDS, k=words))})
-    return [*turns, {"role": "assistant", "content": draw.choice(WORDS)}]
+    shown = []
+    for number in range(pictures):
+        image = Image.new("RGB", (20, 20), (words, 50 * number, 99))
+        shown += turns("Which colour is it", "red", image=image)
+    return [*shown, *turns(" ".join(["a red circle", "is it"][n % 2] for n in range(words)), "red")]
 
 
 def conversations() -> list[list[dict]]:
     sizes = [(3, 1), (40, 0), (1, 0), (8, 2), (12, 0), (2, 1)]
-    return [conversation(words, pictures, words) for words, pictures in sizes]
-
-
-def test_positions_are_counted_without_opening_images(processor):
-    collator = ConversationCollator(processor)
-    for messages in conversations():
-        unopened = [m | {"image": "no such file"} if "image" in m else m for m in messages]
-        images = sum("image" in message for message in messages)
-        (size,) = collator.measure([unopened])
-        assert (size.positions, size.images) == (collator([messages])["input_ids"].shape[1], images)
+    return [conversation(words, pictures) for words, pictures in sizes]
 
 
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=40))

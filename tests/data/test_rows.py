@@ -35,26 +35,15 @@ def test_an_array_has_the_rows_of_the_lines(tmp_path, monkeypatch, at_once, inde
     assert [*read_rows(tmp_path / "a.json")] == [*lines]  # numbered alike
 
 
-def test_rows_of_an_array_are_named_by_their_number_wherever_the_text_is_cut(
-    tmp_path, monkeypatch, words
-):
+def test_an_array_that_is_none_is_refused_with_its_line_and_a_row_by_its_number(tmp_path):
     good, long = json.dumps({"messages": turns()}), "9" * 5000
-    bad = ["5", '{"messages": [], "messages": []}', "NaN", f"[{long}.5, {long}]"]
-    (tmp_path / "a.json").write_text(f"[{', '.join([good, *bad, good])}]")
-    for at_once in (100, 2**20):
-        monkeypatch.setattr("glm4v_patched.data.text_rows.CHARACTERS_AT_ONCE", at_once)
-        with words.refused(ValueError, "4 of 6 rows", "a.json, row 2: ", "row 5: "):
-            read_conversations(tmp_path / "a.json")
-
-
-def test_an_array_that_is_none_is_refused_with_its_line(tmp_path):
     for content, named in (
         ("[]", "0 conversations"),
         ('[\n{"messages": 5},\n\n{]\n\n', "a.json:4: row 2"),
         ('[{"messages": 5}\n', "a.json:2: "),
-        ('[{"messages": 5},]', "row 2"),
         ('[{"messages": 5}] 7', "after the end"),
         ("[" * 100_000, "nested"),
+        (f"[{good}, NaN, [{long}.5, {long}], {good}]", "a.json, row 2: (.|\n)*, row 3: "),
     ):
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(ValueError, match=named):
@@ -112,17 +101,6 @@ def test_tables_with_pictures_in_them_are_read(tmp_path, cache, how):
             read_conversations(Source(path, split="val"))
 
 
-def test_splits_of_a_folder_are_those_of_its_names(tmp_path):
-    names = ("train/a.parquet", "train/b.parquet", "test/a.parquet")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        datasets.Dataset.from_list([{"messages": turns(name)}]).to_parquet(tmp_path / name)
-    assert read_conversations(tmp_path) == [turns(names[0]), turns(names[1])]
-    assert read_conversations(Source(str(tmp_path), split="test")) == [turns(names[2])]
-    with pytest.raises(ValueError, match="has the splits train, test and not nonsense"):
-        read_conversations(Source(str(tmp_path), split="nonsense"))
-
-
 @pytest.mark.parametrize("how", ["parquet", "splits", "folder"])
 def test_a_field_that_has_no_effect_is_refused(tmp_path, how):
     path = saved(tmp_path, how)
@@ -132,14 +110,6 @@ def test_a_field_that_has_no_effect_is_refused(tmp_path, how):
         with pytest.raises(ValueError, match=f"{name} is 'train', and has no effect on"):
             read_conversations(source)
         assert f"{name} is 'train'" in fault_of_set(source)
-
-
-def test_a_path_is_no_pattern(tmp_path):
-    rows = [{"messages": turns(name)} for name in ("a*b", "aXb")]
-    for row in rows:
-        name = row["messages"][0]["content"]
-        datasets.Dataset.from_list([row]).to_parquet(str(tmp_path / f"{name}.parquet"))
-    assert read_conversations(tmp_path / "a*b.parquet") == [turns("a*b")]
 
 
 def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
@@ -155,16 +125,13 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
         read_conversations(source.path)
 
 
-def test_an_id_of_the_hub_is_read_by_datasets(tmp_path, monkeypatch):
+def test_an_id_of_the_hub_is_read_by_datasets(monkeypatch):
     load = Mock(return_value=datasets.Dataset.from_list([{"messages": turns()}]))
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.chdir(tmp_path)
     source = Source("someone/pictures", split="test", subset="en", revision="abc")
     assert read_conversations(source) == [turns()]
     options = {"split": "test", "revision": "abc", "streaming": True}
     load.assert_called_once_with("someone/pictures", "en", **options)
-    with pytest.raises(ValueError, match="no/file.jsonl: there is no such file"):
-        read_conversations("no/file.jsonl")
 
 
 @pytest.fixture
@@ -252,16 +219,10 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path, served, w
 
 def test_pictures_are_fetched_by_http_alone_and_not_for_ever(served):
     """Whatever a server answers."""
-    _, url = served
-    with pytest.raises(ValueError, match="leads to .ftp://.*; expected http or https"):
-        fetch(f"{url}/ftp")
-    with pytest.raises(ValueError, match=r"first \d+ bytes took over 0.3 s"):
-        fetch(f"{url}/slow", seconds=0.3)
-    with pytest.raises(ValueError, match="has over 5 bytes"):
-        fetch(f"{url}/slow", most=5)
-
-
-def test_what_is_no_picture_is_refused(files, words):
-    for picture in ("s3://bucket/a.png", {"src": "a.png"}, 5):
-        with words.refused(ValueError):
-            files.path_of(picture)
+    for name, options, told in (
+        ("ftp", {}, "leads to .ftp://.*; expected http or https"),
+        ("slow", {"seconds": 0.3}, r"first \d+ bytes took over 0.3 s"),
+        ("slow", {"most": 5}, "has over 5 bytes"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            fetch(f"{served[1]}/{name}", **options)
