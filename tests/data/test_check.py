@@ -107,14 +107,14 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     (tmp_path / "bad.png").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.png")
     draw("a.png")
-    pictures = ("bad.png", "pipe.png", "none.png")
+    pictures = ("bad.png", "pipe.png", "none.png", "x" * 300)
     long = turns(rounds=30)
     path = write(turns(answer=""), turns("a.png"), *map(turns, pictures), long, turns())
     options = {"max_positions": 200}
-    with words.refused(ValueError, "5 of 7 rows", "data.jsonl:6: takes"):
+    with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
         run(path, **options)
     checked = run(path, on_bad="skip", **options)
-    assert checked.row_lines == (2, 7) and checked.skipped == 5
+    assert checked.row_lines == (2, 8) and checked.skipped == 6
     assert checked.counts.rows == len(checked.row_digests) == 2
     assert checked.conversations()[1] == turns()
     words(capsys.readouterr().out)

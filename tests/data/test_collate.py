@@ -85,8 +85,7 @@ def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_infer
     trained = ConversationCollator(processor)(read_conversations(tmp_path / "data.jsonl"))
     upright = ImageOps.exif_transpose(Image.open(path))
     assert upright.size == ((32, 64) if orientation > 4 else (64, 32))
-    ways = [Image.open(path), upright, path, path.read_bytes(), np.asarray(upright)]
-    for picture in [*ways, torch.from_numpy(np.array(upright))]:
+    for picture in (upright, path, path.read_bytes(), torch.from_numpy(np.array(upright))):
         asked = [{"role": "user", "image": picture, "content": "q"}]
         inputs = processor.apply_chat_template(
             asked, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True

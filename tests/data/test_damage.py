@@ -5,6 +5,7 @@ like a picture's name, whatever its key, and the words of whatever looks like an
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -56,19 +57,17 @@ def sound(tmp_path_factory) -> Path:
 
 def damage_bytes(content: bytes, draw: Callable) -> bytes:
     at = draw(st.integers(0, max(len(content) - 1, 0)))
-    match draw(st.sampled_from(["flip", "cut", "insert", "drop", "repeat", "empty"])):
+    match draw(st.sampled_from(["flip", "cut", "insert", "drop", "repeat"])):
         case "flip":
             flipped = bytes([content[at] ^ draw(st.integers(1, 255))]) if content else b""
             return content[:at] + flipped + content[at + 1 :]
-        case "cut":
-            return content[:at]
         case "insert":
             return content[:at] + draw(st.binary(min_size=1, max_size=4)) + content[at:]
         case "drop":
             return content[:at] + content[at + draw(st.integers(1, 40)) :]
         case "repeat":
             return content[:at] + content[max(at - draw(st.integers(1, 400)), 0) :]
-    return b""
+    return content[:at]
 
 
 KEYS = ["image", "images", "Image", "img", "image_url", "content", "value", "role", "from"]
@@ -76,12 +75,11 @@ KEYS += ["messages", "conversations", "tools", "metadata", "id", "IMAGE", "image
 WORDS = ["", " ", "\ud83d", "\0", "user", "gpt", "human", "assistant", "system", "observation"]
 WORDS += ["<image>", "q<image>q", "p/0.png", "p/1.jpg", "p/9.png", "https://a.b/c.png"]
 WORDS += ["<|begin_of_image|>"]
-leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text()
-)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+keys = st.sampled_from(KEYS)
 values = st.recursive(
-    leaves,
-    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(KEYS), v, max_size=3),
+    leaves | st.sampled_from(WORDS),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=3),
 )
 
 
@@ -194,7 +192,7 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
         with pytest.raises(ValueError) as refused:
             check()
         for number in set(rows) - set(checked.row_lines):
-            assert f"{path}:{number}: " in str(refused.value)
+            assert re.search(rf"(:|also lines? .*\b){number}\b", str(refused.value))
     else:
         assert found(check()) == found(checked)
     for number, messages in zip(checked.row_lines, checked.conversations(), strict=True):

@@ -278,6 +278,7 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(EVA2CLIPModel, "forward", counted)
     changes = {"trained": "lm", "engine.zero_stage": 0, "data.eval": 0.2, "data.eval_answers": 0}
     changes |= {"trainer.num_train_epochs": 3.0, "trainer.max_steps": None}
+    changes["trainer.dataloader_num_workers"] = 0
     asked = drawn_recipe(tmp_path, changes | {"trainer.gradient_accumulation_steps": 2})
     results = []
     for name, reuse in (("plain", False), ("memory", True), ("kept", str(tmp_path / "features"))):

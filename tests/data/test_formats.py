@@ -70,11 +70,8 @@ def test_a_picture_of_a_message_is_its_path_and_no_word_of_it(folder):
 
 
 def test_a_turn_may_be_context_only(folder):
-    for mark, plain in (
-        ({"train": False}, {"train": True}),
-        ({"loss": False}, {}),
-        ({"weight": 0}, {"weight": 1}),
-    ):
+    marks = [({"train": False}, {"train": True}), ({"loss": False}, {}), ({"weight": 0}, {})]
+    for mark, plain in marks:
         given = [said("user"), said("assistant", **mark), said("user"), said("assistant", **plain)]
         (messages,) = read(folder, row(*given))
         assert messages[1::2] == [said("assistant", train=False), said("assistant")]
@@ -117,6 +114,9 @@ def test_rows_of_other_trainers_are_read(folder):
         (messages,) = read(folder, line)
         told = [text_of(message) + "!" * len(pictures_of([message])) for message in messages]
         assert " ".join(told) == words
+    (folder / "data.jsonl").write_text('{"instruction": "q"}')
+    (asked,) = read_rows(folder / "data.jsonl", to_learn=False)  # to be answered
+    assert asked.messages == [said("user", "q")]
 
 
 def test_only_a_completion_is_learned(folder):
@@ -141,9 +141,12 @@ def test_a_format_may_be_named_and_keys_left_out(folder, words):
 REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     # Keys
     "pictures of the row and of a message": (row(*turns(image="a.png"), images=["b"]), "1, places"),
+    "capitals": ({"Messages": []}, 'write "messages"'),
     "another format": ({"conversations": [HUMAN]}, 'has "messages"'),
+    "pictures under two names": (row(*turns(), image="a", images=["a"]), '"images" and "image"'),
+    "a place in the answer": (row(*turns(answer="<image>"), images=["a.png"]), "message 2 of 2"),
+    "more places than pictures": (row(*turns("<image><image>q"), images=["a.png"]), ": 2; write"),
     "tools of a row": (row(*turns(), tools=[TOOL]), '"tools"'),
-    "unknown keys": (row(*turns(), id=1, split="a"), '"id", "split"'),
     "60,000 keys": (json.loads(GOOD) | {f"k{n}": 1 for n in range(60_000)}, "59,980 more"),
     "img": (row(*turns(img="a.png")), '"img"'),
     "from": (row({"from": "human", "value": "q"}, ANSWER), 'write "content"'),
@@ -156,6 +159,10 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "parts without a picture": (row(*turns([{"type": "image"}, TEXT])), "0, places"),
     "train of text": (row(said("user"), said("assistant", train="no")), '"no"'),
     "nothing to train": (row(said("user"), said("assistant", train=False)), "1 turns"),
+    "train of a user": (row(*turns(train=True)), "user"),
+    "two marks": (row(said("user"), said("assistant", train=False, loss=False)), "train and loss"),
+    "a part of two pictures": (row(*turns([{"type": "image", "image": "a", "url": "b"}])), "1 of"),
+    "a part without text": (row(*turns([{"type": "text", "text": None}])), "1 of 2"),
     "a weight": (row(said("user"), said("assistant", weight=0.5)), "0.5"),
     "message of text": ({"messages": ["hello"]}, "message 1 of 1"),
     # Pictures
@@ -166,18 +173,25 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "NUL": (row(*turns(image="a\0.png")), "code 0"),
     "of the assistant": (row(said("user"), said("assistant", image="a.png")), "role assistant"),
     # Places of pictures
-    "place without a picture": (row(*turns("<image>\nq")), "1 (<image>), pictures: 0"),
+    "place in the middle": (row(*turns("is <image> red?", image="a.png")), "<image>"),
     "place of the system": (row(said("system", "<image>"), *turns()), "take <image> out"),
     # Turns
     "white answer": (row(said("user"), said("assistant", " \n")), "' \\n'"),
     "user last": (row(*turns(), said("user")), "user"),
     "assistant twice, after a call": (row(said("user"), CALL, ANSWER, ANSWER), "4 of 4"),
-    # Tools and metadata
     "tools of a user": (row(*turns(tools=[TOOL])), "user"),
+    "tools of no list": (row(said("system", tools={}), *turns()), ""),
+    "a tool of text": (row(said("system", tools=["weather"]), *turns()), ""),
+    "a function of text": (row(said("system", tools=[{"function": "f"}]), *turns()), ""),
+    "metadata of two lines": (row(said("user"), said("assistant", metadata="a\nb")), "one line"),
+    "place in metadata": (row(said("user"), said("assistant", metadata="<image>")), "<image>"),
+    "a tool with no name": (row(said("system", tools=[{"name": " "}]), *turns()), "text"),
+    "metadata of a user": (row(*turns(metadata="f")), '"f"'),
     "tools that are none": (row(said("system", tools=[TOOL, {"type": "code"}]), *turns()), ""),
     "metadata": (row(said("user"), said("assistant", metadata=5)), "5"),
     # JSON
     "of Python": ("{'messages': []}", "json.dumps"),
+    "comma": (GOOD + ",", "comma"),
     "deep": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested"),
     "a key twice": ('{"messages": [], ' + GOOD[1:], '"messages" stands 2 times'),
     "half a character": (row(*turns("a\ud83d")), "\\ud83d"),
@@ -199,6 +213,8 @@ def test_rows_of_other_trainers_that_are_not_understood_are_refused(folder, word
         (PLAIN, {"mood": "good"}, ""),
         (SHAREGPT, {"conversations": [{"from": "robot", "value": "x"}, GPT]}, "1 of 2"),
         (SHAREGPT, {"conversations": ["hello", GPT]}, "1 of 2"),
+        (SHAREGPT, {"conversations": [{"from": "human"}, GPT]}, "1 of 2"),
+        (SHAREGPT, {"conversations": 5}, ""),
         ({"prompt": "q", "completion": "b"}, {"completion": 5}, "completion is 5"),
     ):
         with words.refused(ValueError, "data.jsonl:2: ", named):

@@ -48,5 +48,4 @@ def test_its_recipe_can_be(folder):
     recipe = Recipe.of(LEAST | yaml.safe_load(text))
     cats, dogs, birds = recipe.data.sources()
     assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)
-    assert (dogs.ignore, birds.path) == (("source",), "someone/birds")
     assert dogs.image_folder == os.path.abspath("photos")

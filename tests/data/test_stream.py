@@ -78,8 +78,7 @@ def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     wrong = written(tmp_path / "wrong.jsonl", [*lines[:7], "{", conversation("8", 7), *lines[9:]])
     found = [*islice(Stream([wrong], 1, buffer=6), 40)]
     assert asked(found) == [None if n in ("7", "8") else n for n in right]
-    [broken, no_text] = sorted({row.place for row in found if row.fault})
-    assert (broken, no_text) == (f"{wrong.path}:8", f"{wrong.path}:9")
+    assert {row.place for row in found if row.fault} == {f"{wrong.path}:{n}" for n in (8, 9)}
 
 
 @pytest.mark.parametrize(("form", "context"), [("save_to_disk", "fork"), ("hf download", "spawn")])
