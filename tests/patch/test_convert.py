@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
 from torch.distributed.fsdp import fully_shard
@@ -114,12 +113,11 @@ def count_runs(model, monkeypatch) -> dict[str, int]:
 # Numbers
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", FORWARD)
-def test_logits_loss_and_gradients_are_the_published_ones(case, training, legacy):
+def test_logits_loss_and_gradients_are_the_published_ones(case, legacy):
     inputs, want, want_gradients = golden_case(f"{case}.fp32")
     mask = inputs.get("attention_mask_expanded", inputs.get("attention_mask"))
-    model = patch_model(legacy.train(training))
+    model = patch_model(legacy.train())
     output = model(**golden_inputs(case))
     valid = ... if mask is None else mask.bool()
     torch.testing.assert_close(output.logits[valid], want["logits"][valid], rtol=0, atol=ATOL)
@@ -290,13 +288,11 @@ def test_checkpointing_stays_as_it_was_and_can_be_switched_after(
 def test_saving_writes_our_code_and_the_published_names(legacy, tmp_path):
     patch_model(legacy.bfloat16()).save_pretrained(tmp_path / "patched")
     tiny_model(torch.bfloat16).save_pretrained(tmp_path / "ours")
-    code = sorted(path.name for path in (tmp_path / "ours").glob("*.py"))
-    assert len(code) > 5
-    for name in [*code, "model.safetensors"]:
+    names = [path.name for path in (tmp_path / "ours").iterdir() if path.suffix != ".json"]
+    assert len(names) > 6
+    for name in names:
         ours, theirs = tmp_path / "ours" / name, tmp_path / "patched" / name
         assert theirs.read_bytes() == ours.read_bytes(), name
-    saved = load_file(tmp_path / "patched" / "model.safetensors")
-    assert {n: list(t.shape) for n, t in saved.items()} == golden_json("param_shapes.json")
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["GLM4VForCausalLM"]
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
@@ -349,17 +345,6 @@ def test_an_adapter_on_it_before_computes_what_it_does_on_ours(options, generati
         merged = model.eval().merge_and_unload()
         merged.save_pretrained(tmp_path)
         assert torch.equal(logits(GLM4VForCausalLM.from_pretrained(tmp_path)), logits(merged))
-
-
-def test_generation_through_the_wrapper_of_peft(generating):
-    model, ours = adapted(generating), adapted(tiny_model())
-    # What PeftModelForCausalLM.generate leaves behind.
-    model.base_model.prepare_inputs_for_generation = model.base_model_prepare_inputs_for_generation
-    patch_model(model)
-    assert torch.equal(generated(model), generated(ours))
-    assert not torch.equal(generated(model), generated(tiny_model()))
-    method = model.base_model_prepare_inputs_for_generation
-    assert method.__func__ is GLM4VForCausalLM.prepare_inputs_for_generation
 
 
 def test_copies_that_peft_trains_whole_become_ours(generating):
@@ -421,13 +406,6 @@ def test_device_hooks_stay_and_run_our_code(how, legacy):
     assert torch.equal(generated(legacy), generated(tiny_model()))
     remove_hook_from_module(legacy, recurse=True)
     assert torch.equal(logits(legacy), logits(tiny_model()))
-
-
-def test_device_hooks_taken_off_before_leave_no_published_forward(legacy):
-    accelerate.cpu_offload(legacy, execution_device=torch.device("cpu"))
-    remove_hook_from_module(legacy, recurse=True)
-    assert "forward" in vars(legacy)
-    assert torch.equal(logits(patch_model(legacy)), logits(tiny_model()))
 
 
 # Quantised

@@ -110,14 +110,12 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     assert applied(quick) == [[{}, []]]
 
 
-@pytest.mark.parametrize(
-    "head", [f"#!{sys.executable}", "#!/bin/sh\n'''exec' python \"$0\" \"$@\""]
-)
-def test_a_command_on_path_runs_as_python_runs_it(head, quick, monkeypatch):
+def test_a_command_on_path_runs_as_python_runs_it(quick, monkeypatch):
     command = quick / "bin" / "a-command"
     command.parent.mkdir()
-    source = INSPECT if "sh" not in head else f"' '''{INSPECT}"
-    command.write_text(f"{head}\n{source}")
+    # As pip writes it where the interpreter is too long for the first line.
+    head = "#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n' '''"
+    command.write_text(head + INSPECT)
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
     expected = run(sys.executable, command, "train", "x.yaml")
@@ -206,10 +204,7 @@ def test_mistakes_are_told_before_the_script_runs(arguments, value, named, quick
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
-def test_help_and_the_folder_are_printed_and_nothing_is_patched(quick):
-    done = run(*RUN, "--help")
-    assert done.returncode == 0
-    assert "--attn-implementation NAME" in done.stdout and "local_rank" not in done.stdout
+def test_the_folder_is_printed_and_nothing_is_patched(quick):
     folder = run(*RUN, "--startup-folder").stdout.rstrip("\n")
     assert os.listdir(folder).count("sitecustomize.py") == 1
     assert applied(quick) == []
@@ -247,8 +242,7 @@ def test_the_patch_waits_for_packages_that_import_transformers(quick):
     assert applied(quick) == [[{"swiglu": False}, []]]
 
 
-@pytest.mark.parametrize("value", ["yes", '{"refused": 1}'])
-@pytest.mark.parametrize("first", ["transformers", "peft"])
+@pytest.mark.parametrize("first, value", [("transformers", "yes"), ("peft", '{"refused": 1}')])
 def test_errors_come_out_of_the_import_of_transformers_each_time(first, value, quick):
     code = f"""
 for name in ({first!r}, "transformers", "transformers"):
