@@ -1,10 +1,7 @@
 """From the original's weights to somebody who loads ours by name: build, publish, load, train."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -16,7 +13,6 @@ from transformers import AutoModel, AutoProcessor
 from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.publishable import (
     NAME,
-    ROOT,
     TAG,
     UPSTREAM,
     as_files,
@@ -108,16 +104,6 @@ def test_weights_without_code_load_by_the_code_of_another_repository(built, hub,
         saved = json.loads((tmp_path / "out" / "config.json").read_text())
         assert "--" not in json.dumps(saved["auto_map"])
         AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
-
-
-@pytest.mark.slow
-def test_another_process_writes_the_same_bytes(original, built, tmp_path):
-    """With another seed of hashes, and in another language."""
-    command = [sys.executable, "-m", "hub_upload", "build", "--weights", original]
-    command += ["--out", tmp_path / "out", "--name", NAME]
-    variables = os.environ | {"PYTHONHASHSEED": "2", "LC_ALL": "C"}
-    subprocess.run(command, cwd=ROOT, env=variables, timeout=600, check=True)
-    assert as_files(tmp_path / "out") == as_files(built)
 
 
 def test_a_server_without_xet_names_the_variable(hub, run, built, monkeypatch):
