@@ -177,16 +177,6 @@ def test_training_continues_from_the_checkpoint_it_names(
     assert (tmp_path / plan.checkpoint).samefile(checkpoint)
 
 
-def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
-    tmp_path, train, commands, capsys
-):
-    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    assert main([*train, "--resume"]) == 0
-    assert "no complete checkpoint in" in capsys.readouterr().out
-    assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
-    assert Plan.read(tmp_path / "out" / "plan.json").checkpoint is None
-
-
 def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, train, monkeypatch, capsys):
     monkeypatch.setenv("PATH", os.defpath)
     checkpoint = add_checkpoint(tmp_path, 4)

@@ -9,7 +9,6 @@ command is repeated here. What cannot be run here is in ``ELSEWHERE``, with what
 import contextlib
 import io
 import json
-import re
 import shlex
 import shutil
 import signal
@@ -20,14 +19,13 @@ import time
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from PIL import Image
 
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.recipe import Recipe
+from hub_upload.__main__ import _parser as upload_parser
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.local_hub import LocalHub, redirect_client
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
 from tests.helpers.processes import (
     cpu_environment,
@@ -36,7 +34,6 @@ from tests.helpers.processes import (
     run_with_limit,
     serving,
 )
-from tests.helpers.publishable import as_files, write_original
 from tests.helpers.tiny import tiny_model
 
 # What begins so is not run by this file, but by what stands behind it.
@@ -59,10 +56,10 @@ ELSEWHERE = {
     "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",
     "glm4v-patched chat zai-org": "tests/inference/test_web.py, in a browser",
     "glm4v-patched compare": "tests/compare/test_compare.py",
-    "glm4v-patched bench --generate --load-in": "tests/bench/test_generation.py, on a GPU",
-    "glm4v-patched bench --generate --torchao": "tests/bench/test_generation.py, where it is",
+    "glm4v-patched bench": "tests/bench, tests/distributed/test_bench_command.py",
     "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_from_files.py",
-    "python -m hub_upload build --adapter": "tests/hub_upload/test_adapter.py",
+    "python -m hub_upload ": "tests/hub_upload/test_end_to_end.py, test_adapter.py",
+    "python tests/helpers/local_hub.py": "by hand; its Hub is that of the tests of hub_upload",
     "PYTHONPATH=. python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
     "python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
     "VLLM_PLUGINS= python docs/benchmarks/": "tests/inference/test_vllm_model.py",
@@ -114,9 +111,13 @@ def of_program(name: str) -> list[str]:
 
 
 def test_options_are_there():
-    for arguments in of_program("glm4v-patched"):
-        if "--help" not in arguments:
-            _parser().parse_args(shlex.split(arguments.partition(" > ")[0]))
+    for program, parser in (
+        ("glm4v-patched", _parser()),
+        ("python -m hub_upload", upload_parser()),
+    ):
+        for arguments in of_program(program):
+            if "--help" not in arguments:
+                parser.parse_args(shlex.split(arguments.partition(" > ")[0]))
 
 
 def test_tests_that_pages_name_are_there():
@@ -159,13 +160,13 @@ class Reader:
         assert ended.status == 0, f"{command}\n{ended.status}\n{ended.output[-6000:]}"
         return ended.output
 
-    def here(self, command: str, run=main, typed: str = "") -> str:
+    def here(self, command: str, typed: str = "") -> str:
         """What a command of ours printed in this process, which tests may have prepared."""
         arguments, out = shlex.split(command.partition(" > ")[0])[1:], io.StringIO()
         with contextlib.chdir(self.folder), on_the_cpu(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO(typed))
             with contextlib.redirect_stdout(out):
-                assert run(arguments) == 0, f"{command}\n{out.getvalue()}"
+                assert main(arguments) == 0, f"{command}\n{out.getvalue()}"
         return out.getvalue()
 
     def python(self, *programs: str, without_package: bool = False) -> str:
@@ -328,67 +329,6 @@ def test_scripts_are_patched(given, reader):
                 assert arguments.pop(0) == f"--local_rank={rank}"
             assert arguments == handed_on, command
             (reader.folder / f"rank{rank}").unlink()
-
-
-GENERATION = "--config tiny/config.json --device cpu --new-tokens 4 --prompt-tokens 8 --repeats 1"
-
-
-@pytest.mark.slow
-@runs("glm4v-patched bench")
-def test_bench_measures_and_makes_its_page_and_pictures_again(given, reader):
-    small = "--config tiny/config.json --device cpu --text-tokens 20 --no-compile"
-    small += " --warm-up 1 --steps 1"
-    page = reader.folder / "docs" / "benchmarks" / "README.md"
-    before = page.read_text()
-    for command in given:
-        if command == "glm4v-patched bench" or command.startswith(tuple(ELSEWHERE)):
-            continue  # its name, in running text
-        if "--rows" not in command:
-            command += f" {GENERATION if '--generate' in command else small}"
-        if "*" in command:  # which the shell replaces
-            reader.shell(command)
-        else:
-            reader.here(command)
-        if "--pictures" in command:
-            drawn = sorted(path.name for path in (reader.folder / "pictures").iterdir())
-            # Memory is measured on GPUs only, as that of the page's rows was.
-            assert drawn == ["memory.png"] * ("--rows" in command) + ["speed.png"]
-            shutil.rmtree(reader.folder / "pictures")
-    assert page.read_text() == before
-    rows = json.loads((reader.folder / "rows.json").read_text())
-    assert [row["settings"]["micro_batch"] for row in rows] == [1, 4]
-    assert not any("error" in row for row in rows)
-
-
-@pytest.mark.slow
-@runs("python -m hub_upload ", "python tests/helpers/local_hub")
-def test_the_model_is_published(given, reader, demo_output, tmp_path, monkeypatch):
-    from hub_upload.__main__ import main as upload
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-
-    def type_those_of(name: str, endpoint: str, token: str, commit: str = "") -> None:
-        redirect_client(endpoint, monkeypatch)
-        monkeypatch.setenv("HF_TOKEN", token)
-        for command in given:
-            if name in command:
-                command = command.replace("@COMMIT", f"@{commit}").partition("-m ")[2]
-                reader.here(command, upload)
-
-    with LocalHub(("org",)) as hub:
-        original = as_files(write_original(tmp_path / "original"))
-        commit = hub.add_repository("zai-org/glm-4v-9b", original).head
-        type_those_of("published", hub.endpoint, hub.token, commit)
-        assert hub.repositories["org/glm-4v-9b-trainable"].tags
-
-    (serve,) = (text for text in given if "local_hub" in text)
-    log = tmp_path / "hub.log"
-    shell = ["bash", "-c", f"exec {serve}"]
-    told = r"(HF_ENDPOINT=\S+\n(?:.*\n)*?.*HF_TOKEN=\S+)"
-    with serving(shell, told, log, reader.environment, reader.folder) as (said, _):
-        variables = dict(re.findall(r"(HF_\w+)=(\S+)", said))
-        type_those_of("built", variables["HF_ENDPOINT"], variables["HF_TOKEN"])
 
 
 MERGED_IS_THE_SAME = """

@@ -2,15 +2,12 @@
 
 import json
 import re
-import runpy
 import sys
-from collections.abc import Callable
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from shlex import split
 
 import pytest
-import torch
 
 from tests.helpers.processes import ROOT, cpu_environment, gpu_environment, run_with_limit
 from tests.helpers.tiny import golden_json
@@ -88,46 +85,6 @@ def test_an_experiment_runs_at_tiny_size(command, prints, writes, tmp_path, requ
             assert json.loads((tmp_path / name).read_text())
         else:
             assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.fixture
-def ended(monkeypatch, capsys) -> Callable:
-    """The status of a script that ends before it does anything, and what it printed, where no GPU
-    is."""
-
-    def run(script: str, *arguments: str) -> tuple[object, str]:
-        path = BENCHMARKS / f"{script}.py"
-        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-        monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(path), run_name="__main__")
-        return end.value.code, " ".join("".join(capsys.readouterr()).split())
-
-    return run
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_an_experiment_says_what_it_does(script, ended):
-    """In its first sentence and in ``--help``."""
-    status, printed = ended(script.stem, "--help")
-    assert status == 0 and "usage: " in printed
-    assert script.read_text().partition('"""')[2].splitlines()[0][:50] in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("loss_curve --out x --picture y", "takes a GPU for each of 2 processes, and there are 0"),
-        ("loss_curve --size tiny --steps 19 --out x --picture y", "at least 20 are needed"),
-        ("reading_task --out x", "--gpus 2, and there are 0"),
-        ("compare_loops --out x --device cpu", "give the --config of a small one"),
-    ],
-)
-def test_what_cannot_run_is_refused_at_once(arguments, told, ended):
-    status, printed = ended(*arguments.split())
-    assert status == 2 and told in printed
 
 
 RESULTS = sorted(BENCHMARKS.glob("*.json"))

@@ -1,6 +1,5 @@
 """The model card: what it says is so, and what it tells people to run runs."""
 
-import json
 import re
 import sys
 import tomllib
@@ -35,40 +34,6 @@ def test_it_has_what_the_hub_files_a_model_by(card):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = " ".join(f'"{package}"' for package in project["dependencies"])
     assert body.count(f"pip install {named}") == 3
-
-
-def test_its_memory_is_that_of_the_results(card):
-    """Every row of the table is one row of the results, by what is trained and kept."""
-    files = (ROOT / "docs" / "benchmarks").glob("bench_*.json")
-    table = card[1][card[1].index("## Memory") : card[1].index("## Pin the revision")]
-    rows = [
-        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("| `") and not line.startswith("| `trained`")
-    ]
-    assert len(rows) >= 7
-    results = [row for file in files for row in json.loads(file.read_text())]
-    measured = [cells_of(result) for result in results if "error" not in result]
-    assert [row for row in rows if row not in measured] == []
-
-
-def cells_of(result: dict) -> list[str]:
-    """What the card would say of a measured row. A frozen tower keeps nothing in any case."""
-    chosen = result.get("policies") or result["settings"]
-    tower = chosen["tower"] if result["workload"] in ("full", "lora_all") else "-"
-    trained, cap = result["workload"], result["memory_limit_gib"]
-    optimizer = result["settings"].get("optimizer", "adamw")
-    trained += "" if optimizer == "adamw" else f", engine.optimizer: {optimizer}"
-    trained += ", engine.offload: true" if result["offload"] else ""
-    trained += ", engine.zero_stage: 0" if result["zero_stage"] == 0 else ""
-    return [
-        trained,
-        f"{result['micro_batch']}, {result['text_tokens']}",
-        f"{result['gpus']}" + ("" if cap is None else f", {cap:g}"),
-        f"{tower}, {chosen['language']}",
-        f"{result['peak_allocated_gib']:.1f}, {result['peak_reserved_gib']:.1f}",
-        f"{result['samples_per_s_per_gpu']:.2f}",
-    ]
 
 
 @pytest.fixture

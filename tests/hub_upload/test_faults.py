@@ -22,7 +22,7 @@ from hub_upload.errors import reason_of
 from hub_upload.layout import our_code
 from hub_upload.publish import read_build
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.local_hub import File, redirect_client
+from tests.helpers.local_hub import redirect_client
 from tests.helpers.publishable import NAME, TAG, UPSTREAM, as_files, is_published, is_whole
 
 
@@ -145,15 +145,6 @@ def test_a_mistake_of_ours_is_no_answer_of_a_server(ask, monkeypatch):
     with pytest.raises(AttributeError) as odd:
         CommitOperationAdd(None, b"")
     assert re.search(NO_HUB, reason_of(odd.value))
-
-
-def test_a_file_that_is_not_as_the_hub_lists_it_is_told(hub, ask):
-    there = hub.repositories["our-org/there"].files
-    other = File(b" " * there["config.json"].size)
-    change = lambda: there.update({"config.json": other})  # noqa: E731
-    hub.fail("HEAD", "/resolve/.*/config.json", times=99, call=change)
-    status, told = ask("verify")
-    assert status == 1 and "config.json has another hash" in told, told
 
 
 @pytest.mark.parametrize(

@@ -201,28 +201,6 @@ def test_a_defect_fails_its_own_checks_and_neither_runs_nor_is_published(
             read_build(copy)
 
 
-# In words of Jinja, ways out of a sandbox that people have tried.
-ESCAPES = [
-    "{{ cycler.__init__.__globals__.os.popen('touch \"$IT_RAN\"').read() }}",
-    f"{{{{ raise_exception.__globals__['__builtins__']['exec']('{CODE.strip()}') }}}}",
-]
-HARMLESS = [
-    *(listed("chat_template.jinja", escape) for escape in ESCAPES),
-    listed("requirements.txt", f"evil @ file:///tmp/evil\n--index-url {CODE}"),
-    added(".git/config", ""),
-    # This clone's code under another version.
-    amended(MANIFEST, version="9.9.9"),
-]
-
-
-@pytest.mark.parametrize("plant", HARMLESS)
-def test_what_may_be_anybodys_is_let_in_and_runs_nothing(plant, copy, marker, in_process):
-    plant(copy)
-    report = verify(str(copy))
-    assert by_name(report)["loads"].status != SKIPPED, report.as_table()
-    assert not {*report.failures} & {*CHECKS} and not marker.exists()
-
-
 def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
     """The process does not see what appears, or is exchanged, after the checks."""
     load_check(

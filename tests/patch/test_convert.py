@@ -5,7 +5,6 @@ The stand-in for the published code is tests/helpers/legacy.
 
 import copy
 import inspect
-import json
 from functools import partial
 from types import MethodType
 
@@ -17,10 +16,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from torch import nn
 from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
 
 from glm4v_patched.patch.convert import patch_model
-from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import computes_loss
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
 from tests.helpers.legacy_repository import image_row
@@ -285,30 +283,6 @@ def test_checkpointing_stays_as_it_was_and_can_be_switched_after(
 # Saving
 
 
-def test_saving_writes_our_code_and_the_published_names(legacy, tmp_path):
-    patch_model(legacy.bfloat16()).save_pretrained(tmp_path / "patched")
-    tiny_model(torch.bfloat16).save_pretrained(tmp_path / "ours")
-    names = [path.name for path in (tmp_path / "ours").iterdir() if path.suffix != ".json"]
-    assert len(names) > 6
-    for name in names:
-        ours, theirs = tmp_path / "ours" / name, tmp_path / "patched" / name
-        assert theirs.read_bytes() == ours.read_bytes(), name
-    config = json.loads((tmp_path / "patched" / "config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["GLM4VForCausalLM"]
-    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
-
-
-def test_a_model_of_our_code_from_a_saved_folder_becomes_that_of_this_package(tmp_path, loaded):
-    """Its code may be older than ours."""
-    tiny_model().save_pretrained(tmp_path / "saved")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
-    assert not isinstance(model, GLM4VForCausalLM)
-    model.gradient_checkpointing_enable()
-    assert isinstance(patch_model(model), GLM4VForCausalLM)
-    assert model.is_gradient_checkpointing
-    assert torch.equal(logits(model.eval()), logits(tiny_model()))
-
-
 # peft
 
 
@@ -361,15 +335,6 @@ def test_copies_that_peft_trains_whole_become_ours(generating):
     assert_equal(got, want)
     for inputs in (padded_images(), padded_images() | {"skip_logits": True}):
         assert torch.equal(model(**inputs).loss, ours(**inputs).loss)
-
-
-def test_an_adapter_and_checkpointing_before_get_plain_gradients(generating, monkeypatch):
-    switch_on(generating)
-    generating.enable_input_require_grads()
-    model, ours = patched_and_ours(generating)
-    runs = count_runs(model, monkeypatch)
-    assert_equal(gradients(model.train()), gradients(ours.train()))
-    assert set(runs.values()) == {2}
 
 
 # accelerate

@@ -177,14 +177,6 @@ def test_options_reach_apply_and_the_processes_that_are_started(given, variable,
     assert applied(quick) == [[options, []]] * 3
 
 
-def test_the_rank_that_launchers_insert_is_handed_on(quick):
-    spelling = "--local_rank=1"
-    (quick / "script.py").write_text("import sys; print(sys.argv)")
-    done = run(*RUN, spelling, "--swiglu", "script.py", "--lr", "1")
-    assert done.stdout == f"{['script.py', spelling, '--lr', '1']}\n", done.stderr
-    assert applied(quick) == [[{"swiglu": True}, []]]
-
-
 @pytest.mark.parametrize(
     "arguments, value, named",
     [
@@ -202,12 +194,6 @@ def test_mistakes_are_told_before_the_script_runs(arguments, value, named, quick
     done = run(*RUN, *arguments.split(), GLM4V_PATCHED=value)
     assert (done.returncode, done.stdout) == (2, "")
     assert named in done.stderr and "Traceback" not in done.stderr
-
-
-def test_the_folder_is_printed_and_nothing_is_patched(quick):
-    folder = run(*RUN, "--startup-folder").stdout.rstrip("\n")
-    assert os.listdir(folder).count("sitecustomize.py") == 1
-    assert applied(quick) == []
 
 
 # The processes that are started

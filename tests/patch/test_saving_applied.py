@@ -153,23 +153,6 @@ def test_our_code_lies_beside_the_weights_and_is_all_that_is_named(name, saved):
         assert adapter["base_model_name_or_path"] == PUBLISHED and "config.json" not in configs
 
 
-@pytest.mark.skipif(
-    not LOADS_ADAPTERS, reason=f"this transformers {fault_of_adapters()}: by PeftModel, above"
-)
-def test_an_adapter_loads_through_the_auto_classes(saved):
-    """By its folder alone, base and all."""
-    out, want = saved
-    where = {"cache_dir": out / "cache", "local_files_only": True}
-    inputs = {name: image_row(0)[name] for name in ("input_ids", "images")}
-    with glm4v_patched.applied():
-        model = AutoModelForCausalLM.from_pretrained(out / "adapter", **where)
-        processor = AutoProcessor.from_pretrained(out / "trainer_adapter")
-    for one in (model, processor):
-        assert type(one).__module__.startswith("glm4v_patched.remote.")
-    logits = model.eval()(**inputs).logits
-    torch.testing.assert_close(logits, want["adapter"], rtol=0, atol=1e-6)
-
-
 def test_every_adapter_has_the_code_in_its_own_folder_once(saved, tmp_path):
     other = get_peft_model(
         torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"])
