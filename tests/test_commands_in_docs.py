@@ -202,7 +202,7 @@ def reader(tmp_path_factory) -> Reader:
 
 @pytest.fixture(scope="module")
 def trained(reader) -> Path:
-    """README's training, stopped by Ctrl-C after its first checkpoint."""
+    """README's training, stopped by Ctrl-C after its first checkpoint, and continued."""
     (command,) = (c.text for c in commands(README) if "glm4v-patched train" in c.text)
     few = "--device cpu --processes 2 trainer.max_steps=40 trainer.save_steps=20"
     few += " trainer.learning_rate=1e-2"  # so that adapters change more than rounding does
@@ -225,19 +225,17 @@ def trained(reader) -> Path:
     running.send_signal(signal.SIGINT)
     assert running.wait(60) == 128 + signal.SIGINT, log.read_text()[-6000:]
     assert "--resume" in log.read_text().rstrip().splitlines()[-1]
+    (resume,) = (text for text in TEXTS if text.startswith("glm4v-patched train trained/"))
+    assert "checkpoint-20" in reader.shell(f"{resume} --device cpu")
     return out
 
 
 @pytest.mark.slow
 @runs("glm4v-patched train recipe.yaml", "glm4v-patched train trained/recipe.json")
 def test_training_is_stopped_and_goes_on(given, reader, trained):
-    _, overridden, resume = given
-    assert "checkpoint-20" in reader.shell(f"{resume} --device cpu")
-    steps = [
-        each["step"] for each in json.loads((trained / "training.json").read_text())["history"]
-    ]
-    assert steps[-1] == 40 and (trained / "adapter_model.safetensors").is_file()
-    reader.here(f"{overridden} out=other --dry-run --device cpu --processes 1")
+    history = json.loads((trained / "training.json").read_text())["history"]
+    assert history[-1]["step"] == 40 and (trained / "adapter_model.safetensors").is_file()
+    reader.here(f"{given[1]} out=other --dry-run --device cpu --processes 1")
 
 
 @runs("glm4v-patched train --help")
