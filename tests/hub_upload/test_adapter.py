@@ -98,3 +98,9 @@ def test_what_others_cannot_use_or_trust_is_not_built(adapters, build, tmp_path,
     status, said = build(folder)
     assert status == 1 and told in said, said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_nobody_else_finds_has_to_be_named(adapters, build):
+    for given in ([], ["--fine-tune-of", BASE_ID]):
+        status, said = build(adapters, "--name", NAME, *given)
+        assert status == 1 and "nobody else finds that model; give --fine-tune-of" in said

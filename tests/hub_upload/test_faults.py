@@ -22,7 +22,6 @@ from hub_upload.errors import reason_of
 from hub_upload.layout import our_code
 from hub_upload.publish import read_build
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.local_hub import redirect_client
 from tests.helpers.publishable import NAME, TAG, UPSTREAM, as_files, is_published, is_whole
 
 
@@ -145,24 +144,6 @@ def test_a_mistake_of_ours_is_no_answer_of_a_server(ask, monkeypatch):
     with pytest.raises(AttributeError) as odd:
         CommitOperationAdd(None, b"")
     assert re.search(NO_HUB, reason_of(odd.value))
-
-
-@pytest.mark.parametrize(
-    "command", ["build --weights our-org/name --out out", "publish copy --repo our-org/name --push"]
-)
-def test_no_answer_and_no_server_are_told(command, hub, silent, run, copy, monkeypatch):
-    monkeypatch.chdir(copy.parent)
-    for server, message in {
-        silent: f"{silent} did not answer within 0.2 s",
-        "http://127.0.0.1:9": r"the connection failed \(.*refused",  # nothing listens there
-    }.items():
-        redirect_client(server, monkeypatch)
-        begun = time.monotonic()
-        with waited_for(0.2):
-            status, told = run(*command.split())
-        assert status == 1 and time.monotonic() - begun < 30
-        assert re.search(message, told) and told.count("\n") == 0, told
-        assert "run the same command again" in told and not Path("out").exists()
 
 
 # Disks
