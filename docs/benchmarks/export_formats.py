@@ -9,7 +9,7 @@ and trained is kept: a run that was stopped goes on.
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -121,13 +121,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--size", choices=TASKS, default="mid", help="tiny is to try the script")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    for name in ("rows", "held_out", "steps"):
+        told = "another number than the size's own"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=told)
+    parser.add_argument("--train-only", action="store_true", help="export nothing")
     options = parser.parse_args()
+    given = {name: getattr(options, name) for name in ("rows", "held_out", "steps")}
+    given = {name: number for name, number in given.items() if number is not None}
+    folder, task = options.out.resolve(), replace(TASKS[options.size], **given)
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.train_only:
+        return train(folder, task, options.device)
     try:
         require_compressor()
     except RuntimeError as error:
         parser.error(str(error))
-    folder, task = options.out.resolve(), TASKS[options.size]
-    folder.mkdir(parents=True, exist_ok=True)
     if there := [name for name in FORMATS if (folder / name).exists()]:
         parser.error(f"{folder / there[0]} is there; give another --out, or move it away")
     if not (folder / "trained" / "training.json").is_file():

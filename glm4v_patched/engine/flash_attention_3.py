@@ -38,22 +38,25 @@ def use_flash_attention_3(model: nn.Module) -> None:
     torch's own choice (sdpa) and :func:`fault` finds none. The layers' classes change, no weight
     does."""
     layers = [each for each in model.modules() if type(each) is Attention]
-    if not layers or layers[0].config._attn_implementation != "sdpa" or fault() is not None:
+    if not layers or layers[0].config._attn_implementation != "sdpa":
+        return
+    if fault(layers[0].dense.in_features // layers[0].num_heads) is not None:
         return
     for layer in layers:
         layer.__class__ = FrozenTowerAttention
 
 
 @functools.cache
-def fault() -> str | None:
-    """Why it is not used here, or None; it is compared with torch's attention once a process."""
+def fault(channels: int = 112) -> str | None:
+    """Why it is not used here with heads of so many channels, or None; it is compared with torch's
+    attention once a process."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "fa3-fwd is not installed"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return "it is for Hopper GPUs"
     generator = torch.Generator("cuda").manual_seed(0)
     made: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    query, key, value = torch.randn(1, 257, 3, 2, 112, **made).unbind(2)
+    query, key, value = torch.randn(1, 257, 3, 2, channels, **made).unbind(2)
     try:
         found = _attend(query, key, value)
     except (ImportError, RuntimeError, TypeError, AttributeError) as error:

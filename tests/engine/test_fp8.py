@@ -379,7 +379,7 @@ def test_the_frozen_tower_attends_as_torch_does_where_flash_attention_3_cannot(m
     flash_attention_3.use_flash_attention_3(model)  # not there: nothing changes
     kinds = {type(each) for each in model.modules()}
     assert visual.Attention in kinds and "fa3-fwd is not" in flash_attention_3.fault()
-    monkeypatch.setattr(flash_attention_3, "fault", lambda: None)
+    monkeypatch.setattr(flash_attention_3, "fault", lambda channels: None)
     model.config._attn_implementation = "eager"
     flash_attention_3.use_flash_attention_3(model)
     assert visual.Attention in {type(each) for each in model.modules()}
