@@ -97,7 +97,8 @@ def test_prints_the_table_of_rows(tmp_path, capsys, words):
     [
         (["--new-tokens", "1"], "--new-tokens is 1"),
         (["--compile-options", "no"], "--compile-options is 'no'"),
-        (["--micro-batch", "2"], "--micro-batch"),
+        (["--gpus", "1"], "--gpus"),
+        (["--device", "cuda", "--load-in-4bit", "--compile-layers"], "--compile-layers with"),
         (["--against", "none"], "--against none"),
         (["--draw-ahead", "--cache", "dynamic"], "--cache dynamic"),
         (["--weights", "8bit"], "--weights 8bit needs a GPU"),

@@ -143,6 +143,8 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
         file.write_text(format_rows([row]))
     assert main(["bench", "--rows", *map(str, files)]) == 0
     assert capsys.readouterr().out == markdown_table(rows)
+    assert main(["bench", "--rows", *map(str, files), "--pictures", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(f"memory.png\n{tmp_path / 'speed.png'}\n")
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
         assert main(["bench", "--rows", *map(str, files), "--into", str(path)]) == 0

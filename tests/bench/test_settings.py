@@ -37,6 +37,7 @@ from tests.helpers.tiny import golden_json, tiny_model
         ({"memory_limit": float("nan")}, "--memory-limit is nan"),
         ({"trained": "qlora"}, "qlora is not compiled"),
         ({"from_files": "4000x0"}, "--from-files is '4000x0'"),
+        ({"model": "folder"}, "model is folder"),
         ({"from_files": "9x9", "packed": True, "liger": True}, "liger, packed"),
     ],
     ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
@@ -95,6 +96,9 @@ def give_machine(monkeypatch, gpus: Gpus, ram: float) -> None:
     [
         (0, [], "no GPU"),
         (1, [], "2 processes on 1 GPUs"),
+        (2, ["--gpus", "0"], "--gpus 0"),
+        (2, ["--timeout", "nan"], "--timeout nan"),
+        (0, ["--device", "cpu"], "--device cpu"),
         (1, ["--trained", "full", "lora_lm", "--gpus", "1"], "222.5 GB"),
         (2, ["--trained", "lora_lm", "--memory-limit", "10"], "10.7 GB"),
         (2, ["--trained", "full", "--offload"], "100.0 GB"),

@@ -21,6 +21,7 @@ from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import nvidia_driver, ram
+from glm4v_patched.engine.deepspeed import private_names
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.nvidia_driver import Use, parse_topology
 from glm4v_patched.finetune.recipe import Recipe
@@ -29,6 +30,7 @@ from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,
     TESTED_TRANSFORMERS,
 )
+from glm4v_patched.terminal_text import pip_install
 from tests.helpers.recipes import drawn_recipe
 
 Usage = namedtuple("Usage", "total used free")
@@ -93,6 +95,7 @@ VOLTA = (machine, "find_gpus", lambda: VOLTAS)
 USES = [Use(0, 0, 150 * GIB), Use(1, 41 * GIB, 150 * GIB)]
 TAKEN = (nvidia_driver, "memory_in_use", lambda: USES)
 NO_NVLINK = (nvidia_driver, "links", lambda: parse_topology(TWO_OF_THREE_JOINED))
+NO_HEADERS = (machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
 NO_COMPILER = (shutil, "which", lambda name, path=None: None)
 SMALL_DISK = (shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
 FEW_FILES = (resource, "getrlimit", lambda kind: (1024, 1048576))
@@ -108,6 +111,7 @@ NO_NAMES = (socket, "gethostbyname", unresolved)
         (TAKEN, "GPU 1", "warning", "41 of 150 GiB"),
         (NO_NVLINK, "links", "warning", "2 of 3 pairs"),
         (NO_COMPILER, "compiler", "fails", "gcc"),
+        (NO_HEADERS, "compiler", "fails", "/nowhere/Python.h"),
         (SMALL_DISK, "/dev/shm", "warning", "0.06 of"),
         (FEW_FILES, "open files", "warning", "1,024"),
         (NO_NAMES, "host name", "fails", "localhost"),
@@ -154,6 +158,15 @@ def test_versions_outside_of_the_range_are_told(monkeypatch, name, found, verdic
     if name == "torch" and found:
         needed = f"torchvision 0.26.0 needs torch==2.11.0, and {found}"
         assert needed in told["versions together"].found
+
+
+def test_a_renamed_name_of_deepspeed_is_told_without_importing_it(monkeypatch, words):
+    module, names = next(iter(private_names.DEFINED_IN.items()))
+    changed = private_names.DEFINED_IN | {module: (*names, "ds_renamed")}
+    monkeypatch.setattr(private_names, "DEFINED_IN", changed)
+    (found,) = packages._check_private_names()
+    assert found.verdict == "fails" and f"has no ds_renamed (of {module})" in found.found
+    words(f"{found.found}\n> {found.cure}", pip=pip_install(), found=version("deepspeed"))
 
 
 def test_what_will_fail_comes_last_and_commands_stay_whole():
@@ -207,11 +220,13 @@ def checks(path: Path, *overrides: str) -> dict[str, Finding]:
     return {each.check: each for each in of_recipe.check_recipe(path, overrides, None, "cpu")}
 
 
-def test_a_recipe_that_can_be_trained_is_described(asked):
+def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     found = checks(asked)
     assert {each.verdict for each in found.values()} == {"ok"}
     assert "20 rows, 20 pictures" in found["data"].found
     assert found.keys() >= {"weights", "processor", "memory of a step", "folder (out)"}
+    assert main(["doctor", str(asked), "--device", "cpu", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["findings"]
     assert not Path(json.loads(asked.read_text())["out"]).exists()  # nothing was written
 
 
@@ -256,6 +271,11 @@ def cut_weights(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def lose_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
 def lose_image_size(folder: Path) -> None:
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         if (folder / name).is_file():
@@ -267,6 +287,7 @@ def lose_image_size(folder: Path) -> None:
     [
         (rename_weights, "weights", "weights are missing, which would begin at random.*model.emb"),
         (cut_weights, "recipe", r"model.safetensors has [\d,]+ of its [\d,]+ bytes"),
+        (lose_tokenizer, "processor", "cannot be loaded"),
         (lose_image_size, "processor", "its pictures take 16 positions, and the model's 4"),
     ],
 )

@@ -357,6 +357,8 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
         (["model", "--weights", "4bit"], "--weights 4bit needs a GPU"),
         (["model", "--top-p", "2"], "--top-p 2.0"),
         (["model", "--revision", "main"], "has no revisions"),
+        (["model", "--format", "llama"], "--format llama"),
+        (["model", "--image-folder", "none"], "--image-folder none"),
     ],
 )
 def test_a_mistake_is_told_and_nothing_is_written(mistaken, refused, arguments, named):

@@ -97,6 +97,7 @@ def test_a_mistake_is_told(files, endless, adapters, refused):
         for arguments, named in (
             (["--port", port], "cannot be listened at"),
             (["--api-key", ""], "--api-key"),
+            (["--adapter", "a=x", "--adapter", "a=y"], "--adapter: of 2, 1"),
             (["--adapter", f"a={endless}"], "--adapter a="),
             (["--adapter", f"a={files.adapters}"], "--adapter a="),
             (["--served-model-name", "a", "--adapter", f"a={adapters['one']}"], "--adapter a="),
@@ -207,6 +208,19 @@ def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
         assert wanted.model == "m" and wanted.prompt == WORDS
     # A name that is served goes before that of any glm-4v.
     assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
+
+
+def test_messages_are_taken_as_clients_send_them():
+    text = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+    url = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
+    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    for messages, roles in (
+        ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
+        ([WORDS[0] | {"content": [text, {"type": "image_url", "image_url": url}]}], ["user"]),
+        ([*WORDS, said | {"annotations": [], "audio": None}, NEXT], ["user", "assistant", "user"]),
+    ):
+        wanted = read_request(ChatRequest, {"messages": messages}, ["m"], Generation())
+        assert [message["role"] for message in wanted.prompt] == roles
 
 
 def of_user(*parts: dict) -> dict:
