@@ -66,15 +66,12 @@ ELSEWHERE = {
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
     "python -m glm4v_patched.run axolotl": "nox: axolotl",
     "python -m glm4v_patched.run -m openrlhf": "nox: jobs, its model and loss: it asks for a GPU",
-    "python -m openrlhf.cli.train_sft": "nox: jobs, which tries it: it asks for a GPU",
     "python -m glm4v_patched.run swift": "nox: ms_swift",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
     # Rows in each format.
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
     # Two GPUs.
-    "python train.py": "pytest -m two_gpu: tests/frameworks/test_two_gpus.py",
-    "torchrun --nproc_per_node 2 -m glm4v_patched.run -m openrlhf": "the same",
-    "python -m tests.frameworks.two_gpus": "the same",
+    "python train.py": "pytest -m two_gpu: tests/frameworks/test_jobs.py",
     "PYTHONPATH=. python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
     "python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
     "glm4v-patched bench --generate --load-in": "tests/bench/test_generation.py, on a GPU",

@@ -1,12 +1,11 @@
 """A user's script: adapters for glm-4v by transformers' Trainer. It knows nothing of glm4v_patched.
 
-``zero3_script.py WAY STEPS RATE ROWS``. In the current folder it finds ``published``, the model
-repository, and ``rows.json``; it leaves ``adapter``. The ways are those of the reports:
+``zero3_script.py WAY ROWS``. In the current folder it finds ``published``, the model repository,
+and ``rows.json``; it leaves ``adapter``. The ways are those of the reports:
 
 - ``zero3``: DeepSpeed's ZeRO-3 on several processes, by ``deepspeed.json``
 - ``split``: one process, the model split over all GPUs by ``device_map="auto"``
 - ``qwen``: several processes without DeepSpeed, as Qwen's finetune.py starts them
-- ``qwen_auto``: the same with ``device_map="auto"``
 """
 
 import json
@@ -19,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
-ON_CPU = not torch.cuda.is_available()
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+LINEAR = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 
 
 def pixels(path: str, side: int) -> torch.Tensor:
@@ -30,7 +29,7 @@ def pixels(path: str, side: int) -> torch.Tensor:
     return (values - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
-def rows_of(tokenizer, side: int) -> list[dict]:
+def row_of(row: dict, tokenizer, side: int) -> dict:
     """Three ids stand for a picture, as the published code has it."""
 
     def ids(text: str) -> list[int]:
@@ -38,22 +37,14 @@ def rows_of(tokenizer, side: int) -> list[dict]:
         return tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text))
 
     def special(*names: str) -> list[int]:
-        return tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
+        return tokenizer.convert_tokens_to_ids(list(names))
 
-    image = special("begin_of_image", "endoftext", "end_of_image")
-    begin = tokenizer.convert_tokens_to_ids(["[gMASK]", "<sop>"]) + special("user")
-    rows = []
-    for row in json.loads(Path("rows.json").read_text()):
-        prompt = begin + ids("\n") + image + ids(row["question"]) + special("assistant")
-        answer = ids(f"\n{row['answer']}") + special("endoftext")
-        rows.append(
-            {
-                "input_ids": prompt + answer,
-                "labels": [-100] * len(prompt) + answer,
-                "images": pixels(row["image"], side),
-            }
-        )
-    return rows
+    prompt = special("[gMASK]", "<sop>", "<|user|>") + ids("\n")
+    prompt += special("<|begin_of_image|>", "<|endoftext|>", "<|end_of_image|>")
+    prompt += ids(row["question"]) + special("<|assistant|>")
+    answer = ids(f"\n{row['answer']}") + special("<|endoftext|>")
+    labels = [-100] * len(prompt) + answer
+    return {"input_ids": prompt + answer, "labels": labels, "images": pixels(row["image"], side)}
 
 
 def batch_of(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -66,12 +57,12 @@ def batch_of(rows: list[dict]) -> dict[str, torch.Tensor]:
     return batch
 
 
-way, steps, rate, number = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+way, number = sys.argv[1], int(sys.argv[2])
 set_seed(0)
 arguments = TrainingArguments(
     output_dir="run",
-    max_steps=steps,
-    learning_rate=rate,
+    max_steps=60,
+    learning_rate=1e-2,
     lr_scheduler_type="constant",
     per_device_train_batch_size=number,
     gradient_checkpointing=True,
@@ -84,29 +75,19 @@ arguments = TrainingArguments(
     remove_unused_columns=False,
     disable_tqdm=True,
     dataloader_pin_memory=False,
-    use_cpu=ON_CPU,
+    use_cpu=not torch.cuda.is_available(),
 )
 tokenizer = AutoTokenizer.from_pretrained("published", trust_remote_code=True)
 PAD = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+device_map = {"device_map": "auto"} if way == "split" else {}
 model = AutoModelForCausalLM.from_pretrained(
-    "published",
-    trust_remote_code=True,
-    dtype=torch.bfloat16,
-    device_map="auto" if way in ("split", "qwen_auto") else None,
+    "published", trust_remote_code=True, dtype=torch.bfloat16, **device_map
 )
 model.enable_input_require_grads()
-adapters = LoraConfig(
-    r=8,
-    lora_alpha=16,
-    target_modules=["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-)
-model = get_peft_model(model, adapters)
-if getattr(model, "hf_device_map", None):
-    print("device_map:", sorted(set(map(str, model.hf_device_map.values()))))
+model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=LINEAR))
 side = model.config.vision_config["image_size"]
-trainer = Trainer(
-    model=model, args=arguments, train_dataset=rows_of(tokenizer, side), data_collator=batch_of
-)
+rows = [row_of(row, tokenizer, side) for row in json.loads(Path("rows.json").read_text())]
+trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=batch_of)
 trainer.train()
 trainer.save_model("adapter")
 if int(os.environ.get("RANK", 0)) == 0:
