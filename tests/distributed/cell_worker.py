@@ -111,9 +111,18 @@ def differences(got: dict, want: dict) -> dict[str, float]:
     return {"loss_difference": loss, "gradient_difference": gradient}
 
 
+def train_and_compare(cell: Cell, folder: Path, references: dict, note) -> None:
+    with with_or_without_cure(cell):
+        result = train(cell, folder)
+    if torch.distributed.get_rank() == 0:
+        figures = differences(result, references[reference_name(cell)])
+        note({"done": cell.name, "gathers": result["gathers"]} | figures)
+        if (folder / "gradients").is_dir():
+            torch.save(result, folder / "gradients" / f"{cell.name}.pt")
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
-    rank = int(os.environ["RANK"])
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     cells = [Cell(**cell) for cell in json.loads((folder / "cells.json").read_text())]
     references = torch.load(folder / "references.pt") if rank == 0 else {}
     if torch.cuda.is_available():
@@ -122,32 +131,23 @@ def main() -> None:
         start_deepspeed()
     else:
         torch.distributed.init_process_group("nccl" if device() == "cuda" else "gloo")
-    keep = folder / "gradients"
-    with open(folder / f"rows.{rank}.jsonl", "a") as rows:
 
-        def note(row: dict) -> None:
+    def note(row: dict) -> None:
+        with open(folder / f"rows.{rank}.jsonl", "a") as rows:
             rows.write(json.dumps(row) + "\n")
-            rows.flush()
 
-        for cell in cells:
-            note({"started": cell.name})
-            faulthandler.dump_traceback_later(SECONDS_FOR_ONE_CELL, exit=True)
-            try:
-                with with_or_without_cure(cell):
-                    result = train(cell, folder)
-                if rank == 0:
-                    want = references[reference_name(cell)]
-                    figures = differences(result, want) | {"gathers": result["gathers"]}
-                    note({"done": cell.name} | figures)
-                    if keep.is_dir():
-                        torch.save(result, keep / f"{cell.name}.pt")
-            except Exception as error:
-                note({"failed": cell.name, "reason": f"{type(error).__name__}: {error}"})
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            gc.collect()
-            gc.freeze()  # what was imported by now costs half a second in each later collection
+    for cell in cells:
+        note({"started": cell.name})
+        faulthandler.dump_traceback_later(SECONDS_FOR_ONE_CELL, exit=True)
+        try:
+            train_and_compare(cell, folder, references, note)
+        except Exception as error:
+            note({"failed": cell.name, "reason": f"{type(error).__name__}: {error}"})
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        gc.collect()
+        gc.freeze()  # what was imported by now costs half a second in each later collection
     faulthandler.cancel_dump_traceback_later()
     torch.distributed.destroy_process_group()
 

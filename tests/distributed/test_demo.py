@@ -20,28 +20,18 @@ def test_demo_trains_on_two_processes_and_a_fresh_process_judges_it(tmp_path, ca
     with on_the_cpu():
         assert main(["demo", "--out", str(tmp_path), *options]) == 0
     assert not extensions.exists()
-    for name in FILES:
-        assert (tmp_path / name).is_file(), name
-    before, after = (
-        json.loads((tmp_path / folder / "config.json").read_text())
-        for folder in ("initial", "trained")
-    )
-    assert after["eos_token_id"] == before["eos_token_id"]
-    assert after["auto_map"] == before["auto_map"]
-    assert not after["skip_logits"]
+    assert [name for name in FILES if not (tmp_path / name).is_file()] == []
     # What the demo says it does must not depend on the memory of a GPU.
-    recipe = json.loads((tmp_path / "trained" / "recipe.json").read_text())
-    engine = recipe["engine"]
+    engine = json.loads((tmp_path / "trained" / "recipe.json").read_text())["engine"]
     assert engine["tower"] == engine["language"] == "full" and engine["offload"] is False
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["world_size"] == 2
-    assert metrics["zero_stage"] == 3
+    assert metrics["world_size"] == 2 and metrics["zero_stage"] == 3
     assert metrics["accuracy_before"] <= 0.2
     assert metrics["loss_last"] < 0.5 * metrics["loss_first"]
     assert f"{metrics['accuracy_after']:.3f}" in capsys.readouterr().out
     # Weights may be read by whom the other files may.
-    for path in (tmp_path / "trained").iterdir():
-        assert path.stat().st_mode & 0o777 == (tmp_path / "metrics.json").stat().st_mode & 0o777
+    mode = (tmp_path / "metrics.json").stat().st_mode & 0o777
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "trained").iterdir()} == {mode}
 
 
 @pytest.mark.two_gpu

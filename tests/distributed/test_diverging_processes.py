@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     weights = load_file(broken / "model.safetensors")
     weights[BROKEN][-1, -1] = math.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    changes = {"told": {}, "gradients": {}, "saved": {"trainer.max_steps": 1}}
+    changes = {"told": {}, "saved": {"trainer.max_steps": 1}}
     changes["base"] = {"model": str(broken), "trained": "lora_lm"}
     for name, changed in changes.items():
         mine = recipe.override({"out": str(folder / name)} | changed)
@@ -36,7 +36,6 @@ def outcomes(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     ("case", "message"),
     [
         ("told", "NaN or infinite in 3 steps in a row, 2 to 4"),
-        ("gradients", "NaN or infinite in 3 steps in a row, 2 to 4"),
         ("saved", f"have become NaN or infinite, in 1 tensors: {BROKEN}"),
         ("base", f"NaN or infinity before the first step, in 1 tensors: {BROKEN}"),
     ],
@@ -49,12 +48,6 @@ def test_both_processes_end_with_one_message_and_leave_no_model(case, message, o
     assert {path.name for path in (folder / case).glob("checkpoint-*")} <= {"checkpoint-2"}
     report = json.loads((folder / case / "training.json").read_text(), parse_constant=pytest.fail)
     assert report["error"] == found[0][case] and not report["finished"]
-
-
-def test_the_history_shows_what_one_process_alone_has_seen(outcomes):
-    folder, _ = outcomes
-    history = json.loads((folder / "told" / "training.json").read_text())["history"]
-    assert [entry["loss"] for entry in history[1:]] == ["nan"] * 3
-    assert all(0 < entry["grad_norm"] < 100 for entry in history)
-    history = json.loads((folder / "gradients" / "training.json").read_text())["history"]
-    assert not any(math.isfinite(float(entry["grad_norm"])) for entry in history[1:])
+    if case == "told":  # what one process alone has seen is in the history
+        assert [entry["loss"] for entry in report["history"][1:]] == ["nan"] * 3
+        assert all(0 < entry["grad_norm"] < 100 for entry in report["history"])

@@ -1,21 +1,28 @@
-"""Weights that ZeRO-3 gathers in place are those that DeepSpeed copies out of a buffer."""
+"""Weights that ZeRO-3 gathers in place are those that DeepSpeed copies out of a buffer; and in fp8
+two processes lose what they do with whole weights, however these are sharded."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.fp8 import build
 from tests.helpers.processes import run_two_processes
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("gathers")
-    run_two_processes("gather_worker.py", str(folder), seconds=240)
-    return torch.load(folder / "gathers.pt")
+    build().save_pretrained(folder / "model")
+    run_two_processes("gather_worker.py", str(folder), seconds=300)
+    return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["all", "lora_both", "frozen_vision"])
-def test_gathers_in_place_change_no_number_and_copy_nothing(found, trained):
+@pytest.mark.parametrize("trained", ["all", "lora_both"])
+def test_gathers_and_norms_in_place_change_no_number_and_copy_nothing(folder, trained):
+    found = torch.load(folder / "gathers.pt")
     in_place, copied = found[trained, True], found[trained, False]
     assert in_place["losses"] == copied["losses"]
     assert in_place["weights"].keys() == copied["weights"].keys()
@@ -24,12 +31,24 @@ def test_gathers_in_place_change_no_number_and_copy_nothing(found, trained):
     assert in_place["in place"] == copied["by DeepSpeed"] > 0
     assert in_place["by DeepSpeed"] == copied["in place"] == 0
     assert in_place["replaced once"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["all", "lora_both", "frozen_vision"])
-def test_norms_in_place_are_those_of_copies(found, trained):
-    in_place, copied = found[trained, True], found[trained, False]
     assert in_place["norms"] == pytest.approx(copied["norms"], rel=1e-12)
     assert in_place["norms by"] == "glm4v_patched.engine.deepspeed.gradient_norm"
     assert copied["norms by"].startswith("deepspeed.")
+
+
+def test_in_fp8_losses_are_those_of_whole_weights_held_as_bytes_and_saved_in_bf16(folder):
+    found = torch.load(folder / "fp8.pt", weights_only=False)
+    for (trained, way), run in found.items():
+        losses, whole = run["losses"], found[trained, "zero2"]["losses"]
+        assert losses[0] == pytest.approx(whole[0], rel=1e-5), way
+        # Updates differ in how they round, most where weights in bf16 are themselves updated: by
+        # 0.032 on one kind of CPU.
+        assert losses == pytest.approx(whole, rel=0.05) and losses[-1] < losses[0] - 0.05, way
+    sharded = found["lora_all", "zero3"]
+    assert sharded["held"] == {(torch.uint8, torch.int32)}
+    assert found["lora_all", "zero2"]["bytes"] == 2 * sharded["bytes"] > 0
+    assert not found["lm", "zero3"]["held"]
+    saved = found["lm", "zero3"]["saved"]
+    assert saved.keys() == build().state_dict().keys()
+    inverse = "transformer.rotary_pos_emb.inv_freq"
+    assert {dtype for name, dtype in saved.items() if name != inverse} == {torch.bfloat16}

@@ -1,7 +1,7 @@
 """A small part of the matrix, on the installed versions; tests/noxfile.py runs all of it.
 
-Also what the matrix itself relies on: that its limits tell right numbers from wrong ones, and that
-a cell which raises, dies or hangs is a failed cell.
+Also what the matrix relies on: its limits tell right numbers from wrong ones, and a cell which
+raises, dies or hangs is a failed cell.
 """
 
 import json
@@ -26,7 +26,8 @@ from tests.helpers.processes import Ended
 
 
 def every_value_of_each_axis() -> list[Cell]:
-    """Each strategy with each kind of weights; the other axes take turns."""
+    """ZeRO-3 with each kind of weights, the other strategies with half of them; the other axes take
+    turns."""
     strategies = (*ZERO_STAGES, *WITHOUT_DEEPSPEED)
     return [
         Cell(
@@ -38,51 +39,35 @@ def every_value_of_each_axis() -> list[Cell]:
         )
         for s, strategy in enumerate(strategies)
         for w, weights in enumerate(WEIGHTS)
+        if strategy == "zero3" or (s + w) % 2
     ]
 
 
 # To be compared bit for bit: the same training without checkpoints, and with both kinds.
 PLAIN = [
-    Cell(strategy, weights, "off", persistence="0" if strategy == "zero3" else None)
-    for strategy, weights in [
-        ("zero1", "all"),
-        ("zero2", "lora_both"),
-        ("zero3", "all"),
-        ("zero3", "lora_both"),
-        ("zero3", "frozen_vision"),
-        ("zero3", "frozen_language"),
-        ("fsdp2", "lora_both"),
-        ("ddp", "all"),
-    ]
+    Cell("zero1", "all", "off"),
+    Cell("fsdp2", "lora_both", "off"),
+    Cell("ddp", "all", "off"),
+    *(
+        Cell("zero3", weights, "off", persistence="0")
+        for weights in ("all", "lora_both", "frozen_vision", "frozen_language")
+    ),
 ]
 CHECKPOINTED = [replace(cell, use_reentrant=mode) for cell in PLAIN for mode in (True, False)]
-SKIPPING_LOGITS = [replace(PLAIN[3], use_reentrant=False, skip_logits=True)]
+SKIPPING_LOGITS = [Cell("zero3", "lora_both", False, persistence="0", skip_logits=True)]
 # 20 steps in which no, one or both ranks have an image.
 MIXED = [
-    Cell(
-        strategy,
-        weights,
-        use_reentrant,
-        persistence="0" if strategy == "zero3" else None,
-        steps=20,
-        images="changing",
-    )
-    for strategy, weights, use_reentrant in [
-        ("zero3", "all", False),
-        ("zero3", "lora_both", True),
-        ("fsdp2", "lora_both", False),
-    ]
+    Cell("zero3", "all", False, persistence="0", steps=20, images="changing"),
+    Cell("zero3", "lora_both", True, persistence="0", steps=20, images="changing"),
+    Cell("fsdp2", "lora_both", False, steps=20, images="changing"),
 ]
 WITHOUT_CURE = [
     replace(cell, cure=False)
     for cell in CHECKPOINTED
     if cell.is_zero3 and (cell.weights == "all" or cell.use_reentrant)
 ]
-SMALL = list(
-    dict.fromkeys(
-        every_value_of_each_axis() + PLAIN + CHECKPOINTED + SKIPPING_LOGITS + MIXED + WITHOUT_CURE
-    )
-)
+SMALL = every_value_of_each_axis() + PLAIN + CHECKPOINTED + SKIPPING_LOGITS + MIXED + WITHOUT_CURE
+SMALL = list(dict.fromkeys(SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +108,15 @@ def test_the_cure_gathers_no_more_often(without, trained):
 
 
 BREAKAGES = [
-    (breakage, weights, precision)
+    (breakage, "all", precision)
     for breakage in ("another image", "one rank only", "gradients summed")
-    for weights, precision in [*((w, "fp32") for w in WEIGHTS), *(("all", p) for p in PRECISIONS)]
-    # Three small steps move the gradients by less than bf16 tells apart.
-] + [("no optimizer step", weights, "fp32") for weights in WEIGHTS]
+    for precision in PRECISIONS
+]
+# Three small steps move the gradients by less than bf16 tells apart.
+BREAKAGES += [("no optimizer step", weights, "fp32") for weights in ("all", "lora_both")]
 
 
-@pytest.mark.parametrize("breakage, weights, precision", dict.fromkeys(BREAKAGES))
+@pytest.mark.parametrize("breakage, weights, precision", BREAKAGES)
 def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypatch):
     cell = Cell("zero3", weights, precision=precision)
     want = unsharded.unsharded_run(cell)
@@ -156,19 +142,11 @@ def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypat
     ), found
 
 
-CUT_SHORT = [
-    ('{"failed": "b", "reason": "CheckpointError: x"}', Ended(1, ""), "CheckpointError: x"),
-    ("", Ended(1, "Timeout (0:01:00)!\n  the stack"), "hung: Timeout"),
-    ("", Ended(None, ""), "hung: "),
-    ("", Ended(-9, "killed"), "died: killed"),
-]
-
-
-@pytest.mark.parametrize("row_of_rank_1, ended, reason", CUT_SHORT)
-def test_a_cell_that_does_not_end_well_has_failed(row_of_rank_1, ended, reason, tmp_path):
+def test_a_cell_that_does_not_end_well_has_failed(tmp_path):
     rows = [{"started": "a"}, {"done": "a", "loss_difference": 0.0}, {"started": "b"}]
     (tmp_path / "rows.0.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "rows.1.jsonl").write_text(row_of_rank_1)
-    found = _outcomes(tmp_path, ended)
-    assert found["a"] == {"loss_difference": 0.0}
-    assert found["b"]["reason"].startswith(reason)
+    for ended, reason in ((Ended(None, ""), "hung: "), (Ended(-9, "killed"), "died: killed")):
+        found = _outcomes(tmp_path, ended)
+        assert found == {"a": {"loss_difference": 0.0}, "b": {"reason": reason}}
+    (tmp_path / "rows.1.jsonl").write_text('{"failed": "b", "reason": "CheckpointError: x"}')
+    assert _outcomes(tmp_path, Ended(1, ""))["b"] == {"reason": "CheckpointError: x"}
