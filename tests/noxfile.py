@@ -7,6 +7,7 @@ What follows ``--`` goes to the session: to ``jobs`` and ``-t table`` as pytest'
 tests/suites/run.py.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -70,6 +71,10 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", str(ROOT))
 
 
+# Too few steps to learn to look, but enough to learn to answer.
+FEW = "--steps 20 --processes 2 --device cpu"
+
+
 @nox.session(venv_backend="none")
 def first_command(session: nox.Session) -> None:
     """README's, as who has no checkout gets it: with the wheel in its place, and few steps."""
@@ -83,7 +88,7 @@ def first_command(session: nox.Session) -> None:
     for here, there in [
         ('-e ".[train]"', f'"{wheel}[train]"'),
         (".venv", str(VENV)),
-        ("glm4v-patched demo", "glm4v-patched demo --steps 2 --device cpu"),
+        ("glm4v-patched demo", f"glm4v-patched demo {FEW}"),
     ]:
         assert here in command, f"README's first command has no {here}"
         command = command.replace(here, there)
@@ -95,7 +100,13 @@ def first_command(session: nox.Session) -> None:
         session.run("bash", "-euo", "pipefail", "-c", command)
         session.run(str(VENV / "bin" / "glm4v-patched"), "--version")
     made = elsewhere / "demo_output"
-    assert (made / "metrics.json").is_file() and (made / "trained" / "model.safetensors").is_file()
+    assert all(
+        (made / name).is_file() for name in ("loss.png", "answers.png", "trained/recipe.json")
+    )
+    metrics = json.loads((made / "metrics.json").read_text())
+    assert (metrics["world_size"], metrics["zero_stage"]) == (2, 3), metrics
+    assert metrics["accuracy_before"] <= 0.2, metrics
+    assert metrics["loss_last"] < 0.5 * metrics["loss_first"], metrics
     [installed] = VENV.glob("lib/python3*/site-packages/glm4v_patched")
     assert files_of(installed) == files_of(ROOT / "glm4v_patched"), "the wheel is not the checkout"
 

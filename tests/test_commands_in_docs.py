@@ -50,7 +50,7 @@ ELSEWHERE = {
     # What contributing.md says to do before a change is sent: .ci/run does the same.
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
     ".venv/bin/pytest": "nox: test_command",
-    "glm4v-patched demo --device cpu": "tests/distributed/test_demo.py, with fewer steps",
+    "glm4v-patched demo --device cpu": "nox: first_command, with fewer steps",
     "glm4v-patched export trained": "nox: llm_compressor, tests/inference/test_export.py",
     "python -m hub_upload build --adapter": "tests/hub_upload/test_adapter.py",
     "glm4v-patched chat demo_output": "tests/inference/test_web.py, in a browser",

@@ -2,8 +2,9 @@
 
 Started by matrix.py on every rank with a folder that holds ``cells.json`` (what to train),
 ``references.pt`` and ``model``. Every rank appends to ``rows.<rank>.jsonl`` before and after a
-cell. A cell that raises or hangs ends the processes, because what it leaves behind may spoil the
-next one; matrix.py starts new ones for the rest.
+cell; losses and gradients go to the folder ``gradients``, if there is one. A cell that raises or
+hangs ends the processes, because what it leaves behind may spoil the next one; matrix.py starts new
+ones for the rest.
 """
 
 import faulthandler
@@ -61,10 +62,9 @@ def start(cell: Cell, folder: Path) -> Training:
     )
     model = select_weights(model, cell.weights)
     model.config.skip_logits = cell.skip_logits
-    if cell.use_reentrant == "unset":
-        model.gradient_checkpointing_enable()
-    elif cell.use_reentrant != "off":
-        model.gradient_checkpointing_enable({"use_reentrant": cell.use_reentrant})
+    if cell.use_reentrant != "off":
+        told = {"use_reentrant": cell.use_reentrant} if cell.use_reentrant != "unset" else None
+        model.gradient_checkpointing_enable(told)
     model = model if config else model.to(device())
     return Training(model, cell.strategy, config, LEARNING_RATE)
 
@@ -76,10 +76,8 @@ def with_or_without_cure(cell: Cell) -> AbstractContextManager:
 
 
 def train(cell: Cell, folder: Path) -> dict:
-    """``losses``, averaged over the ranks, and ``gradients``: one of each a step.
-
-    ``gathers`` is the number of all-gathers of ZeRO in the last step.
-    """
+    """``losses``, averaged over the ranks, and ``gradients``, one of each a step; how often ZeRO
+    gathered in the last one."""
     training, rank = start(cell, folder), torch.distributed.get_rank()
     with_deepspeed = training.engine is not None
     result: dict = {"losses": [], "gradients": []}

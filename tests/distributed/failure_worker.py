@@ -50,9 +50,6 @@ def load(which: str, weights: str, dtype: torch.dtype, folder: Path):
         lora = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
         # In the dtype of the weights: DeepSpeed 0.19.2 cannot gather fp32 adapters beside bf16.
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
-    if weights == "frozen norms":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("encoder" not in name or "layernorm" not in name)
     return model
 
 

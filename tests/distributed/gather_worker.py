@@ -2,11 +2,9 @@
 
 Started by test_gathering.py with a folder that holds ``model``. Rank 0 writes to it
 
-- ``gathers.pt``: for each of what is trained, and each way to gather, the losses of both ranks, the
-  trained weights, how many gathers were made in place and how many by DeepSpeed, whether what
-  gathers was replaced once only, the norms of the gradients, and who took them
-- ``fp8.pt``: by what is trained and how it is sharded, the losses; under ZeRO-3 also the types of
-  what each process holds of the layers between two steps, and those of what is saved
+- ``gathers.pt``: for each of what is trained, and each way to gather, what :func:`train` found
+- ``fp8.pt``: by what is trained and the stage of ZeRO the losses, the types of what each process
+  holds of the layers between two steps, and those of what is saved
 """
 
 import sys
@@ -27,9 +25,9 @@ from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
 from glm4v_patched.engine.deepspeed.internals import Replacements, shard_of
 from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
+from glm4v_patched.engine.prepare import start
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import Training, averaged, of_both_ranks, save_on_first
+from tests.distributed.strategies import averaged, of_both_ranks, save_on_first
 from tests.helpers.fp8 import PLAIN, allow_on_cpu
 from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.steps import select_weights, trainable
@@ -103,32 +101,20 @@ def train(trained: str, in_place: bool) -> dict:
     }
 
 
-def in_fp8(load, way: str, trained: str, policy: str) -> dict:
+def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
     """In every step the same batch. Under ZeRO-3 nothing stays gathered, so that all is gathered
     twice a step."""
     torch.manual_seed(3)  # adapters
     inputs = batch(0)
     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
-    if not way.startswith("zero"):
-        # bf16 weights are themselves updated here.
-        model = prepare_model(replace(PLAIN, trained=trained), load)
-        training = Training(model, way, make_optimizer=lambda: make_optimizer(model, PLAIN, 0.01))
-        losses = []
-        for _ in range(STEPS):
-            loss = training(**inputs).loss
-            training.backward(loss)
-            training.update()
-            losses.append(averaged(loss))
-        return {"losses": losses}
     live = 0.0 if policy == "full" else 1e9
-    options = replace(PLAIN, zero_stage=int(way[-1]), trained=trained, tower=policy)
-    options = replace(options, language=policy, stage3_max_live_parameters=live)
-    engine = start(options, load, 1, 0.01)
+    options = replace(PLAIN, zero_stage=stage, trained=trained, tower=policy, language=policy)
+    engine = start(replace(options, stage3_max_live_parameters=live), load, 1, 0.01)
     found = {"losses": [averaged(engine.step(inputs)) for _ in range(STEPS)]}
     layers = [module for module in engine.model.modules() if isinstance(module, HeldLinear)]
     found["held"] = {(shard_of(m.weight).dtype, m.weight_scale.dtype) for m in layers}
     found["bytes"] = sum(shard_of(m.weight).nbytes for m in layers)
-    if way == "zero3":
+    if stage == 3:
         state = engine.engine._zero3_consolidated_16bit_state_dict()
         found["saved"] = state and {name: tensor.dtype for name, tensor in state.items()}
     engine.engine.destroy()
@@ -143,8 +129,7 @@ if __name__ == "__main__":
     save_on_first(found, folder / "gathers.pt")
     allow_on_cpu()
     load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
-    runs = [("lora_all", way, "full") for way in ("zero2", "zero3", "fsdp2")]
-    runs += [("lm", way, "selective") for way in ("zero2", "zero3", "ddp")]
-    in_8_bits = {(of, way): in_fp8(load, way, of, policy) for of, way, policy in runs}
+    runs = [(*of, stage) for of in (("lora_all", "full"), ("lm", "selective")) for stage in (2, 3)]
+    in_8_bits = {(of, stage): in_fp8(load, stage, of, policy) for of, policy, stage in runs}
     save_on_first(in_8_bits, folder / "fp8.pt")
     torch.distributed.barrier()

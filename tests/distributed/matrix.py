@@ -7,7 +7,6 @@ NCCL. Rows of other versions in the file stay: tests/noxfile.py fills it pair by
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -27,7 +26,6 @@ from tests.helpers.cells import (
 )
 from tests.helpers.processes import (
     WORKERS,
-    cpu_environment,
     gpu_environment,
     run_ranks,
     run_with_limit,
@@ -48,11 +46,7 @@ AXES = ("strategy", "weights", "use_reentrant", "precision", "persistence")
 def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[dict]:
     """One row a cell, in order: its axes, ``outcome``, ``reason``, the largest differences, and how
     often ZeRO-3 gathered parameters in the last step. Of cells that cannot work for one reason, the
-    first is tried.
-
-    ``folder`` is scratch space. Where it holds a folder ``gradients``, each cell's losses and
-    gradients are saved there under its name.
-    """
+    first is tried. ``folder`` is scratch space; what it may hold says cell_worker.py."""
     deepspeed = version("deepspeed") if any(c.strategy in ZERO_STAGES for c in cells) else None
     limits = {cell: known_limit(cell, deepspeed) for cell in cells}
     first_of_limit = {limits[cell]: cell for cell in reversed(cells) if limits[cell]}
@@ -132,27 +126,21 @@ def _row(cell: Cell, found: dict) -> dict:
     }
 
 
-def import_error(with_deepspeed: bool) -> str | None:
-    """Why the installed versions do not import together, if they do not."""
-    imports = "import peft, glm4v_patched.remote.modeling_chatglm"
-    if with_deepspeed:
-        imports += "; from transformers.integrations import HfDeepSpeedConfig; import deepspeed"
-    command = [sys.executable, "-c", imports]
-    done = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
-
-
 def run_installed(cells: list[Cell], on_gpus: bool) -> list[dict]:
-    """Rows of the cells with the installed versions, which may not work together at all."""
-    with_deepspeed = any(cell.strategy in ZERO_STAGES for cell in cells)
-    names = ["torch", "transformers", "peft", *(["deepspeed"] if with_deepspeed else [])]
-    versions = {name: version(name) for name in names}
-    if error := import_error(with_deepspeed):
-        rows = [_row(cell, {"reason": error, "limit": True}) for cell in cells]
-    else:
+    """Rows of the cells with the installed versions, which may not even import together."""
+    names, imports = ["torch", "transformers", "peft"], "import peft, glm4v_patched.remote.loss"
+    if any(cell.strategy in ZERO_STAGES for cell in cells):
+        names.append("deepspeed")
+        imports += "; from transformers.integrations import HfDeepSpeedConfig; import deepspeed"
+    done = run_with_limit([sys.executable, "-c", imports], 300)
+    if done.status == 0:
         with tempfile.TemporaryDirectory() as folder:
             rows = run_cells(cells, Path(folder), on_gpus)
-    return [versions | {"device": "cuda" if on_gpus else "cpu"} | row for row in rows]
+    else:
+        error = done.output.strip().splitlines()[-1]
+        rows = [_row(cell, {"reason": error, "limit": True}) for cell in cells]
+    known = {name: version(name) for name in names} | {"device": "cuda" if on_gpus else "cpu"}
+    return [known | row for row in rows]
 
 
 def key(row: dict) -> tuple:

@@ -17,7 +17,6 @@ from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
 from tests.helpers.recipes import drawn_recipe
 
-# On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
 # torch's launcher gives processes that it ends 30 seconds before it kills them.
 SECONDS_TO_END = 45
@@ -68,12 +67,9 @@ class CommandLine:
             time.sleep(0.05)
         return found
 
-    def wait_for_checkpoint(self, after_step: int = 0) -> None:
-        def newer() -> bool:
-            checkpoint = last_complete_checkpoint(self.folder)
-            return checkpoint is not None and step_of(checkpoint) > after_step
-
-        self.wait_for(newer)
+    def has_checkpoint(self, after_step: int = 0) -> bool:
+        checkpoint = last_complete_checkpoint(self.folder)
+        return checkpoint is not None and step_of(checkpoint) > after_step
 
     def require_ended(self, status: int) -> None:
         """With that status, and no process left."""
@@ -111,7 +107,7 @@ def test_a_killed_rank_and_sigterm_end_the_run_say_how_to_continue_and_leave_no_
     start, monkeypatch
 ):
     run = start()
-    run.wait_for_checkpoint()
+    run.wait_for(run.has_checkpoint)
     _, worker = run.ranks()
     worker.kill()
     run.require_ended(1)
@@ -123,7 +119,7 @@ def test_a_killed_rank_and_sigterm_end_the_run_say_how_to_continue_and_leave_no_
     assert run.output.endswith(f"to continue from {checkpoint}:\n  {resume}\n")
 
     run = start("--resume")
-    run.wait_for_checkpoint(after_step=step_of(checkpoint))
+    run.wait_for(lambda: run.has_checkpoint(after_step=step_of(checkpoint)))
     assert f"training continues from {checkpoint}, after step" in run.output
     assert len(run.alive()) == 3  # the command line, two ranks
     run.process.terminate()

@@ -107,18 +107,10 @@ def test_the_cure_gathers_no_more_often(without, trained):
     assert 0 < rows[replace(without, cure=True)]["gathers"] <= rows[without]["gathers"]
 
 
-BREAKAGES = [
-    (breakage, "all", precision)
-    for breakage in ("another image", "one rank only", "gradients summed")
-    for precision in PRECISIONS
-]
-# Three small steps move the gradients by less than bf16 tells apart.
-BREAKAGES += [("no optimizer step", weights, "fp32") for weights in ("all", "lora_both")]
-
-
-@pytest.mark.parametrize("breakage, weights, precision", BREAKAGES)
-def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypatch):
-    cell = Cell("zero3", weights, precision=precision)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("breakage", ["another image", "one rank only", "gradients summed"])
+def test_the_limits_refuse_wrong_numbers(breakage, precision, monkeypatch):
+    cell = Cell("zero3", "all", precision=precision)
     want = unsharded.unsharded_run(cell)
     batch = unsharded.rank_batch
 
@@ -130,8 +122,6 @@ def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypat
         monkeypatch.setattr(unsharded, "rank_batch", with_another_image)
     elif breakage == "one rank only":
         monkeypatch.setattr(unsharded, "rank_batch", lambda cell, rank, step: batch(cell, 0, step))
-    elif breakage == "no optimizer step":
-        monkeypatch.setattr(unsharded, "LEARNING_RATE", 0.0)
     got = unsharded.unsharded_run(cell)
     if breakage == "gradients summed":
         got["gradients"] = [{n: 2 * g for n, g in step.items()} for step in got["gradients"]]

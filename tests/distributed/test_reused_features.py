@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from glm4v_patched.data.feature_cache import digest_weights
 from tests.helpers.processes import run_two_processes
-from tests.helpers.recipes import drawn_recipe, planned, train_in_processes
 from tests.helpers.tiny import tiny_model
 
 # In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
@@ -66,22 +64,3 @@ def test_the_weights_have_one_digest_however_they_are_spread(results):
     want = digest_weights(tiny_model().transformer.vision)
     assert {result(results, *run)["digest"] for run in EVERY} == {want}
     assert len(list((results / "folder").iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_a_recipe_reuses_features_of_all_processes_and_no_bit_changes(tmp_path):
-    """Five steps an epoch, in another order each, so that pictures change processes."""
-    drawn = drawn_recipe(tmp_path, {"trainer.max_steps": 12, "trained": "lora_lm"})
-    plain, reusing = (
-        drawn.override({"out": str(tmp_path / name), "data.reuse_features": where})
-        for name, where in (("plain", False), ("reusing", str(tmp_path / "features")))
-    )
-    ended = train_in_processes(*(planned(recipe, processes=2) for recipe in (plain, reusing)))
-    assert ended.status == 0, ended.output[-8000:]
-    # In 12 steps, and for the loss that the last weights have.
-    assert [int(Path(recipe.out, "tower.txt").read_text()) for recipe in (plain, reusing)] == [
-        13,
-        5,
-    ]
-    want, got = (load_file(*Path(r.out).glob("*model.safetensors")) for r in (plain, reusing))
-    assert [name for name in want if not torch.equal(got[name], want[name])] == []

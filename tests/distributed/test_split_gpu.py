@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -66,12 +65,6 @@ def answer(model: nn.Module, device: str = "cpu"):
     inputs = {name: value for name, value in batch(device).items() if name != "labels"}
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 500}
     return model.generate(**inputs, **options, return_dict_in_generate=True)
-
-
-def with_adapters(model: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
-    return get_peft_model(model, config)
 
 
 def gradients(model: nn.Module, inputs: dict, mode: str = "plain") -> dict[str, torch.Tensor]:
@@ -142,10 +135,6 @@ def test_a_split_trains_and_draws_what_one_gpu_does(share):
     for labels_on in ("cpu", "cuda:1"):
         got = gradients(split, batch("cuda:0", labels_on))
         assert largest_difference(got, whole) <= RTOL
-    for adapters in (False, True):
-        if adapters:
-            one, split = with_adapters(one), with_adapters(split)
-        for mode, skip_logits in product(MODES, (False, True)):
-            inputs = batch("cuda:0") | {"skip_logits": skip_logits}
-            found = gradients(split, inputs, mode)
-            assert largest_difference(found, gradients(one, inputs)) <= RTOL, (mode, skip_logits)
+    for mode, skip_logits in product(MODES, (False, True)):
+        found = gradients(split, batch("cuda:0") | {"skip_logits": skip_logits}, mode)
+        assert largest_difference(found, whole) <= RTOL, (mode, skip_logits)

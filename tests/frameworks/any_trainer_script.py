@@ -92,7 +92,8 @@ def finish(losses: list[float]) -> None:
     Path("losses.json").write_text(json.dumps(losses))
 
 
-def with_trainer(steps: int, rate: float) -> None:
+def with_trainer(steps: int, rate: float, adapted=None) -> None:
+    on_gpus = torch.cuda.is_available() and adapted is not None
     arguments = TrainingArguments(
         output_dir="run",
         max_steps=steps,
@@ -101,19 +102,40 @@ def with_trainer(steps: int, rate: float) -> None:
         lr_scheduler_type="constant_with_warmup",
         per_device_train_batch_size=ROWS_OF_A_STEP // int(os.environ.get("WORLD_SIZE", "1")),
         gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=adapted is not None,
         remove_unused_columns=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=not on_gpus,
         deepspeed="deepspeed.json" if Path("deepspeed.json").exists() else None,
         disable_tqdm=True,
     )
-    trainer = Trainer(load(), arguments, data_collator=Collator(), train_dataset=read_rows())
+    model = adapted() if adapted else load()
+    trainer = Trainer(model, arguments, data_collator=Collator(), train_dataset=read_rows())
     trainer.train()
-    trainer.save_model("out")
+    trainer.save_model("adapter" if adapted else "out")
     if trainer.is_world_process_zero():
         finish([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def with_adapters(steps: int, rate: float) -> None:
+    """On the published repository, in bf16; one process splits the model over all GPUs."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        alone = "WORLD_SIZE" not in os.environ and torch.cuda.is_available()
+        model = AutoModelForCausalLM.from_pretrained(
+            "published",
+            trust_remote_code=True,
+            dtype=torch.bfloat16,
+            device_map="auto" if alone else None,
+        )
+        model.enable_input_require_grads()
+        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+
+    with_trainer(steps, rate, adapted)
 
 
 def with_accelerate(steps: int, rate: float) -> None:
@@ -215,6 +237,7 @@ def with_ray(steps: int, rate: float) -> None:
 
 TRAINERS = {
     "trainer": with_trainer,
+    "adapters": with_adapters,
     "accelerate": with_accelerate,
     "lightning": with_lightning,
     "fabric": with_fabric,

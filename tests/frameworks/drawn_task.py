@@ -1,8 +1,8 @@
 """What the jobs share: drawn pictures, a model that has not seen them, and a judge.
 
-The pictures are learned by heart: 24 of them, of which many answers are possible to a question, so
-that whoever answers right has looked at the picture. *Swapped*: each question is asked again with
-another picture, and the old answer is wrong then.
+24 pictures are learned by heart. Many answers are possible to a question, so that whoever answers
+right has looked at the picture. *Swapped*: each question is asked again with another picture, and
+the old answer is wrong then.
 """
 
 import json
@@ -186,6 +186,7 @@ def put_data(folder: Path, conversations: Conversations) -> None:
     ]
     write_lines(folder / "messages.jsonl", messages)
     put_sets_of_trl(folder / "data", rows, pairs)
+    (folder / "pictures").symlink_to(Path("data", "sft"))  # of docs/frameworks.md
     put_sets_with_places(folder / "data", conversations, pairs)
 
 

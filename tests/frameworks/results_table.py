@@ -1,12 +1,9 @@
 """What happened in other people's frameworks: rows of a file, and the table of docs/frameworks.md.
 
-A job is a framework's own command or script, run on a tiny model by a test of this folder within
-:func:`job`, which writes one row, if the environment has ``FRAMEWORKS_RECORD``, the file to write
-to. A row replaces that of the same system, version and job, so that systems may be run one at a
-time::
-
-    python -m tests.frameworks.results_table                # print the table
-    python -m tests.frameworks.results_table --page         # and write it into docs/frameworks.md
+A test of this folder writes a row within :func:`job`, if the environment has ``FRAMEWORKS_RECORD``,
+the file to write to. A row replaces that of the same system, version and job, so that systems may
+be run one at a time. ``python -m tests.frameworks.results_table`` prints the table, and writes it
+into docs/frameworks.md if ``--page`` is given.
 """
 
 import json
@@ -41,8 +38,7 @@ class Row:
     """One job.
 
     Attributes:
-        system, version: The framework, as people write it, and its version.
-        job: What was done with it, as its own documentation calls that.
+        job: What was done with the framework, as its own documentation calls that.
         command: What a reader types, or the class that a script uses.
         outcome: "works"; otherwise the reason why not, as a person would say it.
         loss: First and last training loss; ``None`` if none was computed.

@@ -82,14 +82,17 @@ def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = Fa
 
 
 def train_in_processes(
-    *plans: Path, with_dropout: Sequence[Path] = (), die_writing: str = ""
+    *plans: Path,
+    with_dropout: Sequence[Path] = (),
+    diverging: Sequence[Path] = (),
+    die_writing: str = "",
 ) -> Ended:
     """Train one after the other on two processes, for which the plans were made. See
     plan_worker.py."""
-    worker = [str(WORKERS / "plan_worker.py"), *map(str, plans)]
-    worker += ["--with-dropout", *map(str, with_dropout)]
+    worker = [str(WORKERS / "plan_worker.py"), *map(str, plans), "--with-dropout"]
+    worker += [*map(str, with_dropout), "--diverging", *map(str, diverging)]
     worker += ["--die-writing", die_writing] if die_writing else []
-    return run_ranks(*worker, seconds=200 + 100 * (len(plans) + len(with_dropout)))
+    return run_ranks(*worker, seconds=200 + 100 * len(worker))
 
 
 def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:
