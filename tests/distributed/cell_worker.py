@@ -95,10 +95,8 @@ def train(cell: Cell, folder: Path) -> dict:
 
 
 def differences(got: dict, want: dict) -> dict[str, float]:
-    """The largest ones over all steps, relative to the loss and to the step's largest gradient.
-
-    A parameter without a gradient counts as one whose gradient is zero.
-    """
+    """The largest ones over all steps, relative to the loss and to the step's largest gradient. A
+    parameter without a gradient counts as one whose gradient is zero."""
     loss = max(abs(g - w) / abs(w) for g, w in zip(got["losses"], want["losses"], strict=True))
     gradient = 0.0
     for got_step, want_step in zip(got["gradients"], want["gradients"], strict=True):

@@ -1,8 +1,7 @@
 """Two processes train the stand-in for the published code, and ours, under ZeRO-3.
 
-Started by test_failures.py with a folder that holds ``runs.json`` (what to run), ``ours`` (weights)
-and ``legacy`` (a repository). Rank 0 writes losses and full gradients, or the error that both
-processes met, to ``<name>.pt`` in that folder.
+Started by test_failures.py with a folder that holds ``runs.json``, ``ours`` (weights) and
+``legacy`` (a repository). Rank 0 writes there what :func:`train` returns for each run.
 """
 
 import json
@@ -54,6 +53,7 @@ def load(which: str, weights: str, dtype: torch.dtype, folder: Path):
 
 
 def train(model, dtype: str) -> dict:
+    """Losses and full gradients, or the error that both processes met."""
     config = zero_config() | {"bf16": {"enabled": dtype == "bf16"}}
     training, rank = Training(model, "zero3", config), torch.distributed.get_rank()
     losses, gradients = [], []

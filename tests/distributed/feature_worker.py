@@ -1,8 +1,8 @@
 """Two processes train with and without reused features, on batches unlike each other's.
 
-Started by test_reused_features.py with a folder that holds ``runs.json`` (what to run) and
-``model``. Rank 0 writes, for each run, both ranks' losses, the gradients, how often the tower ran
-in every step on each rank, and the digest of the tower's weights, to ``<name>.pt`` in that folder.
+Started by test_reused_features.py with a folder that holds ``runs.json`` and ``model``. For each
+run rank 0 writes there both ranks' losses, the gradients, how often the tower ran in every step on
+each rank, and the digest of the tower's weights.
 """
 
 import json

@@ -24,13 +24,8 @@ def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:
 
 
 class Training:
-    """Call it as the model, then ``backward`` the loss, look at ``gradients``, and ``update``.
-
-    Args:
-        model: With what is trained chosen.
-        strategy: "zero0" to "zero3_offload", "fsdp2", "ddp" or "ddp_static_graph".
-        config: DeepSpeed's, for ZeRO.
-    """
+    """Call it as the model, then ``backward`` the loss, look at ``gradients``, and ``update``. The
+    strategies are those of cells.py; for ZeRO with DeepSpeed's config."""
 
     def __init__(
         self, model: nn.Module, strategy: str, config: dict | None = None, rate: float = 0.001

@@ -41,15 +41,13 @@ def test_a_measurement_is_a_row_with_its_command_and_pictures_beside_that_of_the
     assert all(each.get("samples_per_s_per_gpu", 0) > 0 for each in rows), rows
     assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
     assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
-    assert row["held_ceiling_tflops"] > 0
     assert row["tokens_per_s_per_gpu"] == pytest.approx(21 * row["samples_per_s_per_gpu"])
     work = useful_flop(ChatGLMConfig(**golden_json("config.json")), Settings(**row["settings"]))
     assert row["useful_tflop_per_sample"] == pytest.approx(work / 1e12)
     assert row["losses"][-1] < row["losses"][0]
     assert row["command"].startswith("glm4v-patched bench --trained lm --gpus 2 --micro-batch 2")
     assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])
-    pictures = sorted(path.name for path in (tmp_path / "pictures").iterdir())
-    assert pictures == ["speed.png"]  # memory is measured on GPUs only
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["speed.png"]
     # The published code leaves weights as the memory was: they are drawn, on all processes alike.
     assert theirs["losses"][0] == pytest.approx(row["losses"][0], abs=0.3)
     assert mark.exists()  # as who trains the published code has to

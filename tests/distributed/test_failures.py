@@ -1,12 +1,9 @@
 """Failures that people met with the published code: it still has them here, ours does not.
 
 The published code is the stand-in of legacy_repository.py. Two real processes train under ZeRO-3
-with nothing gathered longer than needed; the reports are of
-
-- bf16 training on two GPUs with checkpoints, DPO with LoRA on ZeRO-3 and checkpoints:
-  ``CheckpointError`` in the backward pass, the saved weights of a decoder layer against tensors of
-  shape [0]
-- fine-tuning on several GPUs: the warning about an old format of checkpointing
+with nothing gathered longer than needed. The reports are of training and DPO with LoRA, checkpoints
+and ZeRO-3: ``CheckpointError`` in the backward pass, the saved weights of a decoder layer against
+tensors of shape [0]; and of the warning about an old format of checkpointing.
 """
 
 import json

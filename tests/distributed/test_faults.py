@@ -18,8 +18,7 @@ from tests.helpers.processes import cpu_environment, heed_signals
 from tests.helpers.recipes import drawn_recipe
 
 SECONDS_TO_RUN = 300
-# torch's launcher gives processes that it ends 30 seconds before it kills them.
-SECONDS_TO_END = 45
+SECONDS_TO_END = 45  # torch's launcher kills after 30
 OPTIONS = ("--processes", "2", "--device", "cpu")
 
 

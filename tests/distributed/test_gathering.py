@@ -1,5 +1,4 @@
-"""Weights that ZeRO-3 gathers in place are those that DeepSpeed copies out of a buffer; and in fp8
-two processes lose what they do with whole weights, however these are sharded."""
+"""ZeRO-3 gathers weights in place as DeepSpeed copies them, and weights in fp8 as whole ones."""
 
 from pathlib import Path
 

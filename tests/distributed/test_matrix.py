@@ -1,17 +1,15 @@
 """A small part of the matrix, on the installed versions; tests/noxfile.py runs all of it.
 
-Also what the matrix relies on: its limits tell right numbers from wrong ones, and a cell which
-raises, dies or hangs is a failed cell.
+Also what the matrix relies on: its limits tell right numbers from wrong ones.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.distributed.cell_worker import differences
-from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, _outcomes, run_cells
+from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, run_cells
 from tests.helpers import unsharded
 from tests.helpers.cells import (
     PERSISTENCE,
@@ -22,7 +20,6 @@ from tests.helpers.cells import (
     ZERO_STAGES,
     Cell,
 )
-from tests.helpers.processes import Ended
 
 
 def every_value_of_each_axis() -> list[Cell]:
@@ -130,13 +127,3 @@ def test_the_limits_refuse_wrong_numbers(breakage, precision, monkeypatch):
         found["gradient_difference"] > 2 * GRADIENT_LIMIT[precision]
         or found["loss_difference"] > 2 * LOSS_LIMIT[precision]
     ), found
-
-
-def test_a_cell_that_does_not_end_well_has_failed(tmp_path):
-    rows = [{"started": "a"}, {"done": "a", "loss_difference": 0.0}, {"started": "b"}]
-    (tmp_path / "rows.0.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for ended, reason in ((Ended(None, ""), "hung: "), (Ended(-9, "killed"), "died: killed")):
-        found = _outcomes(tmp_path, ended)
-        assert found == {"a": {"loss_difference": 0.0}, "b": {"reason": reason}}
-    (tmp_path / "rows.1.jsonl").write_text('{"failed": "b", "reason": "CheckpointError: x"}')
-    assert _outcomes(tmp_path, Ended(1, ""))["b"] == {"reason": "CheckpointError: x"}

@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -11,35 +10,22 @@ from safetensors.torch import load_file
 
 from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults
 from glm4v_patched.finetune.run_folder import LOCK
-from tests.helpers.processes import cpu_environment
+from tests.helpers.processes import cpu_environment, run_processes
 from tests.helpers.recipes import drawn_recipe
 
 
 def on_two_machines(*arguments: str) -> str:
-    """What the first agent printed, once both have ended well."""
+    """What the agents printed, once both have ended well."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc_per_node", "1", "--master-addr", "localhost", "--master-port", str(port)]
-    agents = [
-        subprocess.Popen(
-            [*command, "--node-rank", node, "-m", "glm4v_patched.finetune", *arguments],
-            env=cpu_environment() | {"LOCAL_SIZE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in ("0", "1")
-    ]
-    try:
-        printed = [agent.communicate(timeout=300)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)[-8000:]
-    return printed[0]
+    command += ["--nproc_per_node", "1", "--master-addr", "localhost", "--master-port", port]
+    command += ["-m", "glm4v_patched.finetune", *arguments]
+    agents = [cpu_environment() | {"LOCAL_SIZE": "1", "PET_NODE_RANK": node} for node in ("0", "1")]
+    ended = run_processes(command, agents, seconds=300)
+    assert ended.status == 0, ended.output[-8000:]
+    return ended.output
 
 
 @pytest.mark.slow
@@ -55,8 +41,7 @@ def test_both_machines_train_one_model_and_resume_it_to_the_same_bits(tmp_path):
     assert find_faults(trained / "checkpoint-2") == []
     written = json.loads((trained / "checkpoint-2" / MANIFEST).read_text())["files"]
     # Each process writes a part of its own.
-    assert {name for name in written if "rank_0_" in name and "rank_1_" not in name}
-    assert {name for name in written if "rank_1_" in name}
+    assert all(any(f"rank_{rank}_" in name for name in written) for rank in (0, 1))
     assert not (trained / LOCK).exists()
 
     out.mkdir()

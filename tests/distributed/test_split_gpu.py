@@ -15,8 +15,7 @@ from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_conf
 
 NUM_LAYERS = 4
 MODES = {"plain": None, "reentrant": True, "non-reentrant": False}
-# fp32. Relative to the largest gradient: two GPUs of one kind run the same kernels in the same
-# order, up to atomic additions. A row, an image or a layer that is left out differs by more than 1.
+# fp32, relative to the largest gradient. What is left out differs by more than 1.
 RTOL = 1e-5
 SHARES = [0.2, 0.5, 0.8]
 

@@ -311,7 +311,6 @@ OTHERS = [
 ALL_PARTS = "--freeze_vit false --freeze_aligner false"
 FULL = f"--tuner_type full {ALL_PARTS}"
 SWIFT_LORA = f"--tuner_type lora --target_modules all-linear {ALL_PARTS}"
-IN_NO_TRIAL = "--seed 4 --data_seed 4"  # of settings
 GRPO = (
     "--rlhf_type grpo --external_plugins reward.py --reward_funcs right --num_generations 32 "
     f"--max_completion_length 8 --temperature 1.0 --beta 0 --use_vllm false {FULL}"
@@ -359,9 +358,8 @@ def swift(name: str, words: str, data: str = "pictures", **more) -> Job:
     return Job("ms-swift", name, "ms-swift", command, f"swift {words}", **more)
 
 
-# With equal weights one right answer may be pushed so far down that KTO gives it no gradient. One
-# that is drawn for certain keeps about a third of its loss, which is counted twice then.
-KTO = f"--rlhf_type kto --beta 0.3 --desirable_weight 2 {IN_NO_TRIAL}"
+# With equal weights one right answer may be pushed so far down that KTO gives it no gradient.
+KTO = "--rlhf_type kto --beta 0.3 --desirable_weight 2 --seed 4 --data_seed 4"
 SWIFT = [
     swift("sft, LoRA, published repository", f"sft {SWIFT_LORA}", model="published", rate=1e-2),
     swift("sft, all weights", f"sft {FULL}"),

@@ -33,7 +33,6 @@ from openrlhf.models import (  # noqa: E402
 
 
 def actor():
-    """The model, and what computes its loss."""
     actor = Actor("model", attn_implementation="sdpa", param_dtype="bf16")
     actor.model.float()
     actor.gradient_checkpointing_enable({"use_reentrant": False})

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,
     reason="not installed: llmcompressor; nox -f tests/noxfile.py -s llm_compressor",
 )
-# As docs/frameworks.md says.
 LEFT_ALONE = ["re:.*vision.*", "re:.*output_layer"]
 
 

@@ -1,10 +1,9 @@
 """A user's script with TRL's trainers: ``trl_script.py JOB STEPS LEARNING_RATE SEED``.
 
-Nothing in it knows of glm4v_patched.
-
-In the current folder it finds ``model``, which has its code beside it, and ``data/JOB``, a data set
-with pictures; it leaves ``out``, the whole model that was trained. ``dpo_lora`` is for several
-processes, under DeepSpeed's ZeRO-3 by ``deepspeed.json``.
+Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
+beside it, and ``data/JOB``, a data set with pictures; it leaves ``out``, the whole model that was
+trained, or, for ``dpo_lora``, which several processes train under DeepSpeed's ZeRO-3 by
+``deepspeed.json``, ``adapter``.
 """
 
 import sys

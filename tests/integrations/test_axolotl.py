@@ -51,14 +51,18 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     assert get_model_support("chatglm").is_multimodal
     models = drawn_task.Models(tmp_path)
     processor = Collator(models("random")).processor
+
+    def text(words: str) -> dict:
+        return {"type": "text", "text": words}
+
     # A started process gets a copy.
     assert pickle.loads(pickle.dumps(EndedRows(processor))).tokenizer.eos_token == "<|endoftext|>"
     strategy = get_processing_strategy(processor, None, "tokenizer_default", model_type="chatglm")
     (question, answer), (other, other_answer) = models.conversations[:2]
-    pictures = [{"type": "image", "path": q["image"]} for q in (question, other)]
-    words = [{"type": "text", "text": q["content"]} for q in (question, other)]
-    both = zip(pictures, words, strict=True)
-    asked, asked_too = (drawn_task.said("user", [*parts]) for parts in both)
+    asked, asked_too = (
+        {"role": "user", "content": [{"type": "image", "path": q["image"]}, text(q["content"])]}
+        for q in (question, other)
+    )
     rows = [asked, answer, asked_too, other_answer], [asked, answer]
     collator = MultiModalChatDataCollator(processor.tokenizer, strategy)
     batch = collator([{"messages": row} for row in rows])
@@ -68,6 +72,5 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     assert decode(first) == f"\n{said}<|user|>\n{said_too}<|endoftext|>"
     assert decode(second) == f"\n{said}<|endoftext|>"
     assert len(batch["pixel_values"]) == 3
-    # Padding of the shorter row is on the left, and nothing of it is learned.
     padding = int((batch["attention_mask"][1] == 0).sum())
-    assert padding > 0 and batch["attention_mask"][1, padding:].all()
+    assert padding > 0 and batch["attention_mask"][1, padding:].all()  # it is on the left

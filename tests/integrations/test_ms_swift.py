@@ -55,37 +55,30 @@ def assistant(content, **more):
     return {"role": "assistant", "content": content, **more}
 
 
-def want(template, conversation):
-    return ConversationCollator(template.processor)([conversation])
-
-
-def assert_same(got, expected):
+def assert_same(got, template, conversation):
+    """As what a recipe trains on."""
+    expected = ConversationCollator(template.processor)([conversation])
     for name in ("input_ids", "labels"):
         assert got[name] == expected[name][0].tolist()
     if "pixel_values" in expected:
         assert torch.equal(got["pixel_values"], expected["pixel_values"])
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user("\n What?"), assistant("\n\nA cat.")],
-        [{"role": "system", "content": "\nBe kind."}, user("What?"), assistant("A cat.")],
-        [user("What?"), assistant("A cat."), user("Why?"), assistant("So.")],
-    ],
-)
-def test_rows_of_text_are_what_a_recipe_trains_on(messages, template):
-    got = encode(template, messages)
-    assert_same(got, want(template, messages))
-    assert "pixel_values" not in got
+def test_rows_of_text_are_what_a_recipe_trains_on(template):
+    system = {"role": "system", "content": "\nBe kind."}
+    first = [user("\n What?"), assistant("\n\nA cat.")]
+    for messages in (first, [system, *first], [*first, user("Why?"), assistant("So.")]):
+        got = encode(template, messages)
+        assert_same(got, template, messages)
+        assert "pixel_values" not in got
 
 
 @pytest.mark.parametrize("content", ["<image>What?", "<image>\nWhat?", "What?\n<image>"])
 def test_a_picture_comes_first_and_is_turned_upright(content, template, place):
     picture = place / "turned.png"
-    got = encode(template, [user(content), assistant("A cat.")], [picture])
-    conversation = [user("What?") | {"image": str(picture)}, assistant("A cat.")]
-    assert_same(got, want(template, conversation))
+    answer = assistant("A cat.")
+    conversation = [user("What?") | {"image": str(picture)}, answer]
+    assert_same(encode(template, [user(content), answer], [picture]), template, conversation)
 
 
 def test_several_pictures_each_have_their_place(template, place):
@@ -95,7 +88,7 @@ def test_several_pictures_each_have_their_place(template, place):
     first, second, third = ({"type": "image", "image": str(path)} for path in pictures)
     which, so = ({"type": "text", "text": text} for text in ("Which?", "So?"))
     conversation = [user([first, second, which]), answers[0], user([third, so]), answers[1]]
-    assert_same(encode(template, messages, pictures), want(template, conversation))
+    assert_same(encode(template, messages, pictures), template, conversation)
 
 
 def test_places_and_tokens_without_a_picture_are_refused(template, place):
@@ -109,8 +102,7 @@ def test_places_and_tokens_without_a_picture_are_refused(template, place):
 
 def test_a_turn_that_is_not_learned_has_no_learned_end(template):
     messages = [user("What?"), assistant("A cat.", loss=False), user("Why?"), assistant("So.")]
-    got = encode(template, messages)
-    learned = [token for token in got["labels"] if token != -100]
+    learned = [token for token in encode(template, messages)["labels"] if token != -100]
     assert template.tokenizer.decode(learned).replace(" ", "") == "\nSo.<|endoftext|>"
 
 

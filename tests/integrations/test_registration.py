@@ -1,7 +1,5 @@
-"""Plug-ins are registered in every process that imports a framework, and only there.
-
-With a package that stands in for ours and frameworks that are nearly empty, so that it is quick.
-"""
+"""Plug-ins are registered in every process that imports a framework, and only there: with a package
+that stands in for ours and empty frameworks, so that it is quick."""
 
 import json
 import os
@@ -39,25 +37,6 @@ NAMES = [*PLUGINS.values()]
 RUN = (sys.executable, "-m", "glm4v_patched.run")
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    package = tmp_path / "packages" / "glm4v_patched"
-    shutil.copytree(PACKAGE / "patch" / "startup", package / "patch" / "startup")
-    for name in ("run.py", "patch/run.py"):
-        shutil.copyfile(PACKAGE / name, package / name)
-    (package / "__init__.py").write_text("def apply(**options): pass")
-    (package / "integrations").mkdir()
-    for module, plugin in PLUGINS.items():
-        (package / "integrations" / f"{plugin}.py").write_text(PLUGIN)
-        path = package.parent / module.replace(".", "/") / "__init__.py"
-        path.parent.mkdir(parents=True)
-        path.touch()
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    monkeypatch.delenv("GLM4V_PATCHED", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return package
-
-
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | environment
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -74,7 +53,21 @@ def registered(*command: str, **environment: str) -> list[list[str]]:
     return [[name for name, of in lines if of == pid] for pid in pids]
 
 
-def test_a_process_and_its_children_have_them(package):
+def test_a_process_and_its_children_have_them(tmp_path, monkeypatch):
+    package = tmp_path / "packages" / "glm4v_patched"
+    shutil.copytree(PACKAGE / "patch" / "startup", package / "patch" / "startup")
+    for name in ("run.py", "patch/run.py"):
+        shutil.copyfile(PACKAGE / name, package / name)
+    (package / "__init__.py").write_text("def apply(**options): pass")
+    (package / "integrations").mkdir()
+    for module, plugin in PLUGINS.items():
+        (package / "integrations" / f"{plugin}.py").write_text(PLUGIN)
+        path = package.parent / module.replace(".", "/") / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.delenv("GLM4V_PATCHED", raising=False)
+    monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(IMPORT + CHILD)
     Path("child.py").write_text(IMPORT)
     assert registered(*RUN, "script.py") == [NAMES, NAMES]
@@ -98,7 +91,6 @@ def test_the_file_for_external_plugins_is_printed():
 @pytest.mark.parametrize(
     ("content", "number", "words"),
     [
-        ("<image>\n<image>\nWhat?", 2, "What?"),
         ("<image> What?\n<image>", 2, "What?"),
         ("\nWhat?", 0, "\nWhat?"),
         ("Is <image> like <image>", 0, "Is <image> like <image>"),
