@@ -17,7 +17,7 @@ NUM_LAYERS = 4
 MODES = {"plain": None, "reentrant": True, "non-reentrant": False}
 # fp32, relative to the largest gradient. What is left out differs by more than 1.
 RTOL = 1e-5
-SHARES = [0.2, 0.5, 0.8]
+SHARES = [0.35, 0.5, 0.8]
 
 
 def deep_config():
@@ -97,19 +97,19 @@ def test_wherever_an_automatic_split_falls_it_cuts_no_layer(share):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_passes_through_the_hooks_of_a_split(mode):
-    """With hooks on every part as a split has them, but one device: all that shows on a CPU."""
+    """On one device: all that shows on a CPU."""
     want = gradients(deep_model(), batch())
-    model = deep_model()
-    model = dispatch_model(model, split_at(model, 0.5, "cpu", "cpu"), force_hooks=True)
-    assert largest_difference(gradients(model, batch(), mode), want) == 0
+    for share in SHARES:
+        model = deep_model()
+        model = dispatch_model(model, split_at(model, share, "cpu", "cpu"), force_hooks=True)
+        assert largest_difference(gradients(model, batch(), mode), want) == 0
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_generation_with_a_part_on_disk(share, tmp_path):
     """No module reads the weights of another: each is loaded for its own forward only."""
     model = deep_model()
-    parts = split_at(model, share, "cpu", "disk")
-    model = dispatch_model(model, parts, main_device="cpu", offload_dir=tmp_path)
+    model = dispatch_model(model, split_at(model, share, "cpu", "disk"), offload_dir=tmp_path)
     assert any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(answer(model).sequences, answer(deep_model()).sequences)
 
@@ -130,10 +130,10 @@ def test_a_split_trains_and_draws_what_one_gpu_does(share):
     for layer, cached in zip(decoder, got.past_key_values.layers, strict=True):
         assert cached.keys.device == layer.mlp.dense_4h_to_h.weight.device
 
-    whole = gradients(one, batch("cuda:0"))
     for labels_on in ("cpu", "cuda:1"):
         got = gradients(split, batch("cuda:0", labels_on))
-        assert largest_difference(got, whole) <= RTOL
+        assert largest_difference(got, gradients(one, batch("cuda:0"))) <= RTOL
     for mode, skip_logits in product(MODES, (False, True)):
-        found = gradients(split, batch("cuda:0") | {"skip_logits": skip_logits}, mode)
-        assert largest_difference(found, whole) <= RTOL, (mode, skip_logits)
+        inputs = batch("cuda:0") | {"skip_logits": skip_logits}
+        found = gradients(split, inputs, mode)
+        assert largest_difference(found, gradients(one, inputs)) <= RTOL, (mode, skip_logits)

@@ -38,11 +38,11 @@ def actor():
     actor.gradient_checkpointing_enable({"use_reentrant": False})
     assert actor.is_vlm
     batch = Collator()(read_rows())
-    learned, loss_of = (batch.pop("labels") != -100).long(), SFTLoss()
+    ids, learned = batch.pop("input_ids"), (batch.pop("labels") != -100).long()
+    loss_of = SFTLoss()
 
     def loss() -> torch.Tensor:
-        logps = actor(batch["input_ids"], batch["attention_mask"], return_logprobs=True,
-                      pixel_values=batch["pixel_values"])  # fmt: skip
+        logps = actor(ids, return_logprobs=True, **batch)
         return loss_of(logps, learned[:, 1:])
 
     return actor.model, loss

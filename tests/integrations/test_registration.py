@@ -32,7 +32,6 @@ def register():
         print(json.dumps([__name__.rpartition(".")[2], os.getpid()]), file=file)
 """
 IMPORT = "".join(f"import {name}\n" for name in PLUGINS)
-CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'child.py'], check=True)\n"
 NAMES = [*PLUGINS.values()]
 RUN = (sys.executable, "-m", "glm4v_patched.run")
 
@@ -44,11 +43,10 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
 
 def registered(*command: str, **environment: str) -> list[list[str]]:
     """For each process of a command, what was registered in it."""
-    path = Path("registered")
-    path.write_text("")
+    Path("registered").write_text("")
     done = run(*command, **environment)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("registered").read_text().splitlines()]
     pids = dict.fromkeys(pid for _, pid in lines)
     return [[name for name, of in lines if of == pid] for pid in pids]
 
@@ -68,7 +66,8 @@ def test_a_process_and_its_children_have_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.delenv("GLM4V_PATCHED", raising=False)
     monkeypatch.chdir(tmp_path)
-    Path("script.py").write_text(IMPORT + CHILD)
+    child = "import subprocess, sys; subprocess.run([sys.executable, 'child.py'], check=True)\n"
+    Path("script.py").write_text(IMPORT + child)
     Path("child.py").write_text(IMPORT)
     assert registered(*RUN, "script.py") == [NAMES, NAMES]
     # The variables do without the run entry.
@@ -83,8 +82,8 @@ def test_a_process_and_its_children_have_them(tmp_path, monkeypatch):
 
 
 def test_the_file_for_external_plugins_is_printed():
-    done = run(sys.executable, "-m", "glm4v_patched.integrations", "ms-swift")
-    path = Path(done.stdout.rstrip("\n"))
+    command = (sys.executable, "-m", "glm4v_patched.integrations", "ms-swift")
+    path = Path(run(*command).stdout.rstrip("\n"))
     assert path.is_file() and "register()" in path.read_text()
 
 
