@@ -85,9 +85,12 @@ def check_object(name: str, text: str) -> None:
         raise ValueError(f"""{name} is {text!r}; expected a JSON object as '{{"name": true}}'""")
 
 
-def refuse_changed(options: argparse.Namespace, of: type, but: type, why: str) -> None:
-    """Raise ``ValueError`` for an option that is a field of one class, and not of another."""
-    shared = {each.name for each in fields(but)}
+def refuse_changed(
+    options: argparse.Namespace, of: type, but: type | Collection[str], why: str
+) -> None:
+    """Raise ``ValueError`` for an option that is a field of one class, and not of another, or none
+    of these names."""
+    shared = {each.name for each in fields(but)} if isinstance(but, type) else {*but}
     for each in fields(of):
         unchanged = getattr(options, each.name) in (each.default, [each.default])
         if each.metadata and each.name not in shared and not unchanged:

@@ -26,11 +26,6 @@ from glm4v_patched.terminal_text import printable
 from tests.helpers.processes import in_plain_shell
 from tests.helpers.recipes import drawn_recipe
 
-WITHOUT_TORCH = (
-    "import runpy, sys; sys.modules['torch'] = None; "
-    "runpy.run_module('glm4v_patched', run_name='__main__')"
-)
-
 
 @pytest.fixture
 def fails(capsys, words):
@@ -62,14 +57,10 @@ def test_a_missing_deepspeed_is_told_with_its_cure(monkeypatch):
     ("typed", "named"),
     [
         ("demo --steps 0", "0 is less than 1"),
-        ("train recipe.yaml --dryrun", "--dry-run"),
         ("train r.yaml out=a --lr 1e-5", "trainer.learning_rate"),
         ("answer m --data a --out b --max-tokens 5", "--max-new-tokens"),
         ("answer m out=a --data a --out b", "out=a"),
-        ("serve model --prot=80", "--port"),
-        ("merge adapters more --out b", "more"),
         ("train", "RECIPE"),
-        ("tarin recipe.yaml", "train"),
         ("Serve model", "serve"),
         ("help", "--help"),
     ],
@@ -79,7 +70,11 @@ def test_what_is_not_known_is_answered_with_the_nearest_that_is(typed, named, fa
 
 
 def test_versions_are_told_without_loading_torch(monkeypatch, capsys):
-    command = [sys.executable, "-c", WITHOUT_TORCH, "--version"]
+    without_torch = (
+        "import runpy, sys; sys.modules['torch'] = None; "
+        "runpy.run_module('glm4v_patched', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", without_torch, "--version"]
     lines = subprocess.check_output(command, text=True).splitlines()
     assert lines[0] == f"glm4v-patched {glm4v_patched.__version__}"
     for name in ("torch", "transformers", "deepspeed"):
@@ -90,16 +85,12 @@ def test_versions_are_told_without_loading_torch(monkeypatch, capsys):
     assert "not-there-at-all is not installed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "answer", "merge", "compare", "serve"])
-@pytest.mark.parametrize("name", ["x" * 5_000, "a/" * 3_000, "odd\x1b[31m\u202ename", "nul\0"])
-def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["train", "doctor", "merge --out out", "compare"])
+@pytest.mark.parametrize("name", ["x" * 5_000, "odd\x1b[31m\u202ename"])
+def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, capsys):
     """Too long for a file system, or with what a terminal would obey: no traceback, no control."""
-    rest = {
-        "answer": ["--data", name, "--out", name],
-        "merge": ["--out", name],
-        "serve": ["--device", "cpu", "--port", "0"],
-    }
-    assert main([command, name, *rest.get(command, [])]) == 1
+    command, *rest = command.split()
+    assert main([command, name, *rest]) == 1
     told = "".join(capsys.readouterr())
     assert told and printable(told, kept="\n") == told
 
@@ -163,36 +154,6 @@ def add_checkpoint(folder: Path, step: int, processes: int = 2) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("field", ["out", "model", "data.train", "data.eval"])
-def test_a_name_in_a_recipe_that_is_too_long_ends_with_one_line(field, train, capsys):
-    assert main([*train, "--dry-run", f"{field}={'x' * 5_000}"]) == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and len(told) < 1_000
-
-
-def test_rows_of_another_format_are_told_without_loading_torch(tmp_path, drawn):
-    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "caption": "a cat"}\n')
-    asked = drawn.model_dump() | {"data": {"train": str(tmp_path / "rows.jsonl")}}
-    asked["out"] = str(tmp_path / "out")
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps(asked))
-    command = [sys.executable, "-c", WITHOUT_TORCH, "train", str(recipe), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "answer: caption, image: image}" in done.stderr, done.stderr  # the line that reads them
-    assert done.returncode == 1 and not (tmp_path / "out").exists()
-
-
-def test_rows_are_left_out_if_asked_also_where_the_first_ones_are_all_bad(train, recipe, capsys):
-    good = Path(recipe["data"]["train"])
-    mixed = good.with_name("mixed.jsonl")
-    mixed.write_text('{"caption": "a cat"}\n' * 21 + good.read_text())
-    dry = [*train, f"data.train={mixed}", "--dry-run"]
-    assert main(dry) == 1
-    assert "none of its first 20 rows can be used" in capsys.readouterr().err
-    assert main([*dry, "data.on_bad=skip"]) == 0
-    assert "they are left out" in capsys.readouterr().out
-
-
 def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, fails):
     (tmp_path / "recipe.json").write_text('{"stepps": 3}')
     for name, named in (("none", "none.json"), ("recipe", "recipe.json:1: stepps")):
@@ -205,45 +166,19 @@ def test_training_does_not_start_among_checkpoints_unless_told_to_continue(tmp_p
     assert not (tmp_path / "out" / "recipe.json").exists()
 
 
-@pytest.mark.parametrize("options", [["--resume"], ["--resume-from", "out/checkpoint-4"]])
 def test_training_continues_from_the_checkpoint_it_names(
-    tmp_path, train, options, commands, monkeypatch, capsys
+    tmp_path, train, commands, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     checkpoint = add_checkpoint(tmp_path, 4)
-    assert main([*train, *options]) == 0
+    assert main([*train, "--resume-from", "out/checkpoint-4"]) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
     plan = Plan.read(Path(commands[0][-2]))
     assert (tmp_path / plan.checkpoint).samefile(checkpoint)
 
 
-def test_training_with_nothing_to_continue_from_says_so_and_renames_what_is_incomplete(
-    tmp_path, train, commands, capsys
-):
-    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    assert main([*train, "--resume"]) == 0
-    assert "no complete checkpoint in" in capsys.readouterr().out
-    assert (tmp_path / "out" / "incomplete-checkpoint-4").is_dir()
-    assert Plan.read(tmp_path / "out" / "plan.json").checkpoint is None
-
-
-def test_an_incomplete_checkpoint_that_is_named_is_refused(tmp_path, train, fails):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    (checkpoint / "latest").write_text("longer")
-    fails(*train, "--resume-from", str(checkpoint), names="latest: expected 1 bytes, found 6")
-
-
-def test_a_run_of_another_number_of_processes_cannot_be_continued(tmp_path, train, fails):
-    add_checkpoint(tmp_path, 4, processes=3)
-    fails(*train, "--resume", names="processes: 3 there, 2 now")
-
-
-@pytest.mark.parametrize("activated", [False, True])
-def test_a_training_that_failed_says_how_to_continue(
-    tmp_path, recipe, train, monkeypatch, capsys, activated
-):
-    path = os.pathsep.join([str(Path(sys.executable).parent)] * activated + [os.defpath])
-    monkeypatch.setenv("PATH", path)
+def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, train, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", os.defpath)
     checkpoint = add_checkpoint(tmp_path, 4)
     monkeypatch.setattr(launch, "_run", lambda command, _: "process 0 ended with status 1")
     assert main([*train, "--resume"]) == 1
@@ -257,7 +192,7 @@ def test_a_training_that_failed_says_how_to_continue(
     (checkpoint / "latest").unlink()
     written = tmp_path / "out" / "recipe.json"
     written.write_text(json.dumps(recipe | {"model": "gone"}))
-    continued = in_plain_shell(command, path)
+    continued = in_plain_shell(command)
     assert continued.returncode == 1 and f'{written}:1: model is "gone"' in continued.stderr
 
 

@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         parser.error("--device cpu with the real model: give the --config of a small one")
     settings = {name: getattr(options, name) for name in ("config", "device")}
     settings |= {name: getattr(options, name) for name in ("new_tokens", "prompt_tokens")}
-    settings |= {"attn_implementation": "sdpa", "compile_layers": False, "against": None}
+    settings |= {"attn_implementation": "sdpa", "against": None}
     settings |= {"weights": None}
     torch.manual_seed(0)
     model = generation_worker.build(settings).to(DTYPES[options.dtype])

@@ -16,6 +16,7 @@ from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..installed_versions import versions
 from ..option_fields import add_option, given
+from .answers import add_answer_arguments, measure_answers
 from .charts import check_drawable, draw_pictures
 from .generation import add_speed_arguments, measure_speed, refuse_generation
 from .machine import require_machine
@@ -40,11 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=Path, nargs="+", metavar="FILE", help="measure nothing: table of these rows")
     add("--into", type=Path, metavar="FILE", help="with --rows: put the table into this Markdown")
     add_speed_arguments(parser)
+    add_answer_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure every combination, or show the rows of files. Raises ``ValueError`` before anything
     runs if settings contradict each other or this machine cannot measure them."""
+    if options.answers:
+        return measure_answers(options)
     if options.generate:
         return measure_speed(options)
     refuse_generation(options)

@@ -40,7 +40,6 @@ class Speed:
     compile_options: str = option(
         "{}", "laid over ours for inductor", metavar="JSON", check=check_object
     )
-    compile_layers: bool = option(False, "compile what reads the prompt, too")
     attn_implementation: str = "sdpa"
     repeats: int = option(3, "timed answers of each batch; their median counts", at_least=1)
     config: str | None = None
@@ -70,16 +69,14 @@ class Speed:
 
     def _conflicts(self) -> Iterator[str]:
         if self.draw_ahead and self.cache == "dynamic":
-            yield "--draw-ahead with --cache dynamic: expected --cache static"
+            yield "--draw-ahead with --cache dynamic: expected --cache static or graph"
         if self.weights is None:
             return
-        held = WEIGHTS[self.weights]
-        if self.draw_ahead and self.cache == "auto" and not held.compiled:
-            yield f"--draw-ahead with {held.option}, whose cache is dynamic: leave out one of them"
-        if self.compile_layers and not held.compiled:
-            yield f"--compile-layers with {held.option}, which is not compiled: leave out one"
+        option, is_fixed = f"--weights {self.weights}", WEIGHTS[self.weights].fixed_cache
+        if self.draw_ahead and self.cache == "auto" and not is_fixed:
+            yield f"--draw-ahead with {option}, whose cache is dynamic: leave out one of them"
         if self.against is not None:
-            yield f"{held.option} is not of the original's code, of --against: leave out one"
+            yield f"{option} is not of the original's code, of --against: leave out one"
 
     @property
     def kept(self) -> str:
@@ -114,7 +111,7 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
         if each.metadata:
             add_option(group, each)
     add("--python", metavar="FILE", help="Python that has the original's transformers")
-    add_weights(parser, "--generate, weights in fewer bytes; one of these")
+    add_weights(parser)
 
 
 def refuse_generation(options: argparse.Namespace) -> None:
@@ -124,7 +121,7 @@ def refuse_generation(options: argparse.Namespace) -> None:
     if options.python is not None:
         raise ValueError(f"--python {told}")
     if options.weights is not None:
-        raise ValueError(f"{WEIGHTS[options.weights].option} {told}")
+        raise ValueError(f"--weights {options.weights} {told}")
 
 
 def measure_speed(options: argparse.Namespace) -> None:
@@ -144,8 +141,8 @@ def measure_speed(options: argparse.Namespace) -> None:
     if options.against is not None:
         speeds.append(Speed(**asked))
     if options.weights is not None:
-        held = WEIGHTS[options.weights]
-        require_packages(held.package, held.option)
+        package = WEIGHTS[options.weights].package or ""
+        require_packages(package, f"--weights {options.weights}")
     from ..models.placement import place  # imports pydantic
 
     place(1, options.device)
@@ -197,5 +194,5 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> str
 
 def command_of(speed: Speed) -> str:
     """The shortest command line that measures these rows."""
-    held = [] if speed.weights is None else WEIGHTS[speed.weights].option.split()
+    held = [] if speed.weights is None else ["--weights", speed.weights]
     return "glm4v-patched bench --generate " + shlex.join([*given(speed, but=["weights"]), *held])

@@ -76,10 +76,6 @@ def build(settings: dict) -> Any:
     with torch.device(device):
         build = partial(build_random, ChatGLMConfig(**sizes), dtype=dtype, **options)
         model = hold(build, device, settings["weights"])
-    if settings["compile_layers"]:
-        from ..engine.compilation import compile_layers
-
-        compile_layers(model)
     return model.eval().requires_grad_(False)
 
 
@@ -117,12 +113,12 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     """Seconds to the first token, and tokens a second after it."""
     inputs = prompts(model.config, settings, batch, device)
     new, caches, positions = settings["new_tokens"], None, 0
-    if settings["cache"] == "static" and settings["against"] is None:
+    if settings["cache"] != "dynamic" and settings["against"] is None:
         from ..inference.decoding.static_cache import StaticCaches
 
         changes = json.loads(settings["compile_options"])
-        options = {"changes": changes, "fullgraph": True, "draws_ahead": settings["draw_ahead"]}
-        caches = StaticCaches(model, step=256, **options)
+        kept = {"draws_ahead": settings["draw_ahead"], "records": settings["cache"] == "graph"}
+        caches = StaticCaches(model, step=256, **kept, changes=changes, fullgraph=True)
         images = model.config.vision.num_image_tokens + 2
         positions = images + settings["prompt_tokens"] + new
 
@@ -188,9 +184,9 @@ def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor
 def bytes_a_token(model: Any) -> int:
     """Of the weights that one decoding step reads: the language model's, without its embeddings."""
     return sum(
-        bytes_held(parameter)
-        for name, parameter in model.named_parameters()
-        if ".vision." not in name and ".embedding." not in name
+        bytes_held(each)
+        for name, each in [*model.named_parameters(), *model.named_buffers()]  # scales of fp8
+        if ".encoder." in name or ".output_layer." in name
     )
 
 
@@ -198,8 +194,6 @@ def bytes_held(weight: Any) -> int:
     """Of a weight, with its scales where a package holds it in fewer bytes. Nothing has been
     computed with it: LLM.int8's layers then take the scales away from their weights."""
     parts: list[Tensor] = []
-    if hasattr(weight, "__tensor_flatten__"):  # torchao's
-        return sum(bytes_held(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     if type(weight).__name__ == "Params4bit":
         parts = [each for each in weight.quant_state.as_dict().values() if torch.is_tensor(each)]
     elif type(weight).__name__ == "Int8Params":
@@ -207,7 +201,7 @@ def bytes_held(weight: Any) -> int:
     elif type(weight) not in (Tensor, torch.nn.Parameter):
         raise RuntimeError(
             f"how many bytes a {type(weight).__name__} of {type(weight).__module__} has is not "
-            "known: expected weights of torch, torchao or bitsandbytes"
+            "known: expected weights of torch or bitsandbytes"
         )
     return sum(each.numel() * each.element_size() for each in (weight, *parts))
 
@@ -241,7 +235,7 @@ def versions(weights: str | None = None) -> dict[str, str]:
         from ..engine.options import PACKAGES
         from ..models.quantised_weights import WEIGHTS
 
-        names += PACKAGES[WEIGHTS[weights].package]
+        names += PACKAGES.get(WEIGHTS[weights].package or "", [])
     return {"python": sys.version.split()[0]} | {name: version(name) for name in names}
 
 

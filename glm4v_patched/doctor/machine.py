@@ -1,5 +1,6 @@
 """GPUs and their links, compiler, disks, shared memory, limits; needs no torch."""
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ from ..engine import nvidia_driver
 from ..engine.folders import fault_of_folder, nearest
 from ..engine.gpus import Gpu, find_gpus
 from ..engine.ram import free_ram
-from ..terminal_text import in_bytes
+from ..terminal_text import in_bytes, pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
 GB, GIB = 10**9, 2**30
@@ -26,6 +27,7 @@ TEMPORARY = GB
 OPEN_FILES = 4096
 # bf16 in hardware, and Triton's compiler.
 AMPERE = (8, 0)
+HOPPER, FLASH_ATTENTION_3 = (9, 0), "fa3_fwd_interface"
 # What a shell may still have of another program's start, and training would believe.
 STRANGE_VARIABLES: tuple[str, ...] = (
     "ACCELERATE_USE_DEEPSPEED",
@@ -74,8 +76,17 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
             text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are taken"
             cure = "end what runs there (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES"
             yield Finding(f"GPU {use.index}", WARNING, text, cure)
+    if any(gpu.capability == HOPPER for gpu in gpus):
+        yield _check_flash_attention()
     if len(gpus) > 1:
         yield _check_links()
+
+
+def _check_flash_attention() -> Finding:
+    if importlib.util.find_spec(FLASH_ATTENTION_3) is not None:
+        return Finding("fa3-fwd", OK, "there; the frozen tower attends with it where it agrees")
+    text = "not there; with it, the frozen tower attends faster"
+    return Finding("fa3-fwd", OK, text, pip_install("fa3-fwd"))
 
 
 def _check_driver() -> Finding:

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..remote.configuration_chatglm import ChatGLMConfig
+from ..remote.modeling_chatglm import MLP as LanguageMLP
 from ..remote.modeling_chatglm import GLMBlock
 from ..remote.visual import MLP
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
-from .fp8_gelu import quantise_rows_of_gelu
-from .fp8_numbers import E4M3, product, quantise_rows
+from .e4m3 import E4M3
+from .fp8_activations import quantise_rows_of_gelu, quantise_rows_of_swiglu
+from .fp8_numbers import product, product_to_read, quantise_rows
 from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
@@ -58,6 +60,17 @@ def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
     """
     if not options.fp8:
         return
+    require_products()
+    for name, size in _sizes(config):
+        if size % MULTIPLE:
+            raise ValueError(
+                f"fp8 with {name} {size}: its products take multiples of {MULTIPLE}; "
+                "leave out fp8 for this model"
+            )
+
+
+def require_products() -> None:
+    """Raise ``RuntimeError`` if this process cannot multiply in fp8."""
     if not hasattr(torch, "_scaled_mm"):
         raise RuntimeError(
             f"torch {torch.__version__} has no torch._scaled_mm, with which fp8 multiplies; "
@@ -69,12 +82,6 @@ def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
         found = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         if fault := fault_of_fp8(*found):
             raise RuntimeError(fault)
-    for name, size in _sizes(config):
-        if size % MULTIPLE:
-            raise ValueError(
-                f"fp8 with {name} {size}: its products take multiples of {MULTIPLE}; "
-                "leave out fp8 for this model"
-            )
 
 
 def _sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
@@ -183,13 +190,31 @@ class HeldLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = _in_computed_type(x)
-        return _finish(self.without_bias(x.reshape(-1, self.in_features)), x, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled():
+            return _finish(self.without_bias(rows), x, self.bias)
+        return _finish(product_to_read(*quantise_rows(rows), *self.quantised(), bias=self.bias), x)
 
     def without_bias(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return product_to_read(*quantise_rows(x), *self.quantised())
         return _Held.apply(x, self.weight, self.weight_scale, self.transposed)
 
     def quantised(self) -> tuple[Tensor, Tensor]:
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
+
+
+class ReadMLP(LanguageMLP):
+    """Of a model that is only read: SwiGLU quantises for the second product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().forward(x)
+        last: Any = self.dense_4h_to_h
+        wide = self.dense_h_to_4h(x)
+        quantised = quantise_rows_of_swiglu(wide.reshape(-1, wide.shape[-1]))
+        weight, scale = last.quantised()
+        return _finish(product_to_read(*quantised, weight, scale, last.bias), x)
 
 
 class FrozenTowerMLP(MLP):
@@ -200,11 +225,12 @@ class FrozenTowerMLP(MLP):
         fc2: Any = self.fc2
         x = _in_computed_type(x_NTV)
         wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
-        found = product(*quantise_rows_of_gelu(wide, fc1.bias), *fc2.quantised())
-        return _finish(found, x, fc2.bias)
+        quantised = quantise_rows_of_gelu(wide, fc1.bias)
+        weight, scale = fc2.quantised()
+        return _finish(product_to_read(*quantised, weight, scale, fc2.bias), x)
 
 
-def _finish(found: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+def _finish(found: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     found = _cast(found, x.dtype).view(*x.shape[:-1], found.shape[-1])
     return found if bias is None else found + bias.to(found.dtype)
 
@@ -228,8 +254,23 @@ def use_fp8(model: nn.Module, options: EngineOptions) -> None:
     gc.collect()  # what DeepSpeed hung on weights refers to itself
 
 
+def hold_in_fp8(model: nn.Module, device: torch.device) -> None:
+    """Have a model that is only read multiply in fp8, in both towers, and move it to the device,
+    layer by layer: a GPU never holds it in full. Adapters are in, and stay as they are."""
+    for _, linear in linear_layers(model, compiled=True):
+        if not any(size % MULTIPLE for size in linear.weight.shape):
+            _hold(linear, keeps_transposed=False)
+    _fuse_activations(model)
+    for layer in checkpointed_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if type(mlp) is LanguageMLP and type(mlp.dense_4h_to_h) is HeldLinear:  # no adapter's
+            mlp.__class__ = ReadMLP
+    model.to(device)
+
+
 def _fuse_activations(model: nn.Module) -> None:
-    # Compiled layers only: they are gathered whole under ZeRO-3, and fc1 and fc2 are not called.
+    # In training, of compiled layers: they are gathered whole under ZeRO-3, and fc1 and fc2 are not
+    # called.
     for layer in checkpointed_layers(model):
         mlp = getattr(layer, "mlp", None)
         if type(mlp) is not MLP or type(mlp.activation_fn) is not type(ACT2FN["gelu"]):

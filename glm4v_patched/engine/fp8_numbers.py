@@ -3,36 +3,69 @@
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""Of e4m3."""
-# Below, a row's scale could not be inverted in fp32; what is so small counts as zero.
-SMALLEST = 1e-30
+from .e4m3 import E4M3, LARGEST, SMALLEST
+from .few_rows import COLUMNS, MOST_ROWS, WIDTH, parts_of_product
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in fp32 that
     give it back. NaN and infinity make their row NaN."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        from . import fp8_triton  # takes Triton
+
+        return fp8_triton.quantise_rows(x)
     largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
     # By a product: its rounding is far below that of e4m3, so nothing rounds beyond the largest.
     quantised = (x.float() * (LARGEST / largest)).to(E4M3)
     return quantised.contiguous(), largest / LARGEST
 
 
-def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
+def product(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """bf16 ``(T, N)`` of two quantised tensors ``(T, K)`` and ``(N, K)``, with scales ``(T, 1)``
-    and ``(N, 1)``."""
+    and ``(N, 1)``, and a bias ``(N,)``."""
     if not len(left):
         return left_scale.new_empty(0, len(right), dtype=torch.bfloat16)
     if left.is_cpu:  # in tests; torch 2.11 takes one scale for all there
         one = left_scale.new_ones(())
         sums = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
-        return (sums * (left_scale * right_scale.t())).bfloat16()
+        return _rounded(sums, left_scale, right_scale, bias)
     return torch._scaled_mm(
         left,
         right.t(),  # the layout that the GPU takes: channels of a row side by side in both
         scale_a=left_scale,
         scale_b=right_scale.t(),
+        bias=None if bias is None else bias.bfloat16(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
+
+
+def product_to_read(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As :func:`product`, where no gradient is wanted, with a bias ``(N,)`` added before it is
+    rounded; of few rows, by the kernel for these (:mod:`few_rows`)."""
+    rows, width = left.shape
+    if not 0 < rows <= MOST_ROWS or len(right) % COLUMNS or width % WIDTH:
+        return product(left, left_scale, right, right_scale, bias)
+    parts = parts_of_product(left, right, 0)
+    if left.is_cuda and not torch.compiler.is_compiling():
+        from . import few_rows_triton  # takes Triton
+
+        return few_rows_triton.sum_of_parts(parts, left_scale, right_scale, bias)
+    return _rounded(parts.sum(0), left_scale, right_scale, bias)
+
+
+def _rounded(sums: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None) -> Tensor:
+    scaled = sums * (left_scale * right_scale.t())
+    return (scaled if bias is None else scaled + bias.float()).bfloat16()

@@ -1,30 +1,68 @@
-"""The kernel of :mod:`fp8_gelu`; importing it takes Triton, which torch for GPUs brings."""
+"""The kernel that quantises rows, as they are or of GELU or SwiGLU; importing it takes Triton,
+which torch for GPUs brings."""
 
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .fp8_numbers import E4M3, LARGEST, SMALLEST
+from .e4m3 import E4M3, LARGEST, SMALLEST
 
 
 @triton.jit
-def triton_quantise_rows_of_gelu(  # profiles know kernels by their names
+def _exp2(x):
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _inverse(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _gelu(x):
+    """``x`` times the normal distribution, within 1e-7 of ``x``; erf would take three times as
+    long as its row takes to be read and written.
+
+    The distribution's odds have a logarithm that is nearly linear: over ``x``, to the base 2, it is
+    a polynomial of ``x`` squared, fitted up to 6.5. Beyond, the distribution is 0 or 1.
+    """
+    square = tl.minimum(x * x, 42.0)
+    slope = 5.23396250e-09 * square - 3.86020055e-07
+    slope = slope * square + 1.14667985e-05
+    slope = slope * square - 1.59485679e-04
+    slope = slope * square - 9.52935820e-05
+    slope = slope * square + 1.04838192e-01
+    slope = slope * square + 2.30220736e00
+    return x * _inverse(1.0 + _exp2(-x * slope))
+
+
+@triton.jit
+def triton_quantise_rows(  # profiles know kernels by their names
     x,
     bias,
     numbers,
     scales,
+    width,
     channels,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
     block: tl.constexpr,
+    function: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # times channels it may pass 2**31
+    row = tl.program_id(0).to(tl.int64)  # times the width it may pass 2**31
     at = tl.arange(0, block)
     inside = at < channels
-    value = tl.load(x + row * channels + at, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if function == "gelu":
+        value = _gelu(value + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32))
+    if function == "swiglu":
+        up = tl.load(x + row * width + channels + at, mask=inside, other=0.0).to(tl.float32)
+        value = value * _inverse(1.0 + _exp2(-1.4426950408889634 * value)) * up
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), smallest)
     # The maximum passes over NaN, which is to make its row NaN.
     broken = tl.max((value != value).to(tl.int32), axis=0)
@@ -37,16 +75,32 @@ def triton_quantise_rows_of_gelu(  # profiles know kernels by their names
     tl.store(scales + row, largest / largest_number)
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`fp8_numbers.quantise_rows`."""
+    return _quantise(x, x, x.shape[1], "none")
+
+
 def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_gelu.quantise_rows_of_gelu`."""
-    x, bias = x.contiguous(), bias.contiguous()
-    rows, channels = x.shape
-    numbers = torch.empty_like(x, dtype=E4M3)
+    """As :func:`fp8_activations.quantise_rows_of_gelu`."""
+    return _quantise(x, bias.contiguous(), x.shape[1], "gelu")
+
+
+def quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`fp8_activations.quantise_rows_of_swiglu`."""
+    return _quantise(x, x, x.shape[1] // 2, "swiglu")
+
+
+def _quantise(x: Tensor, bias: Tensor, channels: int, function: str) -> tuple[Tensor, Tensor]:
+    x, (rows, width) = x.contiguous(), x.shape
+    numbers = x.new_empty(rows, channels, dtype=E4M3)
     scales = x.new_empty(rows, 1, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(channels)
-        warps = min(max(block // 1024, 1), 16)
-        triton_quantise_rows_of_gelu[(rows,)](
-            x, bias, numbers, scales, channels, LARGEST, SMALLEST, block, num_warps=warps
-        )
+        # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200.
+        warps = min(max(block // 1024, 1), 8)
+        with torch.cuda.device_of(x):
+            triton_quantise_rows[(rows,)](
+                x, bias, numbers, scales, width, channels, LARGEST, SMALLEST, block, function,
+                num_warps=warps,
+            )  # fmt: skip
     return numbers, scales

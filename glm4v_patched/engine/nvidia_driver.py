@@ -68,6 +68,14 @@ def memory_in_use() -> list[Use]:
     return [Use(int(a), int(b) * mib, int(c) * mib) for a, b, c in (r for r in rows if len(r) == 3)]
 
 
+def share_in_use() -> float | None:
+    """Of the last sampling period, the share in which the first GPU ran a kernel; None where
+    ``nvidia-smi`` does not say."""
+    told = _nvidia_smi("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
+    first = (told.splitlines() or [""])[0].strip()
+    return int(first) / 100 if first.isdecimal() else None
+
+
 def links() -> list[tuple[int, int, str]]:
     """Of each pair of GPUs of the machine, how ``nvidia-smi topo -m`` calls what joins them."""
     return parse_topology(_nvidia_smi("topo", "-m"))

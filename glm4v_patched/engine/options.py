@@ -38,7 +38,6 @@ PACKAGES = {
     "qlora": ["peft", "bitsandbytes"],
     "adamw_8bit": ["bitsandbytes"],
     "liger": ["liger_kernel"],
-    "torchao": ["torchao"],
     "--pictures": ["matplotlib"],
 }
 # What transformers needs to load weights that were saved quantised, by the method in their config.

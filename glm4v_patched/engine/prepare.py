@@ -23,9 +23,10 @@ from .deepspeed.gradient_buffer import keep_gradients_on_gpu
 from .deepspeed.gradient_norm import take_norms_in_place
 from .deepspeed.internals import Replacements
 from .deepspeed.run_ahead import limit_run_ahead
+from .flash_attention_3 import use_flash_attention_3
 from .fp8 import use_fp8
 from .memory_plan import GIB
-from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages
+from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages, trains_tower
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,6 +74,8 @@ def prepare_model(
     if options.zero_stage == 0:
         upcast_trained(model)
     use_fp8(model, options)
+    if not trains_tower(options.trained):
+        use_flash_attention_3(model)
     # Of weights that were quantised, only now: bench's random ones were whole on the GPU before.
     _limit_memory(options)
     in_compiled_fp8 = options.fp8 and options.compile is True

@@ -38,7 +38,7 @@ class Request:
         model: Folder of a model or of adapters, or an id of the Hub.
         data: Of the rows.
         processes: None for one on each GPU; on a CPU, for a single one.
-        cache: ``static``, ``dynamic``, or ``auto``: static on a GPU where it pays.
+        cache: One of :data:`command.CACHES`.
     """
 
     model: str
@@ -136,9 +136,7 @@ def settings_of(
     Args:
         pictures: Of :func:`questions.digest_pictures`.
     """
-    options = asdict(request.generation) | {"load_in_4bit": request.weights == "4bit"}
-    if request.weights not in (None, "4bit"):
-        options["weights"] = request.weights
+    options = asdict(request.generation) | {"weights": request.weights}
     data = digest_questions(questions, pictures)
     return {"model": identify(base), "data": data, "options": options}
 

@@ -80,16 +80,18 @@ class Job:
 class Answerer:
     """Answers questions with one model.
 
-    With a ``static`` cache steps are compiled on a GPU, for as many rows as the first batch has,
-    and nothing waits between them (:func:`loop.draw_ahead`); other batches, and beams, which
-    transformers does not compile, have a ``dynamic`` one.
+    With a ``static`` cache steps are compiled on a GPU, with ``graph`` they are recorded, for as
+    many rows as the first batch has, and nothing waits between them (:func:`loop.draw_ahead`);
+    other batches, and beams, which transformers does not compile, have a ``dynamic`` one.
     """
 
     def __init__(self, loaded: Loaded, generation: Generation, cache: str = "dynamic"):
         self.model, self.processor = loaded
         self.generation = generation
-        is_static = cache == "static" and generation.num_beams == 1
-        self.caches = StaticCaches(self.model, STEP, draws_ahead=True) if is_static else None
+        self.caches = None
+        if cache != "dynamic" and generation.num_beams == 1:
+            records = cache == "graph"
+            self.caches = StaticCaches(self.model, STEP, draws_ahead=True, records=records)
         self.rows: int | None = None
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id

@@ -39,8 +39,8 @@ def chat(
     Args:
         images: Shown with the first question.
         system: What the system says first.
-        cache: ``static``, whose steps are compiled during the first answer; ``dynamic``; or
-            ``auto``: static on a GPU for long answers.
+        cache: One of :data:`command.CACHES`; the steps of ``static`` are compiled during the first
+            answer.
 
     Raises:
         ValueError: the model or a picture cannot be used, before the model is loaded; or a line.

@@ -3,10 +3,12 @@
 import argparse
 from pathlib import Path
 
+from ..models.quantised_weights import WEIGHTS
 from ..terminal_text import doing
 
-# static: one size for all steps, which are compiled on a GPU; auto: where that pays.
-CACHES = ("auto", "static", "dynamic")
+# static: one size for all steps, which are compiled on a GPU; graph: they are recorded, and
+# replayed; auto: what pays.
+CACHES = ("auto", "static", "graph", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
 
 
@@ -93,18 +95,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    add_weights(parser, "weights in fewer bytes; one of these")
+    add_weights(parser)
 
 
-def add_weights(parser: argparse.ArgumentParser, title: str) -> None:
-    fewer = parser.add_argument_group(title)
-    held = fewer.add_mutually_exclusive_group()
-    for bits in ("4", "8"):
-        told = f"hold the layers' weights in {bits} bits (bitsandbytes, on a GPU)"
-        name, value = f"--load-in-{bits}bit", f"{bits}bit"
-        held.add_argument(name, dest="weights", action="store_const", const=value, help=told)
-    told = "hold the layers' weights in 8 bits, as integers or floating point (torchao)"
-    held.add_argument("--torchao", dest="weights", choices=("int8", "fp8"), help=told)
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    told = "hold the layers' in fewer bytes: fp8 is faster, too; the others are bitsandbytes's"
+    parser.add_argument("--weights", choices=[*WEIGHTS], help=told)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -326,9 +322,9 @@ def _chat(options: argparse.Namespace) -> None:
 def _chat_in_browser(options: argparse.Namespace) -> None:
     if options.image:
         raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
-    if options.cache == "static":
+    if options.cache in ("static", "graph"):
         raise ValueError(
-            "--cache static with --web: CUDA graphs belong to one thread; leave it out"
+            f"--cache {options.cache} with --web: CUDA graphs belong to one thread; leave it out"
         )
     from .web import chat_in_browser
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ..engine.options import require_packages
-from ..terminal_text import doing, own_command, printable
+from ..terminal_text import doing, printable
 from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -54,13 +54,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         raise ValueError(f"{name}: {fault}")
     base = _find_base(name, revision)
     if weights is not None:
-        require_packages(WEIGHTS[weights].package, WEIGHTS[weights].option)
-        if WEIGHTS[weights].package == "torchao" and base.adapters is not None:
-            merge = own_command("merge", name, "--out", "merged")
-            raise ValueError(
-                f"{WEIGHTS[weights].option} does not take adapters ({name}): merge them first "
-                f"({merge}), or take --load-in-8bit"
-            )
+        require_packages(WEIGHTS[weights].package or "", f"--weights {weights}")
     with doing(f"looking at {printable(name)}"):  # transformers is imported, and files are read
         base = pin(base)
         require_recorded_base(base)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
+from ..engine.flash_attention_3 import use_flash_attention_3
+from ..engine.fp8 import hold_in_fp8, require_products
 from ..engine.trainable import continue_adapters, quantization_options
 from ..patch.config_json import read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
@@ -36,10 +38,12 @@ def load(
         device: As torch takes it. Weights go straight to a GPU.
         weights: How those of the layers are held: one of :data:`weights.WEIGHTS`, or None for as
             they were saved. Of vision adapter, embeddings and output layer they stay as they are.
+            For fp8 the model is loaded into the machine's memory, and the GPU never holds it in
+            full.
         tells: Say that it is being done.
 
     Raises:
-        RuntimeError: torch has no such device.
+        RuntimeError: torch has no such device, or the GPU has no fp8, which is asked for.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -49,29 +53,40 @@ def load(
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
     build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
     with doing("loading the model", tells):
-        model = hold(build, device, weights)
-        if base.adapters is not None:
-            model = continue_adapters(model, base.adapters)
+        model = hold(build, device, weights, base.adapters)
     return Loaded(model.eval().requires_grad_(False), load_processor(base))
 
 
-def hold(build: Callable[..., Any], device: str, weights: str | None) -> Any:
-    """A model on a device, with the weights of its layers held in one of :data:`weights.WEIGHTS`.
+def hold(
+    build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
+) -> Any:
+    """A model on a device, with the weights of its layers held in one of :data:`weights.WEIGHTS`,
+    and with adapters, if there are any.
 
     Args:
         build: Given what else ``from_pretrained`` takes, returns the model: that function, of a
             folder, or :func:`trainable.build_random`.
+
+    Raises:
+        RuntimeError: fp8 is asked for, and the GPU has none.
     """
+    given: dict[str, Any] = {}
     if weights in ("4bit", "8bit"):
         bits = int(weights.removesuffix("bit"))
         if bits == 8:
             _say_no_casts()
-        return build(**quantization_options(torch.bfloat16, torch.device(device), bits))
-    if weights is not None:
-        model = build()
-        _hold_by_torchao(model, weights, device)
-        return model
-    return build(**({} if device == "cpu" else {"device_map": {"": torch.device(device)}}))
+        given = quantization_options(torch.bfloat16, torch.device(device), bits)
+    elif weights == "fp8":
+        require_products()
+    elif device != "cpu":
+        given = {"device_map": {"": torch.device(device)}}
+    model = build(**given)
+    if adapters is not None:
+        model = continue_adapters(model, adapters)
+    if weights == "fp8":
+        hold_in_fp8(model, torch.device(device))
+    use_flash_attention_3(model)
+    return model
 
 
 def _say_no_casts() -> None:
@@ -84,22 +99,6 @@ def _say_no_casts() -> None:
 
 def _is_no_cast(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
-
-
-def _hold_by_torchao(model: Any, kind: str, device: str) -> None:
-    """Hold the layers' weights in 8 bits, and move the model, layer by layer: the GPU never holds
-    it in full."""
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-
-    kinds = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}
-    stacks = ("transformer.encoder.", "transformer.vision.transformer.")
-
-    def is_of_layer(module: torch.nn.Module, name: str) -> bool:
-        return isinstance(module, torch.nn.Linear) and name.startswith(stacks)
-
-    # Settings of torch's compiler are the process's, and not this model's.
-    quantize_(model, kinds[kind](set_inductor_config=False), is_of_layer, device=device)
-    model.to(device)
 
 
 def config_of(base: Base) -> ChatGLMConfig:

@@ -6,39 +6,36 @@ from typing import NamedTuple
 class Held(NamedTuple):
     """A way to hold the weights of the layers; ``package`` is one of :data:`options.PACKAGES`."""
 
-    option: str
-    package: str
-    on_cpu: bool
-    compiled: bool
-    """Whether ``generate`` compiles steps: transformers does with no layers of bitsandbytes."""
+    package: str | None
+    fixed_cache: bool
+    """Whether steps of ``generate`` may have a cache of fixed size: transformers compiles no layers
+    of bitsandbytes, and those of 8 bits wait for the device."""
 
 
 WEIGHTS = {
-    "4bit": Held("--load-in-4bit", "qlora", on_cpu=False, compiled=False),
-    "8bit": Held("--load-in-8bit", "qlora", on_cpu=False, compiled=False),
-    "int8": Held("--torchao int8", "torchao", on_cpu=True, compiled=True),
-    "fp8": Held("--torchao fp8", "torchao", on_cpu=True, compiled=True),
+    "4bit": Held("qlora", fixed_cache=False),
+    "8bit": Held("qlora", fixed_cache=False),
+    "fp8": Held(None, fixed_cache=True),
 }
-"""bitsandbytes: 4 bits (NF4, as qlora trains them), or 8; torchao: weights of 8 bits, integers or
-floating point, with which the computation is in the model's own dtype."""
+"""bitsandbytes: 4 bits (NF4, as qlora trains them), or 8 (LLM.int8); fp8: as training with
+``engine.fp8`` holds frozen ones, and multiplies by them (:mod:`..engine.fp8`)."""
 
 
 def check_weights(weights: str | None, device: str, cache: str = "auto") -> None:
     """Raise ``ValueError`` if weights cannot be held so on a device, or with a cache."""
     if weights is None:
         return
-    held = WEIGHTS[weights]
-    if device == "cpu" and not held.on_cpu:
-        raise ValueError(f"{held.option} needs a GPU, and --device is cpu: leave one of them out")
-    if cache == "static" and not held.compiled:
+    if device == "cpu":
+        raise ValueError(f"--weights {weights} needs a GPU, and --device is cpu: leave one out")
+    if cache in ("static", "graph") and not WEIGHTS[weights].fixed_cache:
         raise ValueError(
-            f"--cache static with {held.option}: static is for compiled steps, and transformers "
-            "compiles none of bitsandbytes's layers; leave out --cache"
+            f"--cache {cache} with --weights {weights}: it is for steps that are compiled or "
+            "recorded, and those of bitsandbytes's layers are not; leave out --cache"
         )
 
 
 def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
-    """``static`` or ``dynamic``; of ``auto``, what compiled steps would have ``otherwise``."""
+    """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``."""
     if cache != "auto":
         return cache
-    return otherwise if weights is None or WEIGHTS[weights].compiled else "dynamic"
+    return otherwise if weights is None or WEIGHTS[weights].fixed_cache else "dynamic"

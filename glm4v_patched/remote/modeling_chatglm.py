@@ -126,8 +126,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        variance = x.float().pow(2).mean(-1, keepdim=True)
-        return (x * torch.rsqrt(variance + self.eps) * self.weight).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 class Fills(NamedTuple):

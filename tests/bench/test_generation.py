@@ -12,7 +12,6 @@ from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.inference.decoding import loop, static_cache
 from glm4v_patched.models import placement
-from glm4v_patched.models.quantised_weights import WEIGHTS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import golden_json, tiny_model
 
@@ -29,19 +28,9 @@ def generate(*arguments: str) -> int | None:
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """What a process of its own would measure; without its start."""
-
-    def run(command: list[str], environment: dict, timeout: float) -> None:
-        assert command[-3] == "glm4v_patched.bench.generation_worker" and timeout == 1200
-        generation_worker.measure(json.loads(command[-2]), Path(command[-1]))
-
-    monkeypatch.setattr(generation, "_run", run)
-
-
-@pytest.fixture
 def a_second_a_step(monkeypatch):
-    """A clock that passes by a second with each pass through the model, and hardly otherwise."""
+    """What a process of its own would measure; by a clock that passes by a second with each pass
+    through the model, and hardly otherwise."""
     clock, forward = [0.0], GLM4VForCausalLM.forward
 
     @wraps(forward)
@@ -53,11 +42,16 @@ def a_second_a_step(monkeypatch):
         clock[0] += 1e-6
         return clock[0]
 
+    def run(command: list[str], environment: dict, timeout: float) -> None:
+        assert command[-3] == "glm4v_patched.bench.generation_worker" and timeout == 1200
+        generation_worker.measure(json.loads(command[-2]), Path(command[-1]))
+
+    monkeypatch.setattr(generation, "_run", run)
     monkeypatch.setattr(GLM4VForCausalLM, "forward", step)
     monkeypatch.setattr(generation_worker.time, "perf_counter", now)
 
 
-@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
+@pytest.mark.usefixtures("a_second_a_step")
 @pytest.mark.parametrize("asked", [[], ["--draw-ahead"]], ids=["transformers' loop", "ours"])
 def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
     config, tmp_path, monkeypatch, capfd, asked
@@ -81,7 +75,6 @@ def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
         seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
         assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
         assert row["tokens_per_s"] == pytest.approx(number * row["steps_per_s"])
-        assert {"python", "torch", "transformers"} <= row["versions"].keys()
         assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
         assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
         assert f"batch {number}: " in printed
@@ -89,106 +82,37 @@ def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
     assert len(calls) == (8 if asked else 0)
 
 
-@pytest.mark.usefixtures("in_this_process", "a_second_a_step")
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_measures_weights_of_torchao(config, tmp_path, capfd, weights, cache):
-    pytest.importorskip("torchao", reason="torchao is missing: pip install torchao")
-    out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
-    asked = ["--torchao", weights, "--cache", cache]
-    generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
-    plain = generation_worker.bytes_a_token(tiny_model())
-    for row in json.loads(out.read_text()):
-        assert row["weights"] == weights and row["cache"] == cache
-        assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
-        assert row["weights_gb"] * 1e9 < 0.6 * plain  # of fp32; not all are in 8 bits
-        assert "torchao" in row["versions"]
-        assert row["command"].endswith(f"--device cpu --torchao {weights}")
-    assert f"GB a token, weights {weights} built in" in capfd.readouterr().out
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("weights", sorted(WEIGHTS))
-def test_each_way_is_measured_on_a_gpu(config, tmp_path, weights):
-    package = "torchao" if weights in ("int8", "fp8") else "bitsandbytes"
-    pytest.importorskip(package, reason=f"{package} is missing: pip install {package}")
-    out, sizes = tmp_path / "generate.json", ["--new-tokens", 32, "--batch", 1, 2]
-    asked = ["--device", "cuda", *WEIGHTS[weights].option.split()]
-    generate("--config", config, *sizes, *asked, "--out", out)
-    plain = generation_worker.bytes_a_token(tiny_model()) / 2  # of bf16
-    rows = json.loads(out.read_text())
-    assert [row["batch"] for row in rows] == [1, 2]
-    for row in rows:
-        assert "error" not in row and row["weights"] == weights
-        assert row["cache"] == ("static" if package == "torchao" else "dynamic")
-        assert row["weights_gb"] * 1e9 < 0.9 * plain and row["tokens_per_s"] > 0
-
-
 def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
-    fast |= {"batch": 8, "draw_ahead": True, "weights": "int8"}
+    fast |= {"batch": 8, "draw_ahead": True, "weights": "fp8"}
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     words(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("weights", sorted(WEIGHTS))
-def test_what_was_not_measured_has_a_row_that_says_why(config, tmp_path, monkeypatch, weights):
-    started, failed = [], "the process ended with status 1"
-    monkeypatch.setattr(
-        generation, "_run", lambda command, *_: started.append(json.loads(command[-2])) or failed
-    )
-    monkeypatch.setattr(placement, "place", lambda *given: None)
-    monkeypatch.setattr(generation, "require_packages", lambda *choice: None)
-    out, held = tmp_path / "generate.json", WEIGHTS[weights].option
-    asked = ["--config", config, "--batch", 8, *held.split(), "--device", "cuda", "--out", out]
-    for _ in range(2):  # rows are added
-        assert not generate(*asked)
-    rows = json.loads(out.read_text())
-    assert [(row["batch"], row["error"]) for row in rows] == [(8, failed)] * 2
-    assert rows[0]["command"].endswith(f" {held}")
-    assert rows[0]["weights"] == weights == started[0]["weights"]
-    # bitsandbytes's are not compiled.
-    assert started[0]["cache"] == ("dynamic" if weights in ("4bit", "8bit") else "static")
-    out.write_text('[{"workload": "lora_lm"}]')
-    assert generate(*asked)
-    assert json.loads(out.read_text()) == [{"workload": "lora_lm"}]
-
-
-def test_a_token_reads_the_language_model_without_its_embeddings():
-    model = tiny_model()
-    read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
-    assert generation_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--new-tokens", "1"], "--new-tokens is 1"),
-        (["--batch", "0"], "--batch is"),
         (["--compile-options", "no"], "--compile-options is 'no'"),
-        (["--gpus", "1"], "--gpus"),
         (["--micro-batch", "2"], "--micro-batch"),
         (["--against", "none"], "--against none"),
         (["--draw-ahead", "--cache", "dynamic"], "--cache dynamic"),
-        (["--load-in-8bit"], "--load-in-8bit needs a GPU"),
-        (["--torchao", "int8"], "--torchao int8 needs not_there"),
+        (["--weights", "8bit"], "--weights 8bit needs a GPU"),
         (["--device", "cuda"], "no GPU"),
-        (["--device", "cuda", "--load-in-4bit"], "--load-in-4bit needs not_there"),
-        (["--device", "cuda", "--load-in-8bit", "--cache", "static"], "--cache static"),
-        (["--device", "cuda", "--load-in-4bit", "--draw-ahead"], "--draw-ahead with"),
-        (["--device", "cuda", "--load-in-4bit", "--compile-layers"], "--compile-layers with"),
-        (["--torchao", "fp8", "--against", "original"], "--torchao fp8"),
+        (["--device", "cuda", "--weights", "4bit"], "--weights 4bit needs not_there"),
+        (["--device", "cuda", "--weights", "8bit", "--cache", "static"], "--cache static"),
+        (["--device", "cuda", "--weights", "4bit", "--draw-ahead"], "--draw-ahead with"),
+        (["--device", "cuda", "--weights", "fp8", "--against", "original"], "--weights fp8 is not"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
 def test_what_cannot_be_measured_is_refused(config, arguments, named, refused, monkeypatch):
     monkeypatch.setattr(generation, "_run", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(placement, "find_gpus", lambda: Gpus((), "no driver"))
-    for choice in ("torchao", "qlora"):
-        monkeypatch.setitem(PACKAGES, choice, ["not_there"])
+    monkeypatch.setitem(PACKAGES, "qlora", ["not_there"])
     monkeypatch.chdir(config.parent)
     (config.parent / "original").mkdir()
     (config.parent / "original" / "config.json").write_text("{}")
@@ -196,7 +120,10 @@ def test_what_cannot_be_measured_is_refused(config, arguments, named, refused, m
     refused([*asked, *arguments], named)
 
 
-def test_the_published_code_is_refused_under_a_transformers_that_does_not_run_it(tmp_path):
+def test_what_a_token_reads_and_which_transformers_runs_the_published_code(tmp_path):
+    model = tiny_model()  # all but the tower and the embeddings
+    read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
+    assert generation_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-known"}))
     settings = {"against": str(tmp_path), "device": "cpu"}
     with pytest.raises(RuntimeError, match="does not run the published code, .*4.44: .*--python"):

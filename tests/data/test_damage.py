@@ -5,8 +5,10 @@ like a picture's name, whatever its key, and the words of whatever looks like an
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +26,17 @@ COLOURS = ("red", "green", "blue", "white")
 SUFFIXES = (".png", ".jpg", ".bmp", ".gif")
 
 
-def asked(picture: str | None = None, words: str = "Which colour is it?") -> dict:
-    return said("user", words, **({"image": picture} if picture else {}))
-
-
-def answered(words: str) -> dict:
-    return said("assistant", words)
-
-
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"x": [1]}}}
 CONVERSATIONS = [
-    [asked("p/0.png"), answered("red it is")],
-    [asked("p/1.jpg", "<image>\nWhich?"), answered("green"), asked(), answered("yes, green")],
-    [asked(), answered("which one?"), asked("p/2.bmp", ""), answered("blue \U0001f600 蓝")],
-    [
-        said("system", "Be brief.", tools=[TOOL]),
-        asked("p/3.gif"),
-        said("assistant", "{}", metadata="look"),
-        said("observation", "white"),
-        answered("white <|user|>"),
-    ],
-    [asked(words="No picture."), answered("none")],
+    [said("user", "Which?", image="p/0.png"), said("assistant", "red it is")],
+    [said("user", "<image>\nWhich?", image="p/1.jpg"), said("assistant", "green"),
+     said("user", "Which?"), said("assistant", "yes, green")],
+    [said("user", "Which?"), said("assistant", "which one?"), said("user", "", image="p/2.bmp"),
+     said("assistant", "blue \U0001f600 蓝")],
+    [said("system", "Be brief.", tools=[TOOL]), said("user", "Which?", image="p/3.gif"),
+     said("assistant", "{}", metadata="look"), said("observation", "white"),
+     said("assistant", "white <|user|>")],
+    [said("user", "No picture."), said("assistant", "none")],
 ]  # fmt: skip
 
 
@@ -63,45 +55,31 @@ def sound(tmp_path_factory) -> Path:
     return folder
 
 
-# Damage
-
-
 def damage_bytes(content: bytes, draw: Callable) -> bytes:
     at = draw(st.integers(0, max(len(content) - 1, 0)))
-    match draw(st.sampled_from(["flip", "cut", "insert", "drop", "repeat", "empty"])):
+    match draw(st.sampled_from(["flip", "cut", "insert", "drop", "repeat"])):
         case "flip":
             flipped = bytes([content[at] ^ draw(st.integers(1, 255))]) if content else b""
             return content[:at] + flipped + content[at + 1 :]
-        case "cut":
-            return content[:at]
         case "insert":
             return content[:at] + draw(st.binary(min_size=1, max_size=4)) + content[at:]
         case "drop":
             return content[:at] + content[at + draw(st.integers(1, 40)) :]
         case "repeat":
             return content[:at] + content[max(at - draw(st.integers(1, 400)), 0) :]
-    return b""
+    return content[:at]
 
 
 KEYS = ["image", "images", "Image", "img", "image_url", "content", "value", "role", "from"]
 KEYS += ["messages", "conversations", "tools", "metadata", "id", "IMAGE", "image ", ""]
-ROLES = ["user", "gpt", "human", "assistant", "system", "observation"]
-NAMES = [
-    "<image>",
-    "q<image>q",
-    "p/0.png",
-    "p/1.jpg",
-    "p/9.png",
-    "https://a.b/c.png",
-    "<|begin_of_image|>",
-]
-WORDS = ["", " ", "\ud83d", "\0", "<|begin_of_image|>", *ROLES, *NAMES]
-leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text()
-)
+WORDS = ["", " ", "\ud83d", "\0", "user", "gpt", "human", "assistant", "system", "observation"]
+WORDS += ["<image>", "q<image>q", "p/0.png", "p/1.jpg", "p/9.png", "https://a.b/c.png"]
+WORDS += ["<|begin_of_image|>"]
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+keys = st.sampled_from(KEYS)
 values = st.recursive(
-    leaves,
-    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(KEYS), v, max_size=3),
+    leaves | st.sampled_from(WORDS),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=3),
 )
 
 
@@ -134,13 +112,9 @@ def damage_row(line: str, draw: Callable) -> str:
 
 
 def damage_picture(path: Path, draw: Callable) -> None:
-    match draw(
-        st.sampled_from(["bytes", "bytes", "bytes", "remove", "words", "folder", "16 bits"])
-    ):
+    match draw(st.sampled_from(["bytes", "bytes", "bytes", "remove", "folder", "16 bits"])):
         case "bytes":
             path.write_bytes(damage_bytes(path.read_bytes(), draw))
-        case "words":
-            path.write_text("no picture")
         case "16 bits":
             Image.new("I;16", (9, 9), 40_000).save(path, "PNG")
         case kind:
@@ -164,15 +138,9 @@ def damage(folder: Path, draw: Callable) -> None:
                     continue  # damaged before, or empty
                 data.write_text("\n".join(lines), "utf-8", "surrogatepass")
             case "picture":
-                picture = folder / "p" / draw(st.sampled_from(sorted(PICTURES)))
-                if picture.is_file():
-                    damage_picture(picture, draw)
-
-
-PICTURES = {f"{number}{suffix}" for number, suffix in enumerate(SUFFIXES)}
-
-
-# What must hold
+                pictures = sorted(path for path in folder.glob("p/*") if path.is_file())
+                if pictures:
+                    damage_picture(draw(st.sampled_from(pictures)), draw)
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -189,20 +157,19 @@ def strings(value: Any) -> Iterator[str]:
 def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, processor) -> None:
     batch = ConversationCollator(processor)([messages])
     named = [text for text in strings(row) if text.endswith(SUFFIXES) and (folder / text).exists()]
+    wanted = [processor.image_processor(Image.open(folder / name)) for name in named]
     pixels = batch.get("pixel_values", [])
-    assert len(pixels) == len(named)
-    for name, got in zip(named, pixels, strict=True):
-        want = processor.image_processor(Image.open(folder / name))["pixel_values"][0]
-        assert torch.equal(got, want)
+    assert len(pixels) == len(wanted)
+    for want, got in zip(wanted, pixels, strict=True):
+        assert torch.equal(got, want["pixel_values"][0])
     labels = batch["labels"][0]
     learned = processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=False)
     everything = processor.tokenizer.decode(batch["input_ids"][0], skip_special_tokens=False)
     spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     assert spoken and row["messages"][-1]["role"] == "assistant"
-    for words in spoken:
-        assert words.strip() and words in learned
+    assert all(words.strip() and words in learned for words in spoken)
     for words in strings(row["messages"]):
-        if words not in named and not words.endswith(SUFFIXES):
+        if not words.endswith(SUFFIXES):
             assert words.replace("<image>", "").strip() in everything
     assert "<image>" not in everything
 
@@ -210,24 +177,24 @@ def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, pro
 def assert_never_silent(folder: Path, processor, memory: Path) -> int:
     """Returns how many rows are trained on."""
     path = folder / "data.jsonl"
-    options = {"memory": memory}
+    check = partial(check_file, path, processor, 1024, memory=memory)
     try:
-        checked = check_file(path, processor, 1024, on_bad="skip", **options)
+        checked = check(on_bad="skip")
     except ValueError as error:
         assert str(path) in str(error)
         with pytest.raises(ValueError):
-            check_file(path, processor, 1024, **options)
+            check()
         return 0
     lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
     rows = [number for number, line in enumerate(lines, start=1) if line.strip()]
     assert checked.skipped == len(rows) - len(checked.row_lines)
     if checked.skipped:
         with pytest.raises(ValueError) as refused:
-            check_file(path, processor, 1024, **options)
+            check()
         for number in set(rows) - set(checked.row_lines):
-            assert f"{path}:{number}: " in str(refused.value)
+            assert re.search(rf"(:|also lines? .*\b){number}\b", str(refused.value))
     else:
-        assert found(check_file(path, processor, 1024, **options)) == found(checked)
+        assert found(check()) == found(checked)
     for number, messages in zip(checked.row_lines, checked.conversations(), strict=True):
         assert_trains_all_it_says(json.loads(lines[number - 1]), messages, folder, processor)
     return len(checked.row_lines)

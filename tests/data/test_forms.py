@@ -1,8 +1,6 @@
 """Pictures in the forms that people have them in: each is read as it is, or by the one line that
 its refusal prints, and is the same to the model."""
 
-import base64
-import gzip
 import json
 import os
 import re
@@ -13,13 +11,12 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-import torch
 import yaml
+from torch.testing import assert_close
 
-from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import fault_of_columns
-from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.data.messages import pictures_of, text_of
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import Source, fault_of_path, make_sources
 from tests.helpers import data_forms
@@ -47,9 +44,7 @@ def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(
     picture = str(tmp_path / "pictures" / examples[0].picture)
     collator = ConversationCollator(processor)
     expected = collator([turns(QUESTION, examples[0].answer, image=picture)])
-    found = collator([first.messages])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_close(collator([first.messages]), expected, rtol=0, atol=0)
 
 
 def read(path: Path, content: str | bytes | list | None = None, **fields) -> list[Row | Fault]:
@@ -68,111 +63,67 @@ def said(row: Row | Fault) -> list[str] | str:
     return [message["content"] for message in row.messages]
 
 
-# Columns
-
-
 ROW = {"Question Text": "q?", "a": "b", "n": 7, "json": {"q": ["first", "second"]}, "x.y": {"z": 1}}
-WORDS = [
-    ("{Question Text}", "q?"),
-    ("Question: {Question Text}\nNumber {n:03}.", "Question: q?\nNumber 007."),
-    ("Say it.", "Say it."),
-    ("这是什么？", "这是什么？"),
-    ("json.q.1", "second"),
-    ("x.y.z", "1"),
-    ("{{a}} is {a}", "{a} is b"),
-    (["a", "none", "n"], "b\n7"),
-]
-NO_WORDS = ["Question Text", "nothing", "{none}.", "json.q", "描述图片"]
-ANSWERS = [
-    (["cat", "dog", "dog"], "dog"),
-    (["cat", "dog"], "cat"),
-    ([{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], "yes"),
-    (3, "3"),
-    (0.5, "0.5"),
-]
 
 
-@pytest.mark.parametrize(("words", "expected"), WORDS, ids=range(len(WORDS)))
-def test_a_question_is_a_column_or_words_with_columns_among_them(tmp_path, words, expected):
-    (row,) = read(tmp_path / "a.jsonl", [ROW], columns={"question": words, "answer": "a"})
-    assert said(row) == [expected, "b"]
+def test_a_question_is_a_column_or_words_with_columns_among_them(tmp_path):
+    for question, expected in (
+        ("Question: {Question Text}\nNumber {n:03}.", "Question: q?\nNumber 007."),
+        ("这是什么？", "这是什么？"),
+        ("json.q.1", "second"),
+        ("x.y.z", "1"),
+        ("{{a}} is {a}", "{a} is b"),
+    ):
+        (row,) = read(tmp_path / "a.jsonl", [ROW], columns={"question": question, "answer": "a"})
+        assert said(row) == [expected, "b"]
 
 
-@pytest.mark.parametrize(("answers", "expected"), ANSWERS, ids=range(len(ANSWERS)))
-def test_of_several_answers_the_commonest_is_learned(tmp_path, answers, expected):
+def test_of_several_answers_the_commonest_is_learned(tmp_path):
     columns = {"question": "Who?", "answer": "answer"}
-    (row,) = read(tmp_path / "a.jsonl", [{"answer": answers}], columns=columns)
-    assert said(row) == ["Who?", expected]
+    for answers, expected in (
+        (["cat", "dog", "dog"], "dog"),
+        (["cat", "dog"], "cat"),
+        ([{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], "yes"),
+        (0.5, "0.5"),
+    ):
+        (row,) = read(tmp_path / "a.jsonl", [{"answer": answers}], columns=columns)
+        assert said(row) == ["Who?", expected]
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
-    for question in NO_WORDS:
-        (row,) = read(tmp_path / "a.jsonl", [ROW], columns={"question": question, "answer": "a"})
-        words(row.text)
-    columns = {"question": "Who?", "answer": "answer"}
-    for answer in (True, [], [["a"]], None):
-        (row,) = read(tmp_path / "a.jsonl", [{"answer": answer}], columns=columns)
+    for question, answer in (("Question Text", "a"), ("{none}.", "a"), ("json.q", "a"), ("n", "x")):
+        row = ROW | {"x": [["a"]]}
+        (row,) = read(tmp_path / "a.jsonl", [row], columns={"question": question, "answer": answer})
         words(row.text)
 
 
-PAIRS = [["q", "a"], ["r", "b"]]
-NAMED = [{"ask": "q", "reply": "a"}, {"ask": "r", "reply": "b", "by": "me"}]
-SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("talk", "more", "expected"),
-    [
-        (PAIRS, {}, ["q", "a", "r", "b"]),
-        (NAMED, {"question": "ask", "answer": "reply"}, ["q", "a", "r", "b"]),
-        (turns(), {}, ["q", "a"]),
-        (SHAREGPT, {}, ["q", "a"]),
-    ],
-    ids=["pairs", "named", "messages", "ShareGPT's"],
-)
-def test_turns_are_a_column_of_any_form(tmp_path, talk, more, expected):
-    columns = {"turns": "talk", "system": "rules", **more}
-    (row,) = read(tmp_path / "a.jsonl", [{"talk": talk, "rules": "s"}], columns=columns)
-    assert said(row) == ["s", *expected]
+def test_turns_are_a_column_of_any_form(tmp_path):
+    columns = {"turns": "talk", "system": "rules", "question": "ask", "answer": "reply"}
+    for talk in ([{"ask": "q", "reply": "a", "by": "me"}], [["q", "a"]]):
+        named = columns if isinstance(talk[0], dict) else {"turns": "talk", "system": "rules"}
+        (row,) = read(tmp_path / "a.jsonl", [{"talk": talk, "rules": "s"}], columns=named)
+        assert said(row) == ["s", "q", "a"]
     (row,) = read(tmp_path / "a.jsonl", [{"talk": [["q"]]}], columns={"turns": "talk"})
     assert said(row).startswith("turn 1 of 1 of talk: is a list; expected ")
-
-
-def test_history_stands_before_the_question_and_the_system_before_both(tmp_path):
-    columns = {"history": "before", "question": "now", "answer": "then", "system": "Be brief."}
-    given = {"before": PAIRS[:1], "now": "r", "then": "b", "other": 1}
-    (row,) = read(tmp_path / "a.jsonl", [given], columns=columns)
-    assert said(row) == ["Be brief.", "q", "a", "r", "b"]
 
 
 def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
     names = [f"pictures/{example.picture}" for example in examples[:3]]
     row = {"system": "s", "before": [["q", "a"]], "question": "r", "answer": "b"}
     columns = {name: name for name in ("system", "question", "answer")} | {"history": "before"}
-    path = tmp_path / "a.jsonl"
     absolute = [str(tmp_path / name) for name in names]
-    for given, image in [
-        ({"image": names[:2], "other": names[2]}, ["image", "other"]),
-        ({"a": names[0], "b": None, "c": names[1], "d": names[2]}, ["a", "b", "c", "d"]),
-        ({"name": [Path(name).name for name in names]}, "name"),
-        ({"n": [Path(name).stem for name in names]}, [f"pictures/{{n.{n}}}.png" for n in range(3)]),
-    ]:  # fmt: skip
-        folder = {"image_folder": "pictures"} if image == "name" else {}
-        text = json.dumps(row | given)
-        (found,) = read(path, text, columns=columns | {"image": image}, **folder)
+    for given, image, folder in [
+        ({"a": names[0], "b": None, "c": names[1:]}, ["a", "b", "c"], {}),
+        ({"n": [Path(name).name for name in names]}, "n", {"image_folder": "pictures"}),
+    ]:
+        asked = {"columns": columns | {"image": image}, **folder}
+        (found,) = read(tmp_path / "a.jsonl", [row | given], **asked)
+        assert [text_of(message) for message in found.messages] == ["s", "q", "a", "r", "b"]
         assert found.pictures == pictures_of(found.messages[1:2]) == absolute
     # With places they stand there.
-    marked = row | {"question": "<image>r", "image": names[0]}
-    (found,) = read(path, json.dumps(marked), columns=columns | {"image": "image"})
+    marked = row | {"question": "<image>r", "n": names[0]}
+    (found,) = read(tmp_path / "a.jsonl", [marked], columns=columns | {"image": "{n}"})
     assert found.messages[3]["image"] == absolute[0] and "image" not in found.messages[1]
-
-
-def test_a_picture_in_a_cell_is_a_data_url_by_its_words(tmp_path, examples):
-    content = base64.b64encode((tmp_path / "pictures" / examples[0].picture).read_bytes()).decode()
-    text = f"index\timage\tquestion\tanswer\n0\t{content}\tq\ta\n"
-    columns = {"image": "data:image/png;base64,{image}", "question": "question", "answer": "answer"}
-    (row,) = read(tmp_path / "a.tsv", text, columns=columns)
-    assert Path(row.pictures[0]).read_bytes() == base64.b64decode(content)
 
 
 def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
@@ -181,127 +132,70 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
     picture = f"pictures/{examples[0].picture}"
     rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": picture}]
     columns = {"question": "q", "answer": "a", "image": "img"}
-    with_none, with_one = read(tmp_path / "a.jsonl", rows, columns=columns)
-    assert (with_none.pictures, with_one.pictures) == ([], [str(tmp_path / picture)])
+    found = [row.pictures for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
+    assert found == [[], [str(tmp_path / picture)]]
     with words.refused(ValueError, '"imag"', '"q", "a", "img"'):
         read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
 
 
-@pytest.mark.parametrize(
-    ("row", "line"),
-    [
-        (
-            {"img": "a.png", "caption": "c"},
-            'image: img, question: "What is in the picture?", answer: caption',
-        ),
-        (
-            {"image": "a.png", "prompt": "q", "solution": "s"},
-            "question: prompt, answer: solution, image: image",
-        ),
+def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path):
+    of_picture = 'image: img, question: "What is in the picture?", answer: words'
+    for row, line in (
+        ({"img": "a.png", "words": "c"}, of_picture),
         ({"text_a": "q", "text_b": "s"}, "question: text_a, answer: text_b"),
         ({"Question Text": "q", "Answer": "s"}, 'question: "{Question Text}", answer: Answer'),
-        ({"dialog": [["q", "a"]]}, "turns: dialog"),
         ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question, "),
         ({"query": "q", "answers": [{"answer": "a", "answer_id": 1}]}, "answer: answers"),
-        ({"photo": "data:image/png;base64,AA", "label": 3}, "answer: label, image: photo"),
-    ],
-    ids=range(8),
-)
-def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path, row, line):
-    (fault,) = read(tmp_path / "a.jsonl", [row])
-    (found,) = re.findall(r"'data\.columns=(.*?)'", fault.text)
-    guessed, expected = yaml.safe_load(found), yaml.safe_load(f"{{{line}}}")
-    assert expected.items() <= guessed.items() and fault_of_columns(guessed) is None
+    ):
+        (fault,) = read(tmp_path / "a.jsonl", [row])
+        (found,) = re.findall(r"'data\.columns=(.*?)'", fault.text)
+        guessed, expected = yaml.safe_load(found), yaml.safe_load(f"{{{line}}}")
+        assert expected.items() <= guessed.items() and fault_of_columns(guessed) is None
 
 
-def test_rows_that_lack_a_key_have_the_fault_of_the_others(tmp_path):
-    rows = [{"q": "x", "a": "y"}, {"q": "x"}, {"q": "x", "other": 1}]
-    first, second, third = (row.text for row in read(tmp_path / "a.jsonl", rows))
-    assert first == second and '"other"' in third
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"qestion": "a"},
-        {"answer": "a"},
-        {"question": 5},
-        {"question": "{a"},
-        {"question": "{a!r}"},
-        {"question": "{a:>9999999999}"},
-        {"question": "{}"},
-        {"question": "a", "answer": ["b"]},
-        {"turns": "a", "history": "b"},
-        [],
-    ],
-    ids=range(10),
-)
-def test_columns_that_cannot_be_are_refused(columns, words):
-    with words.refused(ValueError, "set 1 of 1: columns "):
-        make_sources([{"path": "a.jsonl", "columns": columns}], {})
-
-
-# CSV
+def test_columns_that_cannot_be_are_refused(words):
+    answers = {"question": "a", "answer": ["b"]}
+    for columns in (
+        *({"qestion": "a"}, {"answer": "a"}, {"question": 5}, {"question": "{a:>9999999999}"}),
+        *(answers, {"turns": "a", "history": "b"}, []),
+    ):
+        with words.refused(ValueError, "set 1 of 1: columns "):
+            make_sources([{"path": "a.jsonl", "columns": columns}], {})
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("q,a\n007,NA\n", [(2, ["007", "NA"])]),
-        ('\ufeffq;a\r\n"x;\r\ny";1e5\r\n\r\nz;b\r\n', [(2, ["x;\r\ny", "1e5"]), (5, ["z", "b"])]),
-        ('q,a\n"say ""hi""",b\n', [(2, ['say "hi"', "b"])]),
-        ("q,a\nx,b,c\ny,d\n", [(2, "has 3 cells, and the first line 2"), (3, ["y", "d"])]),
-        (
-            'q,a\n"x" y,b\nz,c\n',
-            [(2, "no CSV (',' expected after '\"'): a quote"), (3, ["z", "c"])],
-        ),
-        ('q,a\nx,b\n"y,c\nz,d', [(2, ["x", "b"]), (3, "no CSV (unexpected end of data)")]),
-        ("q,a\nx,\n", [(2, 'the column "a" is missing; the row has "q"')]),
+        ('\ufeffq;a\r\n"x;\r\ny";1e5\r\n\r\n007;NA\r\n', [(2, "x;\r\ny 1e5"), (5, "007 NA")]),
+        ('q,a\n"say ""hi""",b\n', [(2, 'say "hi" b')]),
+        ("q,a\nx,b,c\ny,d\n", [(2, "has 3 cells, and the first line 2"), (3, "y d")]),
+        ('q,a\n"x" y,b\nz,c\n', [(2, "no CSV (',' expected after '\"'): a quote"), (3, "z c")]),
+        ('q,a\nx,b\n"y,c\nz,d', [(2, "x b"), (3, "no CSV (unexpected end of data)")]),
         (b"q,a\n\xc4\xe3,b\n", [(2, "character 1 is the byte 0xc4, which is no UTF-8")]),
-        (",q,a\n0,x,b\n", [(2, ["x", "b"])]),
     ],
-    ids=range(9),
+    ids=range(6),
 )
 def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
     rows = read(tmp_path / "a.csv", text, columns={"question": "q", "answer": "a"})
     assert [row.line for row in rows] == [line for line, _ in expected]
     for row, (_, words) in zip(rows, expected, strict=True):
-        assert said(row) == words if isinstance(words, list) else said(row).startswith(words)
-
-
-def test_csv_of_a_known_format_is_read_and_told_by_lines(tmp_path, words):
-    good, bad = read(tmp_path / "a.csv", "prompt,completion\nq,a\nr,\n")
-    assert said(good) == ["q", "a"] and bad.line == 3
-    with words.refused(ValueError, "a.csv:1: ", '"q"'):
-        read(tmp_path / "a.csv", "q,q\nx,y\n")
-    with words.refused(ValueError, "a.csv: 0 conversations"):
-        read(tmp_path / "a.csv", "q,a\n")
-
-
-# What would fill the memory, or never end
+        found = said(row)
+        assert (found if isinstance(found, str) else " ".join(found)).startswith(words)
 
 
 LIMIT = 2**20
-TOO_LONG = "134,217,728 characters or more"
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "filler", "expected"),
+    ("name", "start", "filler"),
     [
-        ("a.jsonl", '{"messages": "', "x", TOO_LONG),
-        ("a.json", '[{"messages": "', "x", TOO_LONG),
-        ("a.json", '{"data": [{"q": "', "x", TOO_LONG),
-        ("a.csv", 'q,a\n"', "x", TOO_LONG),
-        ("a.csv", "q,a\n", "x,", "cells, and the first line 2"),
-        ("a.csv", 'q,a\n"', '","\n', TOO_LONG),
-        ("a.csv", "", "x,", "names several columns"),
-        ("a.jsonl", "", " ", TOO_LONG),
+        ("a.jsonl", '{"messages": "', "x"),
+        ("a.json", '[{"messages": "', "x"),
+        ("a.json", '{"data": [{"q": "', "x"),
+        ("a.csv", 'q,a\n"', '","\n'),
     ],
-    ids=range(8),
 )
-def test_a_row_that_unpacks_without_end_is_refused(
-    tmp_path, monkeypatch, name, start, filler, expected
-):
+def test_a_row_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, name, start, filler):
     monkeypatch.setattr("glm4v_patched.data.text_rows.MOST_CHARACTERS", LIMIT)
     path = tmp_path / f"{name}.zst"
     with pyarrow.output_stream(str(path), compression="zstd") as file:
@@ -311,91 +205,54 @@ def test_a_row_that_unpacks_without_end_is_refused(
     assert path.stat().st_size < LIMIT
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match="134,217,728 characters or more"):
             raise ValueError([row.text for row in read(path)])
         assert tracemalloc.get_traced_memory()[1] < 24 * LIMIT
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", ["gzip", "bz2", "zstd"])
-def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(tmp_path, kind):
+def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(tmp_path):
     path = tmp_path / "a.jsonl"  # told by its bytes, whatever it is called
-    lines = [json.dumps({"prompt": f"{at}?", "completion": "a"}) + "\n" for at in range(2000)]
-    parts = []
-    for half in (lines[:1000], lines[1000:]):
+    for kind in ("gzip", "bz2", "zstd"):
         with pyarrow.output_stream(str(path), compression=kind) as file:
-            file.write("".join(half).encode())
-        parts.append(path.read_bytes())
-    assert len(read(path, b"".join(parts))) == 2000
-    for cut in (10, len(parts[1]) // 2):
+            for at in range(1000):
+                file.write(f'{{"prompt": "{at}?", "completion": "a"}}\n'.encode())
+        part = path.read_bytes()
+        assert len(read(path, part + part)) == 2000
         with pytest.raises(ValueError, match=r"a\.jsonl cannot be read: "):
-            read(path, b"".join(parts)[:-cut])
+            read(path, part + part[: len(part) // 2])
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("sparse", "1.txt is sparse"),
-        ("packed", "1.txt.gz is sparse or compressed"),
-        ("cut", "cannot be read by datasets"),
-        ("compressed", "expected one that is not: tar -xf"),
-    ],
-)
-def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path, examples, how, told):
-    path = tmp_path / ("rows.tar" if how != "compressed" else "rows.tar.gz")
-    (tmp_path / "1.txt").write_bytes(gzip.compress(bytes(1000)))
-    with tarfile.open(path, "w:gz" if how == "compressed" else "w") as archive:
-        archive.add(tmp_path / "pictures" / examples[0].picture, "1.png")
-        archive.add(tmp_path / "1.txt", "1.txt.gz" if how == "packed" else "1.txt")
-    if how == "sparse":
-        os.truncate(tmp_path / "1.txt", 2**30)
-        subprocess.run(["tar", "-Scf", path, "1.txt"], cwd=tmp_path, check=True, timeout=60)
-        assert path.stat().st_size < 2**20
-    if how == "cut":
-        path.write_bytes(path.read_bytes()[:700])
-    with pytest.raises(ValueError, match=told):
-        read(path)
-    if how in ("sparse", "packed"):
-        (tmp_path / "shards").mkdir()
-        path.rename(tmp_path / "shards" / "train-0.tar")
+def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path):
+    large, shard = tmp_path / "1.txt", tmp_path / "shards" / "train-0.tar"
+    large.write_bytes(b"a")
+    os.truncate(large, 2**30)
+    subprocess.run(["tar", "-Scf", "a.tar", "1.txt"], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "a.tar").stat().st_size < 2**20
+    os.truncate(large, 9)
+    shard.parent.mkdir()
+    with tarfile.open(shard, "w") as archive:
+        archive.add(large, "1.txt.gz")
+    for path, told in (
+        (tmp_path / "a.tar", "1.txt is sparse"),
+        (shard, "1.txt.gz is sparse or compressed"),
+    ):
         with pytest.raises(ValueError, match=told):
-            read(tmp_path / "shards")
+            read(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
+def test_what_is_no_object_around_rows_is_refused(tmp_path, words):
+    long = '{"data": [' + '{"a": 1}, ' * 9000
+    for content, named in (
         ('{"data": [{"a": 1}], "data": []}', 'a.json:1: the key "data"'),
-        ('{"data": [' + '{"a": 1}, ' * 9000 + '{"a": 1}]} x', "something stands"),
-        ('{"data": [' + '{"a": 1}, ' * 9000 + "[[", "row 9001"),
-        ('{"train": [{"a": 1}], "test": [{"a": 1}]}', '"test", "train"'),
+        (long + '{"a": 1}]} x', "something stands"),
+        (long + "[[", "row 9001"),
         ('{"images": [{"id": 1}], "annotations": [{"image_id": 7}]}', "image_id is 7"),
-        (b"\x80\x04\x95pickle", "pickle"),
         (b"PK\x03\x04\0\0", "unzip"),
-        (b"\x89HDF\r\n", "HDF5"),
-        (b"SQLite format 3", "sqlite3 -json"),
-        (b"\xfd7zXZ\0", "xz -dk"),
-        (b"\xff\xfea\0b\0", "iconv"),
-    ],
-    ids=range(11),
-)
-def test_what_is_no_object_around_rows_is_refused(tmp_path, content, named, words):
-    with words.refused(ValueError, named):
-        raise ValueError([row.text for row in read(tmp_path / "a.json", content)][0])
-
-
-@pytest.mark.parametrize("times", [1, 9000], ids=["short", "longer than what is looked at"])
-def test_one_row_is_no_object_around_rows(tmp_path, times):
-    row = {"id": 1, "objects": [{"box": 1}] * times}
-    first = [row | {"messages": turns()}] * (times == 1)  # else it cannot be told
-    for given in (*first, {"messages": turns()} | row):
-        (found,) = read(tmp_path / "a.json", [given], ignore=["id", "objects"])
-        assert said(found) == ["q", "a"]
-    assert len(read(tmp_path / "a.json", [{"q": "x", "objects": [{"a": 1}]}] * 2)) == 2
-
-
-# Sets
+    ):
+        with words.refused(ValueError, named):
+            raise ValueError([row.text for row in read(tmp_path / "a.json", content)][0])
 
 
 def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
@@ -419,108 +276,44 @@ def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
     assert len(read(tmp_path / "a.json", f"[{', '.join(lines)}, broken", max_samples=5)) == 5
 
 
-@pytest.mark.parametrize("called", ["rows", "a[1]*{b,c}", "ü ß"])
-@pytest.mark.parametrize(
-    "name", ["a folder a class", "imagefolder, metadata.csv", "imagefolder, metadata.parquet",
-             "hf download, JSON", "LLaMA-Factory"],
-)  # fmt: skip
-def test_a_folder_may_have_any_name(examples, tmp_path, called, name):
+@pytest.mark.parametrize("name", ["a folder a class", "imagefolder, metadata.csv", "Parquet"])
+def test_a_path_is_no_pattern(examples, tmp_path, name):
     make, fields = FORMS[name]
-    path = make(tmp_path, examples).rename(tmp_path / called)
+    made = make(tmp_path, examples)
+    path = made.rename(tmp_path / f"ü a[1]*{{b,c}}{made.suffix}")
     rows, _ = read_by_the_printed_line(path, fields)
     assert {len(row.pictures) for row in rows} == {1} and len(rows) == len(examples)
-    for row in rows:
+    for row in rows if path.is_dir() else ():
         assert row.pictures[0].startswith(f"{path}/") and Path(row.pictures[0]).is_file()
 
 
-def test_faults_in_a_folder_of_texts_name_their_file(tmp_path):
-    (tmp_path / "rows" / "data").mkdir(parents=True)
-    for n, text in enumerate(
-        ('{"prompt": "q", "completion": "a"}', '\n{"prompt": 1, "prompt": 2}')
-    ):
-        (tmp_path / "rows" / "data" / f"train-{n}.jsonl").write_text(text)
-    good, bad = read(tmp_path / "rows")
-    assert isinstance(good, Row) and (bad.line, good.line) == (2, 1)
-    assert bad.text.startswith(f'{tmp_path}/rows/data/train-1.jsonl:2: the key "prompt" stands 2')
-
-
-@pytest.mark.parametrize("name", ["a.png", "metadata.csv", "dataset_info.json", "train-0.tar"])
-def test_a_pipe_in_a_folder_is_not_waited_for(examples, tmp_path, name):
-    os.mkfifo(tmp_path / "pictures" / name)
-    with pytest.raises(ValueError, match=f"{name} is no file, but a pipe"):
-        read(tmp_path / "pictures")
-    (tmp_path / "q.jsonl").write_text('{"question_id": 1}')
-    with pytest.raises(ValueError, match=f"annotations is .*{name}': no file, but a pipe"):
-        read(tmp_path / "q.jsonl", annotations=str(tmp_path / "pictures" / name))
-
-
 def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
-    path = data_forms.vqa_v2(tmp_path, examples)
-    whole = json.loads((tmp_path / "annotations.json").read_text())
-    whole["annotations"] = whole["annotations"][:2]
-    (tmp_path / "annotations.json").write_text(json.dumps(whole))
+    path, annotations = data_forms.vqa_v2(tmp_path, examples), tmp_path / "annotations.json"
+    whole = json.loads(annotations.read_text())
+    annotations.write_text(json.dumps(whole | {"annotations": whole["annotations"][:1]}))
     columns = {"question": "question", "answer": "answers"}
-    rows = read(path, columns=columns, annotations=str(tmp_path / "annotations.json"))
-    assert [said(row) for row in rows[:2]] == [[QUESTION, of.answer] for of in examples[:2]]
-    assert "question_id is 1002, and no row of" in rows[2].text
-    (tmp_path / "b.json").write_text('[{"a": 1}]')
-    with pytest.raises(ValueError, match="b.json, row 1: has no question_id"):
-        read(path, columns=columns, annotations=str(tmp_path / "b.json"))
+    rows = read(path, columns=columns, annotations=str(annotations))
+    assert said(rows[0]) == [QUESTION, examples[0].answer]
+    assert "question_id is 1001, and no row of" in rows[1].text
+    annotations.write_text('[{"a": 1}]')
+    with pytest.raises(ValueError, match="annotations.json, row 1: has no question_id"):
+        read(path, columns=columns, annotations=str(annotations))
 
 
-@pytest.mark.parametrize(
-    ("info", "subset", "named"),
-    [
-        ({"a": {}, "b": {}}, None, "a, b: name one"),
-        ({"a": {}}, "b", "the sets a"),
-        ({"a": {"ranking": True}}, None, "TRL"),
-        ({"a": {"script_url": "x"}}, None, "hf_hub_url"),
-        ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, None, "videos"),
-        (
-            {
-                "a": {
-                    "file_name": "x.json",
-                    "formatting": "sharegpt",
-                    "columns": {"messages": "m"},
-                    "tags": {"role_tag": "who"},
-                }
-            },
-            None,
-            "who and value",
-        ),
-        ({"a": {"file_name": "x.json"}}, None, "x.json"),
-        (5, None, "dataset_info.json: "),
-    ],
-    ids=range(8),
-)
-def test_sets_of_llama_factory_that_are_not_read_are_refused(tmp_path, info, subset, named):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=named):
-        [*read_rows(Source(str(tmp_path), subset=subset))]
-
-
-@pytest.mark.parametrize("columns", [None, {"prompt": "q", "query": "more", "response": "a"}])
-def test_llama_factorys_alpaca_is_read_and_cut_by_the_smaller_number(tmp_path, columns):
-    names = columns or {"prompt": "instruction", "query": "input", "response": "output"}
-    row = {names["prompt"]: "q", names["query"]: "r", names["response"]: "a"}
-    rows = [row, row | {names["query"]: ""}, row]
-    (tmp_path / "x.json").write_text(json.dumps(rows))
-    entry = {"file_name": "x.json", "num_samples": 2} | ({"columns": columns} if columns else {})
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"only": entry}))
-    for most, number in ((None, 2), (1, 1), (3, 2)):
-        found = [said(row) for row in read_rows(Source(str(tmp_path), max_samples=most))]
-        assert found == [["q\nr", "a"], ["q", "a"]][:number]
-
-
-def test_annotations_that_change_are_read_again(tmp_path, processor):
-    (tmp_path / "q.json").write_text('[{"question_id": 1, "question": "red"}]')
-    columns = {"question": "question", "answer": "answer"}
-    annotations = str(tmp_path / "a.json")
-    source = Source(str(tmp_path / "q.json"), columns=columns, annotations=annotations)
-    for answer in ("red", "blue"):
-        (tmp_path / "a.json").write_text(json.dumps([{"question_id": 1, "answer": answer}]))
-        checked = check_sets([source], processor, 64, memory=tmp_path / "m" / "m.sqlite")
-        assert checked.conversations()[0][1]["content"] == answer
-    (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(ValueError, match="a.json has changed since it was checked"):
-        checked.conversations()
+def test_sets_of_llama_factory_are_read_or_refused(tmp_path):
+    columns = {"prompt": "q", "query": "more", "response": "a"}
+    (tmp_path / "x.json").write_text('[{"q": "q", "more": "r", "a": "b"}]')
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({"only": {"file_name": "x.json", "columns": columns}})
+    )
+    assert [said(row) for row in read_rows(Source(str(tmp_path)))] == [["q\nr", "b"]]
+    for info, named in (
+        ({"a": {}, "b": {}}, "a, b: name one"),
+        ({"a": {"ranking": True}}, "TRL"),
+        ({"a": {"script_url": "x"}}, "hf_hub_url"),
+        ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, "videos"),
+        (5, "dataset_info.json: "),
+    ):
+        (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+        with pytest.raises(ValueError, match=named):
+            [*read_rows(Source(str(tmp_path)))]

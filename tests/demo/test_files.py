@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,20 +44,15 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def refused(ran) -> Callable:
+def refused(out: Path, data: Path | None, message: str) -> None:
     """Nothing is written, and the message has words that match."""
-
-    def refuse(out: Path, data: Path | None, message: str) -> None:
-        before, times = contents(out.parent), len(ran)
-        with pytest.raises(ValueError, match=message):
-            start(out, data)
-        assert contents(out.parent) == before and len(ran) == times
-
-    return refuse
+    before = contents(out.parent)
+    with pytest.raises(ValueError, match=message):
+        start(out, data)
+    assert contents(out.parent) == before
 
 
-def test_data_in_the_demo_s_folder_is_not_written_to(data, ran, refused, tmp_path):
+def test_data_in_the_demo_s_folder_is_not_written_to(data, ran, tmp_path):
     refused(data.parent, data, "holds train.jsonl, which no demo has written")
     out = tmp_path / "out"
     start(out)
@@ -72,29 +66,23 @@ def test_data_in_the_demo_s_folder_is_not_written_to(data, ran, refused, tmp_pat
     assert contents(out / "data") == before and len(ran) == 3
 
 
-@pytest.mark.parametrize("link", [os.link, os.symlink])
-def test_links_to_the_data_are_not_written_through(data, refused, tmp_path, link):
+def test_links_to_the_data_and_pictures_there_are_not_written_through(data, ran, tmp_path):
     out = tmp_path / "out"
     start(out, data)
+    for link in (os.link, os.symlink):
+        (out / "train.jsonl").unlink()
+        link(data, out / "train.jsonl")
+        refused(out, data, "--data has|is a link, and would be written through")
     (out / "train.jsonl").unlink()
-    link(data, out / "train.jsonl")
-    refused(out, data, "--data has|is a link, and would be written through")
+    picture, before = next(data.parent.glob("pictures/*")), data.read_text()
+    (out / "initial").mkdir()
+    for name in ("answers.png", "initial/a.png"):
+        shutil.copy(picture, out / name)
+        data.write_text(before.replace(f"pictures/{picture.name}", str(out / name)))
+        refused(out, data, f"--data has .*{name}, and the demo would replace")
 
 
-@pytest.mark.parametrize("name", ["answers.png", "initial/a.png"])
-def test_pictures_in_the_demo_s_folder_are_not_written_to(data, refused, tmp_path, name):
-    out = tmp_path / "out"
-    start(out, data)
-    picture = next(data.parent.glob("pictures/*"))
-    (out / name).parent.mkdir(exist_ok=True)
-    shutil.copy(picture, out / name)
-    text = data.read_text().replace(f"pictures/{picture.name}", str(out / name))
-    assert text != data.read_text()
-    data.write_text(text)
-    refused(out, data, f"--data has .*{name}, and the demo would replace")
-
-
-def test_all_pictures_are_decoded_before_anything_is_written(data, ran, refused, tmp_path):
+def test_all_pictures_are_decoded_before_anything_is_written(data, ran, tmp_path):
     """Of held-out rows too, which no check of the rows to train on sees."""
     out = tmp_path / "out"
     for number, line in enumerate(data.read_text().splitlines(), start=1):
@@ -108,32 +96,26 @@ def test_all_pictures_are_decoded_before_anything_is_written(data, ran, refused,
     assert ran == [out]
 
 
-@pytest.mark.parametrize("name", ["data", "trained", "metrics.json"])
-def test_a_folder_with_other_things_of_such_a_name_is_refused(refused, tmp_path, name):
+def test_a_folder_with_other_things_a_held_one_and_a_lost_one_are_refused(
+    ran, tmp_path, monkeypatch
+):
     out = tmp_path / "out"
     out.mkdir()
-    (out / name).touch()
-    refused(out, None, f"holds {name}, which no demo has written")
-    (out / name).rename(out / "other")
-    start(out)
-    assert (out / "other").exists()
+    for name in ("data", "metrics.json"):
+        (out / name).touch()
+        refused(out, None, f"holds {name}, which no demo has written")
+        (out / name).rename(out / "other")
+    (tmp_path / "link").symlink_to(out)
+    start(tmp_path / "link")
+    assert (out / "other").exists() and ran == [out]
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    refused(tmp_path / "dangling", None, "dangling is a link to .*nowhere, which is not there")
 
-
-def test_a_second_demo_in_a_folder_waits_for_nobody(ran, tmp_path, monkeypatch):
     def run(out, *arguments):
         with pytest.raises(ValueError, match="another run writes to"):
             start(out)
         ran.append(out)
 
     monkeypatch.setattr(demo, "_run", run)
-    start(tmp_path / "out")
-    assert ran == [tmp_path / "out"]
-
-
-def test_a_demo_s_folder_may_be_a_link_to_one(ran, refused, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    start(tmp_path / "out")
-    assert ran == [tmp_path / "disk"]
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    refused(tmp_path / "dangling", None, "dangling is a link to .*nowhere, which is not there")
+    start(out)
+    assert ran == [out] * 2

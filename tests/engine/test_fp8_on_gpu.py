@@ -8,7 +8,7 @@ from torch.nn.functional import gelu
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.compilation import compile_layers
-from glm4v_patched.engine.fp8_gelu import quantise_rows_of_gelu
+from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
@@ -82,19 +82,6 @@ def test_products_and_gradients_are_near_those_of_fp64(kind, held):
     assert all(one < BF16 for one in of[2:])
 
 
-@pytest.mark.parametrize("kind", ["language dense_4h_to_h", "tower fc1"])
-@each_kind
-def test_compiled_layers_compute_what_plain_ones_do(held, kind):
-    into, out = KINDS[kind]
-    linear = layer(kind, held)
-    x = torch.randn(300, into, device="cuda", dtype=torch.bfloat16)
-    towards = torch.randn(300, out, device="cuda", dtype=torch.bfloat16)
-    plain = passes(linear, x, towards)
-    linear.forward = torch.compile(linear.forward)
-    for found, expected in zip(passes(linear, x, towards), plain, strict=True):
-        assert error(found, expected.double()) < BF16
-
-
 @each_kind
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
@@ -125,17 +112,6 @@ def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
     assert gradients[True].keys() == gradients[False].keys()
     for name, exact in gradients[False].items():
         assert 0.001 < error(gradients[True][name], exact.double()) < 0.2, name
-
-
-@pytest.mark.parametrize("rows", [0, 1, 17])
-def test_any_number_of_rows(rows):
-    linear = layer("language dense", True)
-    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-    out, gradient = passes(linear, x, torch.ones_like(x))
-    assert out.shape == gradient.shape == (rows, 4096)
-    linear = layer("language dense", False)
-    out, gradient, of_weight, _ = passes(linear, x, torch.ones_like(x))
-    assert out.shape == gradient.shape == (rows, 4096) and of_weight.isfinite().all()
 
 
 @pytest.mark.parametrize(("rows", "channels"), [(0, 96), (3, 96), (500, 15360)])

@@ -37,7 +37,7 @@ def offloading() -> SimpleNamespace:
     return SimpleNamespace(**{BUFFER: buffer, VIEWS: views})
 
 
-def test_gradients_are_where_the_weights_are():
+def test_gradients_are_where_the_weights_are_and_a_renamed_name_is_told():
     optimizer = offloading()
     forward_twice(optimizer, keep_gradients_on_gpu, device="meta")  # which stands for the GPU
     buffer, views = optimizer.grad_partitions_flat_buffer, gradient_views(optimizer)
@@ -45,15 +45,12 @@ def test_gradients_are_where_the_weights_are():
     placed = {name: (view.storage_offset(), view.numel()) for name, view in views.items()}
     assert placed == {7: (0, 4), 3: (4, 1), 5: (5, 3)}
     assert all(view._base is buffer for view in views.values())
-
-
-@pytest.mark.parametrize("name", [VIEWS, BUFFER])
-def test_a_renamed_name_is_told_and_nothing_moved(name):
-    optimizer = offloading()
-    del vars(optimizer)[name]
-    with pytest.raises(RuntimeError, match=f"has no {name} .*install a tested one"):
-        forward_twice(optimizer, keep_gradients_on_gpu, device="meta")
-    assert name not in vars(optimizer)
+    for name in (VIEWS, BUFFER):
+        optimizer = offloading()
+        del vars(optimizer)[name]
+        with pytest.raises(RuntimeError, match=f"has no {name} .*install a tested one"):
+            forward_twice(optimizer, keep_gradients_on_gpu, device="meta")
+        assert name not in vars(optimizer)
 
 
 class Zero:
@@ -68,57 +65,32 @@ class Zero:
         return total if total.isfinite() else torch.tensor(-1.0)  # as DeepSpeed says that
 
 
-@pytest.fixture
-def zero() -> Zero:
-    optimizer = Zero()
-    forward_twice(optimizer, take_norms_in_place, Replacements())
-    return optimizer
-
-
 def gradients() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=generator).bfloat16() for size in (7, 1_000_000, 1)]
 
 
-def test_the_norm_of_all_gradients_is_one_number_for_deepspeed(zero):
-    norm = zero.get_grad_norm_direct(gradients(), ["a", "b", "c"])
+def test_the_norm_of_all_gradients_is_one_number_for_deepspeed():
+    zero, replacements, names = Zero(), Replacements(), ["a", "b", "c"]
+    forward_twice(zero, take_norms_in_place, replacements)
+    norm = zero.get_grad_norm_direct(gradients(), names)
     exact = torch.cat(gradients()).double().norm()
     assert norm.item() == pytest.approx(exact.item(), rel=1e-12)
-    [([number], parameters, norm_type)] = zero.asked
+    ([number], parameters, norm_type) = zero.asked.pop()
     assert number.numel() == 1 and parameters == ["a"] and norm_type == 2
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_has_an_infinite_norm(zero, value):
-    """DeepSpeed's -1, squared, would be 1."""
-    broken = gradients()
-    broken[1][5] = value
-    assert zero.get_grad_norm_direct(broken, ["a", "b", "c"]).item() == math.inf
-    [([number], _, _)] = zero.asked
-    assert not number.isfinite()
-
-
-def test_the_largest_value_is_deepspeeds(zero):
-    given, parameters = gradients(), ["a", "b", "c"]
-    zero.get_grad_norm_direct(given, parameters, norm_type=math.inf)
-    ((passed, of, norm_type),) = zero.asked
-    assert passed is given and of is parameters and norm_type == math.inf
-
-
-def test_the_norm_is_deepspeeds_again():
-    optimizer, replacements = Zero(), Replacements()
-    forward_twice(optimizer, take_norms_in_place, replacements)
-    assert "get_grad_norm_direct" in vars(optimizer)
+    for value in (math.inf, math.nan):  # DeepSpeed's -1, squared, would be 1
+        broken = gradients()
+        broken[1][5] = value
+        assert zero.get_grad_norm_direct(broken, names).item() == math.inf
+        ([number], _, _) = zero.asked.pop()
+        assert not number.isfinite()
+    given = gradients()
+    zero.get_grad_norm_direct(given, names, norm_type=math.inf)
+    assert zero.asked.pop() == (given, names, math.inf)
     replacements.revert()
-    assert "get_grad_norm_direct" not in vars(optimizer)
-
-
-def test_a_model_that_knows_no_optimizer_of_zero_is_told_of():
+    assert "get_grad_norm_direct" not in vars(zero)
     with pytest.raises(RuntimeError, match="has no _z3_optimizer .*; install a tested one: "):
         forward_twice(None, take_norms_in_place, Replacements())
-
-
-# Gathers
 
 
 def sharded(**changes) -> SimpleNamespace:
@@ -135,46 +107,35 @@ def sharded(**changes) -> SimpleNamespace:
     return SimpleNamespace(**(weight | changes))
 
 
-@pytest.fixture(autouse=True)
-def processes(monkeypatch):
-    sizes = {"all": 2, "one": 1}
-    monkeypatch.setattr(torch.distributed, "get_world_size", sizes.__getitem__)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ds_status": ZeroParamStatus.INFLIGHT},
         {"ds_status": ZeroParamStatus.AVAILABLE},
         {"ds_secondary_tensor": "of hpZ"},
         {"ds_process_group": "others"},
         {"ds_tensor": SimpleNamespace(device="cpu", dtype=torch.bfloat16)},
-        {"ds_tensor": SimpleNamespace(device="gpu", dtype=torch.int8)},
         {"ds_tensor": SimpleNamespace(device="gpu", dtype=torch.float32), "dtype": torch.float32},
         {"comm": "of MiCS"},
         {"comm_dtype": torch.bfloat16},
     ],
 )
-def test_weights_sharded_alike_are_gathered_in_place_and_others_left_to_deepspeed(changes):
+def test_weights_sharded_alike_are_gathered_in_place_and_others_left_to_deepspeed(
+    changes, monkeypatch
+):
+    sizes = {"all": 2, "one": 1}
+    monkeypatch.setattr(torch.distributed, "get_world_size", sizes.__getitem__)
     assert gathering._are_plain([sharded(), sharded()])
-    assert not gathering._are_plain([sharded(), sharded(**changes)])
+    for others in ([], [sharded(ds_process_group="one")], [sharded(), sharded(**changes)]):
+        assert not gathering._are_plain(others)
 
 
-def test_one_process_and_no_weight_are_left_to_deepspeed():
-    assert not gathering._are_plain([sharded(ds_process_group="one")])
-    assert not gathering._are_plain([])
-
-
-@pytest.mark.parametrize("options", [{"quantize": True}, {"safe_mode": True}])
-def test_what_deepspeed_is_asked_for_beside_is_left_to_it(options):
-    asked = []
+def test_what_deepspeed_is_asked_for_beside_is_left_to_it(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    asked, weights = [], [sharded(ds_id=1), sharded()]
     gather = gathering._in_place(lambda weights, **given: asked.append((weights, given)))
-    weights = [sharded(ds_id=1), sharded()]
-    gather(weights, **options)
-    assert asked == [(weights[::-1], {"quantize": False} | options)]
-
-
-def test_a_torch_without_the_manager_of_one_launch_is_told(monkeypatch):
+    for options in ({"quantize": True}, {"safe_mode": True}):
+        gather(weights, **options)
+        assert asked.pop() == (weights[::-1], {"quantize": False} | options)
     monkeypatch.delattr(gathering.distributed_c10d, "_coalescing_manager")
     with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
         gathering.gather_in_place(torch.nn.Linear(1, 1), Replacements())
@@ -192,8 +153,3 @@ def test_an_old_deepspeed_gathers_one_weight_at_a_time_when_it_loads(
     gathering.wait_for_every_gather.__wrapped__()
     Init._allgather_params_coalesced(None, [1, 2, 3], 0)
     assert seen == gathers
-    monkeypatch.undo()
-    monkeypatch.setattr(gathering, "version", lambda package: "0.19.7")
-    monkeypatch.delattr(Init, name)
-    with pytest.raises(RuntimeError, match=f"has no {name} .*install a tested"):
-        gathering.wait_for_every_gather.__wrapped__()

@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerState, TrainingArguments
 
-from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import settings_of, starting_point
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.finetune.worker import Schedule
 from glm4v_patched.models.placement import Placement
-from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here
 
 HERE = Placement(1, on_cpu=True)
@@ -57,21 +52,11 @@ def not_run(monkeypatch):
     monkeypatch.setattr(launching, "_run", lambda command, _: "")
 
 
-def change_weights(recipe: Recipe) -> None:
-    path = Path(recipe.model, "model.safetensors")
-    weights = load_file(path)
-    weights["transformer.embedding.word_embeddings.weight"] *= 1.5
-    save_file(weights, path, metadata={"format": "pt"})
-
-
-def test_a_dry_run_says_from_where_it_would_continue(stopped, capsys):
-    launch(stopped, HERE, resume=True, dry_run=True)
-    told = capsys.readouterr().out
-    assert f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2" in told
-
-
-def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped):
+def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
     changed = stopped.override({"trainer.save_steps": 1, "trainer.logging_steps": 2})
+    launch(changed, HERE, resume=True, dry_run=True)
+    told = f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2"
+    assert told in capsys.readouterr().out
     report = train_here(changed, starting_point(changed, 1, True, base_of(changed)))
     found = {path.name for path in Path(stopped.out).glob("checkpoint-*")}
     assert found == {"checkpoint-2", "checkpoint-3"}
@@ -82,69 +67,36 @@ def test_folders_may_move_between_start_and_continuation_and_what_is_learned_may
     settings = settings_of(recipe({"trainer.save_steps": 4}), 2)
     free = {"data.train": "e", "model": "n", "out": "p", "trainer.save_steps": 5}
     free |= {"max_nonfinite_steps": 9, "trainer.dataloader_num_workers": 2}
-    assert settings_of(recipe(free), 2) == settings
     # Epochs decide nothing where there is a number of steps.
-    assert settings_of(recipe({"trainer.num_train_epochs": 7.0}), 2) == settings
-    for changes, processes in (
-        ({"trainer.learning_rate": 2.0}, 2),
-        ({"data.pack_to": 100}, 2),
-        ({}, 1),
-    ):
-        assert len(settings_of(recipe(changes), processes).items() ^ settings.items()) == 2
-
-
-def test_a_setting_newer_than_a_checkpoint_has_the_default_of_its_field():
+    assert settings_of(recipe(free | {"trainer.num_train_epochs": 7.0}), 2) == settings
+    for changes in ({"trainer.learning_rate": 2.0}, {"data.pack_to": 100}):
+        assert len(settings_of(recipe(changes), 2).items() ^ settings.items()) == 2
+    assert len(settings_of(recipe(), 1).items() ^ settings.items()) == 2
+    # One that is newer than a checkpoint has the default of its field.
     defaults = Recipe.defaults()
     assert defaults["lora.rank"] == 8 and defaults["engine.compile"] == "auto"
     assert "trainer.per_device_train_batch_size" not in defaults and "lora" not in defaults
 
 
-def test_a_run_that_was_moved_knows_its_best_checkpoint(tmp_path):
-    (tmp_path / "checkpoint-2").mkdir()
-    state = TrainerState(best_global_step=2, best_model_checkpoint="/moved/checkpoint-2")
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    Schedule().on_train_begin(arguments, state, None)
-    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-
-
-# Adapters
-
-
-def loss_of_all_rows(recipe: Recipe) -> float:
-    """Of the recipe's model or adapters as they are, on all rows at once."""
-    model = built(recipe.override({"engine.tower": "none", "engine.language": "none"})).eval()
-    processor = ChatGLMProcessor.from_pretrained(recipe.model)
-    batch = ConversationCollator(processor)(read_conversations(recipe.data.train))
-    with torch.no_grad():
-        return model(**batch).loss.item()
-
-
-def test_adapters_know_their_model_from_any_folder(trained, monkeypatch):
-    monkeypatch.chdir(Path(trained.model).parent)
-    model = built(trained.override({"model": Path(trained.model).name}))
-    assert model.peft_config["default"].base_model_name_or_path == trained.model
-
-
-def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path):
+def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path, monkeypatch):
     changes = {
         "model": trained.out,
         "out": str(tmp_path / "out"),
         "trainer.max_steps": 1,
         "trainer.save_steps": None,
-        "trainer.per_device_train_batch_size": 20,
         "trainer.warmup_steps": 1,  # so that this one step has the rate 0
     }
-    recipe = trained.override(changes)
-    want, fresh = loss_of_all_rows(recipe), loss_of_all_rows(trained)
-    assert want < fresh - 0.05
-    report = train_here(recipe)
-    assert report["history"][0]["loss"] == pytest.approx(want, abs=1e-4)
+    train_here(trained.override(changes))
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == trained.model and config["r"] == 4
     before = load_file(Path(trained.out, "adapter_model.safetensors"))
     after = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert after.keys() == before.keys()
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    # They know their model from any folder.
+    monkeypatch.chdir(Path(trained.model).parent)
+    model = built(trained.override({"model": Path(trained.model).name}))
+    assert model.peft_config["default"].base_model_name_or_path == trained.model
 
 
 def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp_path, not_run):
@@ -153,39 +105,28 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
     more = stopped.override({"model": first.out, "out": str(tmp_path / "more")})
     launch(more, HERE)
     assert starting_point(stopped, 1, True, base_of(stopped)).name == "checkpoint-2"
-    change_weights(stopped)
+    path = Path(stopped.model, "model.safetensors")
+    weights = load_file(path)
+    weights["transformer.embedding.word_embeddings.weight"] *= 1.5
+    save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)trained on another model than .*safetensors: \w+"):
         launch(more.override({"out": str(tmp_path / "other")}), HERE)
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
         starting_point(stopped, 1, True, base_of(stopped))
 
 
-# Rows
-
-
-def test_a_picture_replaced_under_its_name_is_noticed_and_can_be_accepted(stopped):
-    checkpoint = Path(stopped.out, "checkpoint-2")
-    one, other, *_ = sorted(Path(stopped.data.train).parent.glob("pictures/*"))
+def test_changed_rows_and_pictures_are_said_and_can_be_accepted(stopped, capfd, not_run):
+    data = Path(stopped.data.train)
+    one, other, *_ = sorted(data.parent.glob("pictures/*"))
     other.write_bytes(one.read_bytes())
     with pytest.raises(ValueError, match=r"(?s)20 there and now, 1 differ .*--accept-changed-data"):
-        train_here(stopped, checkpoint)
-    report = train_here(stopped, checkpoint, accept=True)
-    assert [entry["step"] for entry in report["history"]] == [1, 2, 3, 4]
-
-
-def test_a_mended_row_is_said_with_what_becomes_of_the_order(stopped, capfd, not_run):
-    data = Path(stopped.data.train)
-    lines = data.read_text().splitlines()
-    lines[6] = lines[6].replace('"}]}', ' indeed."}]}')
-    data.write_text("\n".join([*lines, ""]))
-    with pytest.raises(ValueError, match=r"1 differ \(line 7\)"):
         launch(stopped, HERE, resume=True)
     launch(stopped, HERE, resume=True, accept_changed_data=True)
     said = capfd.readouterr().out
-    assert "rows: 20 there and now, 1 differ (line 7)" in said
+    assert "rows: 20 there and now, 1 differ (line" in said
     assert "the order of places in the file stays as it was" in said
-    data.write_text("\n".join([*lines, lines[0], ""]))
+    data.write_text(data.read_text() + data.read_text().splitlines()[0])
     launch(stopped, HERE, resume=True, accept_changed_data=True)
     said = capfd.readouterr().out
-    assert "20 there, 21 now; 1 are gone (line 7); 2 are new (lines 7, 21)" in said
+    assert "20 there, 21 now; 1 are gone (line" in said
     assert "some may come a second time and others not at all" in said

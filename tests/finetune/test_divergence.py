@@ -2,16 +2,13 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Trainer, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from glm4v_patched.finetune.checkpoints import find_faults
 from glm4v_patched.finetune.divergence import (
@@ -20,7 +17,6 @@ from glm4v_patched.finetune.divergence import (
     DivergenceWatch,
     WeightsCheck,
 )
-from glm4v_patched.finetune.worker import RecipeTrainer
 from tests.helpers.recipes import train_here
 from tests.helpers.sharded import as_sharded
 
@@ -47,24 +43,23 @@ class Run:
         return control
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_so_many_bad_losses_in_a_row_end_the_run_and_fewer_do_not(bad):
+def test_so_many_bad_losses_in_a_row_end_the_run_and_fewer_do_not():
     run = Run(limit=3)
-    for loss in (1.0, bad, bad, 1.0, bad, bad):
+    for loss in (1.0, NAN, INF, 1.0, -INF, NAN):
         assert not run.step(loss).should_training_stop and run.watch.verdict is None
-    control = run.step(bad, saves=True)
+    control = run.step(NAN, saves=True)
     assert control.should_training_stop and control.should_log and not control.should_save
     assert "3 steps in a row, 5 to 7 (learning rate 0.5 at step 5)" in run.watch.verdict
 
 
-@pytest.mark.parametrize("norm", [torch.tensor(NAN), -1.0, INF])
-def test_a_gradient_norm_that_is_not_finite_counts_as_does_one_bad_batch_of_several(norm):
-    run = Run(limit=2)
-    run.step(1.0, norm=norm)
-    assert not run.watch.verdict
-    run.step(1.0, NAN, 1.0)
-    assert "in 2 steps in a row, 1 to 2" in run.watch.verdict
-    assert "whether model and data are right" in run.watch.verdict
+def test_a_gradient_norm_that_is_not_finite_counts_as_does_one_bad_batch_of_several():
+    for norm in (torch.tensor(NAN), -1.0):
+        run = Run(limit=2)
+        run.step(1.0, norm=norm)
+        assert not run.watch.verdict
+        run.step(1.0, NAN, 1.0)
+        assert "in 2 steps in a row, 1 to 2" in run.watch.verdict
+        assert "whether model and data are right" in run.watch.verdict
 
 
 def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_the_device(
@@ -79,32 +74,24 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     assert run.watch.verdict is None
     run.step(1.0)
     assert "in step 1 (learning rate" in run.watch.verdict
-
-
-def test_a_run_shorter_than_the_limit_whose_every_step_is_bad_ends():
-    run = Run(limit=5, max_steps=2, logs=False)
+    run = Run(limit=5, max_steps=2, logs=False)  # shorter than the limit
     run.step(NAN)
     run.step(NAN)
     assert "in 2 steps in a row, 1 to 2" in run.watch.verdict
 
 
-def test_a_bad_loss_is_left_out_of_the_sum_and_given_back_to_the_log():
+def test_a_bad_loss_is_left_out_of_the_sum_given_back_to_the_log_and_not_saved(caplog):
     run = Run(limit=10)
-    run.step(2.0, NAN)
+    assert run.step(2.0, saves=True).should_save
+    assert not run.step(2.0, NAN, saves=True).should_save
+    assert "no checkpoint is saved after step 2" in caplog.text
     assert run.kept == [2.0, 0.0]
     assert math.isnan(run.watch.left_out_of_log()) and run.watch.left_out_of_log() == 0.0
     run.step(-INF)
     assert run.watch.left_out_of_log() == -INF
 
 
-def test_no_checkpoint_is_saved_after_a_bad_step(caplog):
-    run = Run(limit=3)
-    assert [run.step(loss, saves=True).should_save for loss in (1.0, NAN, 1.0)] == [1, 0, 1]
-    assert "no checkpoint is saved after step 2" in caplog.text
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize(("dtype", "bad"), [(torch.float32, NAN), (torch.bfloat16, -INF)])
 def test_one_bad_number_anywhere_is_found_and_large_sums_are_none(dtype, bad):
     weights = {name: torch.ones(1000, 3, dtype=dtype) for name in "abc"}
     weights["b"] *= torch.finfo(dtype).max
@@ -116,45 +103,11 @@ def test_one_bad_number_anywhere_is_found_and_large_sums_are_none(dtype, bad):
 
 
 def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
-    for rank, held, found in (
-        (0, [1.0, 2.0, NAN, NAN], ["w"]),
-        (2, [1.0, 2.0, NAN, NAN], []),
-        (3, [NAN, NAN, NAN, NAN], []),
-    ):
-        names = {"ds_tensor": torch.tensor(held), "ds_numel": 10}
-        parameter = as_sharded(nn.Parameter(torch.empty(0)), **names)
+    for rank, found in ((0, ["w"]), (2, []), (3, [])):
+        shard = torch.tensor([1.0, 2.0, NAN, NAN] if rank < 3 else [NAN] * 4)
+        parameter = as_sharded(nn.Parameter(torch.empty(0)), ds_tensor=shard, ds_numel=10)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         assert WeightsCheck([("w", parameter)]).names() == found, rank
-
-
-def test_deepspeeds_norm_is_looked_at_once_a_step(monkeypatch):
-    """Before the last batch of a step it is the norm of the step before."""
-    seen = []
-    trainer: Any = object.__new__(RecipeTrainer)
-    trainer.watch = SimpleNamespace(see=lambda loss, norm: seen.append(norm))
-    trainer.faults = SimpleNamespace(see=lambda *faults: None)
-    trainer.is_deepspeed_enabled = True
-    monkeypatch.setattr(Trainer, "training_step", lambda *arguments: torch.tensor(1.0))
-    engine = SimpleNamespace(get_global_grad_norm=lambda: 0.5)
-    for is_last in (False, False, True):
-        trainer.accelerator = SimpleNamespace(sync_gradients=is_last)
-        trainer.training_step(engine, {})
-    assert seen == [None, None, 0.5]
-
-
-# Training
-
-
-def set_a_weight(monkeypatch, step: int, value: float) -> None:
-    """Of the model, once this step is done."""
-    end = DivergenceWatch.on_step_end
-
-    def change(self, args, state, control, model, **kwargs):
-        if state.global_step == step:
-            next(p for p in model.parameters() if p.requires_grad).data[0, 0] = value
-        return end(self, args, state, control, model=model, **kwargs)
-
-    monkeypatch.setattr(DivergenceWatch, "on_step_end", change)
 
 
 def train_to_nothing(recipe, told: str) -> dict:
@@ -163,7 +116,6 @@ def train_to_nothing(recipe, told: str) -> dict:
         train_here(recipe)
     report = json.loads(Path(recipe.out, "training.json").read_text(), parse_constant=pytest.fail)
     assert not report["finished"] and "training diverged" in report["error"]
-    assert "no checkpoint is complete" in report["error"]
     assert not [*Path(recipe.out).glob("*.safetensors")]
     return report
 
@@ -175,48 +127,25 @@ def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_leaves_none(mine
     assert [entry["loss"] for entry in report["history"][2:]] == ["nan"] * 3
 
 
-@pytest.mark.parametrize("save_steps", [None, 2])
-def test_finite_weights_whose_loss_is_not_are_no_model_and_no_checkpoint(save_steps, mine):
+def test_finite_weights_whose_loss_is_not_are_no_model_and_no_checkpoint(mine):
     """Ruined by the last update, which no step has seen."""
-    changes = {"trainer.learning_rate": 1e30, "trainer.save_steps": save_steps}
-    recipe = mine.override(changes | {"trainer.max_steps": 4 if save_steps else 2})
-    train_to_nothing(recipe, "is NaN or infinite with the weights of step 2; .*no model")
-    assert save_steps is None or find_faults(Path(mine.out, "checkpoint-2"))
+    changes = {"trainer.learning_rate": 1e30, "trainer.save_steps": 2, "trainer.max_steps": 4}
+    train_to_nothing(mine.override(changes), "is NaN or infinite with the weights of step 2; .*no")
+    assert find_faults(Path(mine.out, "checkpoint-2"))
 
 
-def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(mine, monkeypatch):
-    set_a_weight(monkeypatch, 2, INF)
-    told = r"infinite, in 1 tensors: transformer.*lora_A.*no model"
-    train_to_nothing(mine.override({"trainer.max_steps": 2}), told)
-
-
-def test_weights_that_bf16_cannot_hold_are_looked_at_as_they_are_saved(mine, monkeypatch):
+@pytest.mark.parametrize(("value", "precision"), [(INF, "fp32"), (3.4e38, "bf16")])
+def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(
+    mine, monkeypatch, value, precision
+):
     """Without ZeRO they are trained in fp32, and the largest of these are infinite in bf16."""
-    set_a_weight(monkeypatch, 1, 3.4e38)
-    changes = {"trainer.max_steps": 1, "engine.precision": "bf16"}
-    train_to_nothing(mine.override(changes), "infinite, in 1 tensors")
+    end = DivergenceWatch.on_step_end
 
+    def change(self, args, state, control, model, **kwargs):
+        next(p for p in model.parameters() if p.requires_grad).data[0, 0] = value
+        return end(self, args, state, control, model=model, **kwargs)
 
-def test_a_base_with_one_nan_is_named_before_the_first_step(mine, tmp_path):
-    model = Path(shutil.copytree(mine.model, tmp_path / "model"))
-    weights = load_file(model / "model.safetensors")
-    weights["transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"][3, 4] = NAN
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    told = r"before the first step, in 1 tensors: .*layers\.1\.mlp"
-    train_to_nothing(mine.override({"model": str(model)}), told)
-
-
-def test_a_bad_step_within_the_limit_is_in_the_history_and_the_run_goes_on(mine, monkeypatch):
-    see, seen = DivergenceWatch.see, []
-
-    def see_one_bad(self, loss, norm):
-        seen.append(loss)
-        return see(self, torch.full_like(loss, INF) if len(seen) == 3 else loss, norm)
-
-    monkeypatch.setattr(DivergenceWatch, "see", see_one_bad)
-    report = train_here(mine.override({"trainer.max_steps": 4}))
-    assert report["finished"]
-    losses = [entry["loss"] for entry in report["history"]]
-    assert losses.pop(2) == "inf" and all(0 < loss < 10 for loss in losses)
-    # Weights have the mode of other new files.
-    assert Path(mine.out, "adapter_model.safetensors").stat().st_mode & 0o044 == 0o044
+    monkeypatch.setattr(DivergenceWatch, "on_step_end", change)
+    changes = {"trainer.max_steps": 1, "engine.precision": precision}
+    told = r"infinite, in 1 tensors: transformer.*lora_A.*no model"
+    train_to_nothing(mine.override(changes), told)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation, trainer
@@ -45,12 +46,11 @@ def report(drawn) -> dict:
     return train_here(drawn)
 
 
+assert_equal = partial(assert_close, rtol=0, atol=0)
+
+
 def adapters(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "adapter_model.safetensors"))
-
-
-def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(weight, others[name]) for name, weight in some.items())
 
 
 def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
@@ -66,59 +66,33 @@ def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
     assert report["evaluations"][-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def test_evaluation_builds_no_logits_of_all_positions_and_no_cache(mine, monkeypatch):
-    found = []
-    forward = GLM4VForCausalLM.forward
-
-    def watched(self, *arguments, **options):
-        outputs = forward(self, *arguments, **options)
-        if not self.training and options.get("labels") is not None:
-            found.append((outputs.logits, outputs.past_key_values))
-        return outputs
-
-    monkeypatch.setattr(GLM4VForCausalLM, "forward", watched)
-    changes = {"trainer.max_steps": 1, "data.eval_answers": 0}
-    report = train_here(mine.override(changes))
-    assert "eval_exact_match" not in report["evaluations"][0]
-    assert found and {*found} == {(None, None)}
-
-
 def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, monkeypatch):
     checked, answers = check_data(drawn), []
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
     monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
-    sheet = Path(drawn.out, "answers.png")
-    sample = evaluation.Sample(checked.eval, processor, 8, 64, 4, 1024, sheet)
-    assert len(sample.questions) == min(8, len(checked.eval.conversations()))
+    assert Path(drawn.out, "answers.png").is_file()
+    sample = partial(evaluation.Sample, checked.eval, processor, 8, 64, 4, sheet=Path("unused"))
+    lengths = sorted(map(int, checked.eval.column("in_table")))
+    for room in (lengths[-1], lengths[0], 0):  # rows without room for an answer are passed over
+        fitting = sum(length <= room for length in lengths)
+        assert len(sample(room + 64).questions) == min(fitting, 8)
+    asked = sample(1024)
     model = load(base_of(drawn.override({"model": drawn.out})), "cpu")
-    matches = sample.answer(model.model, draws=True)
+    matches = asked.answer(model.model, draws=True)
     alone = Answerer(model, Generation(max_new_tokens=64))
     # In batches of as many: of a model that hardly learned, rounding may decide a token.
-    prompts = [question.prompt for question in sample.questions]
+    prompts = [question.prompt for question in asked.questions]
     batches = [prompts[:4], prompts[4:]]
     assert answers == [answer.text for some in batches for answer in alone.answer(some)]
     assert matches == report["evaluations"][-1]["eval_exact_match"]
-    assert sheet.is_file()
 
 
-def test_rows_without_room_for_an_answer_are_passed_over(drawn):
-    checked = check_data(drawn)
-    processor = ChatGLMProcessor.from_pretrained(drawn.model)
-    lengths = sorted(map(int, checked.eval.column("in_table")))
-    sample = partial(evaluation.Sample, checked.eval, processor, 8, 64, 4, sheet=Path("unused"))
-    for room in (lengths[-1], lengths[0], 0):
-        fitting = sum(length <= room for length in lengths)
-        assert len(sample(room + 64).questions) == min(fitting, 8)
-
-
-def test_evaluation_changes_nothing_of_the_training(mine, report, tmp_path):
+def test_evaluation_changes_nothing_of_the_training(mine, report):
     """Not even LoRA's dropout: no random number is drawn."""
-    other = train_here(mine.override({"trainer.eval_strategy": "steps", "trainer.eval_steps": 2}))
+    other = train_here(mine.override({"trainer.eval_strategy": "steps", "trainer.eval_steps": 3}))
     assert other["history"] == report["history"]
     last = report["history"][-1]["step"]
-    assert [e["step"] for e in other["evaluations"]] == [*range(2, last, 2), last]
-    quiet = {"out": str(tmp_path / "quiet"), "trainer.eval_strategy": "no"}
-    assert train_here(mine.override(quiet))["history"] == report["history"]
+    assert [e["step"] for e in other["evaluations"]] == [*range(3, last, 3), last]
 
 
 @pytest.fixture
@@ -147,8 +121,7 @@ def test_the_best_weights_are_saved_patience_ends_the_run_and_both_are_said(stop
     out = Path(stopped_early.out)
     kept = {path.name for path in out.glob("checkpoint-*")}
     assert kept == {f"checkpoint-{best}", f"checkpoint-{last}"}
-    for step, is_saved in ((best, True), (last, False)):
-        assert are_equal(adapters(out), adapters(out / f"checkpoint-{step}")) == is_saved
+    assert_equal(adapters(out), adapters(out / f"checkpoint-{best}"))
     ended, saved, measured, files, following = describe_end(stopped_early, True).splitlines()
     assert f"early, after step {last} of {5 * first}: 2 evaluations without a better" in ended
     assert f"the adapters of step {best}, the best by eval_loss: eval_loss 2, eval_e" in saved
@@ -166,20 +139,20 @@ def test_patience_goes_on_where_it_was_when_a_run_was_stopped(stopped_early):
 
 
 @pytest.mark.parametrize("strategy", ["epoch", "best"])
-def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(mine, strategy):
+def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
+    mine, monkeypatch, strategy
+):
     """From which a step too many would be trained."""
-    asked = {
-        "trainer.num_train_epochs": 2.0,
-        "trainer.save_strategy": strategy,
-        "trainer.load_best_model_at_end": True,
-    }
-    found = train_here(mine.override(asked))
+    given = iter([2.0, 1.0])
+    monkeypatch.setattr(trainer, "mean_loss", lambda *_: (next(given), 1))
+    asked = {"trainer.num_train_epochs": 2.0, "trainer.save_strategy": strategy}
+    found = train_here(mine.override(asked | {"trainer.load_best_model_at_end": True}))
     first, last = [entry["step"] for entry in found["evaluations"]]
-    losses = [entry["eval_loss"] for entry in found["evaluations"]]
-    assert losses[1] < losses[0] and found["best_step"] == last == found["history"][-1]["step"]
+    assert found["best_step"] == last == found["history"][-1]["step"]
     [checkpoint] = Path(mine.out).glob("checkpoint-*")
     assert checkpoint.name == f"checkpoint-{first}"
-    assert not are_equal(adapters(mine.out), adapters(checkpoint))
+    with pytest.raises(AssertionError):
+        assert_equal(adapters(mine.out), adapters(checkpoint))
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_model_checkpoint"]) == (first, str(checkpoint))
 
@@ -193,9 +166,7 @@ def test_rows_that_decide_what_is_best_belong_to_a_run(drawn):
         assert len(found) == changes
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2), (5, 1, 4)]
-)
+@pytest.mark.parametrize(("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2)])
 def test_all_processes_have_as_many_batches_and_each_row_counts_once(
     monkeypatch, rows, batch, processes
 ):

@@ -3,23 +3,16 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.demo import command as demo
-from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.preflight import check
 from glm4v_patched.finetune.recipe import fields, whole_recipe
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
-from glm4v_patched.models.base import ADAPTER_WEIGHTS
 from glm4v_patched.models.placement import Placement, place
 from tests.helpers.recipes import LEAST
 
@@ -33,22 +26,15 @@ def told(asked: Path, *overrides: str, **options) -> list[str]:
     return []
 
 
-# Processes and GPUs
-
-
 @pytest.mark.parametrize(
     ("number", "asked", "expected"),
     [
         (8, (None, "cuda", 3), Placement(8)),
         (8, (None, "cuda", 0), Placement(1)),
-        (8, (3, "cuda", 2), Placement(3)),
         (8, (None, "cpu"), Placement(1, on_cpu=True)),
-        (8, (3, "cpu"), Placement(3, on_cpu=True)),
         (0, (None, "cuda", 3), "there is no GPU: none here; .*--device cpu"),
         (2, (4, "cuda", 3), "4 processes on 2 GPUs: .* expected --processes 2 or fewer, or --dev"),
-        (1, (2, "cuda", 3), "2 processes on 1 GPUs: .* expected --processes 1, or --device cpu"),
         (8, (2, "cuda", 0), "engine.zero_stage 0 on 2 processes: .*; expected --processes 1, or"),
-        (8, (3, "cpu", 0), "engine.zero_stage 0 on 3 processes"),
     ],
 )
 def test_each_process_has_a_gpu_and_the_cpu_is_taken_only_where_it_is_asked_for(
@@ -62,69 +48,24 @@ def test_each_process_has_a_gpu_and_the_cpu_is_taken_only_where_it_is_asked_for(
             place(*asked)
 
 
-@pytest.mark.parametrize(
-    ("number", "processes", "device", "expected"),
-    [
-        (0, None, None, Placement(2, on_cpu=True)),
-        (1, None, None, Placement(1)),
-        (8, None, None, Placement(2)),
-        (8, 4, None, Placement(4)),
-        (8, None, "cpu", Placement(2, on_cpu=True)),
-    ],
-)
-def test_the_demo_runs_without_options_wherever_it_can_and_leaves_no_gpu_unasked(
-    has_gpus, monkeypatch, capsys, number, processes, device, expected
-):
-    has_gpus(number, "none here")
-    monkeypatch.setattr(demo, "find_gpus", preflight.find_gpus)
-    assert demo.place_demo(processes, device) == expected
-    said = capsys.readouterr().out
-    assert ("the demo runs on the CPU, as there is no GPU: none here" in said) == (number == 0)
-
-
-# The command line
-
-
-def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, tmp_path, words):
+def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, words):
     has_gpus(2)
-    asked.write_text(asked.read_text().replace("learning_rate: 1.0", "learning_rate: -1"))
     fields = ["engine.compile=1", "--processes", "4", "data.train=none.jsonl", "model=modle"]
     assert main(["train", str(asked), *fields]) == 1
     lines = sorted(capsys.readouterr().err.splitlines())
-    named = ["trainer.learning_rate", "4 processes", "data.train", "engine.compile", "model"]
+    named = ["4 processes", "data.train", "engine.compile", "model"]
     assert all(name in line for name, line in zip(named, lines, strict=True))
     words("\n".join(lines))
-    assert not (tmp_path / "new").exists()
 
 
-def test_a_mistake_is_answered_at_once(asked):
-    """Nothing that takes a second is imported; of processor time, which others do not lengthen."""
-    command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(asked), "--device", "cpu"]
-    before = os.times()
-    done = subprocess.run([*command, "lora.rank=0"], capture_output=True, text=True, check=False)
-    after = os.times()
-    assert done.returncode == 1 and done.stderr.startswith("command line: lora.rank is 0")
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < 1
-
-
-# The model
-
-
-@pytest.mark.parametrize("name", ["our-org/glm-4v-tiny", "a/b", "o/n_a.me"])
-def test_ids_of_the_hub_are_not_looked_up(asked, name):
-    assert told(asked) == told(asked, f"model={name}") == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["modle", "/no/such", "./org/name", "a/b/c", "-a/b", "a/b-", "a--b/c", "a/b..c", "a/b c"]
-    + ["ä/b", "~/model", "a/" + "b" * 95, "a/b.git", "x" * 5000],
-)
-def test_a_folder_that_is_not_there_is_told_as_such(asked, name, tmp_path, monkeypatch):
+def test_a_folder_that_is_not_there_is_told_as_such_and_ids_of_the_hub_are_not_looked_up(
+    asked, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    [line] = told(asked, f"model={name}")
-    assert "there is no such folder; expected a folder, or an id of the Hub" in line
+    assert told(asked) == told(asked, "model=o/n_a.me") == []
+    for name in ("modle", "/no/such", "./org/name", "-a/b", "a--b/c", "ä/b", "~/model", "a/b.git"):
+        [line] = told(asked, f"model={name}")
+        assert "there is no such folder; expected a folder, or an id of the Hub" in line
 
 
 def index_of(*names: object) -> str:
@@ -132,7 +73,6 @@ def index_of(*names: object) -> str:
 
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-OUTSIDE = ["../other/model.safetensors", "/etc/model.safetensors", "..", "", 5, "..\\a", "a\0b"]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +80,12 @@ OUTSIDE = ["../other/model.safetensors", "/etc/model.safetensors", "..", "", 5, 
     [
         ("config.json", None, "a folder without config.json"),
         ("config.json", "[" * 100_000, "its config.json cannot be read"),
-        ("config.json", "[]", "has model_type [] and is not a glm-4v's"),
         ("config.json", '{"model_type": "chatglm"}', "expected chatglm, with a vision_config"),
         (WEIGHTS, None, "a folder without weights; expected model.safetensors"),
         (WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid", "pointer of git-lfs and has"),
         (INDEX, index_of("m-1.safetensors", WEIGHTS), "1 of 2 files of its index are missing: m-1"),
-        *[(INDEX, index_of(WEIGHTS, n), f"names {n!r}; expected names of files") for n in OUTSIDE],
-        # What loading will tell is at least no traceback here.
-        (INDEX, "{", ""),
-        (WEIGHTS, "\x02\0\0\0\0\0\0\0[]", ""),
+        (INDEX, index_of(WEIGHTS, "../o/a"), "names '../o/a'; expected names of files"),
+        (INDEX, index_of(WEIGHTS, 5), "names 5; expected names of files"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(
@@ -158,30 +95,8 @@ def test_a_folder_that_is_no_model_is_refused(
     (folder / name).unlink(missing_ok=True)
     if content is not None:
         (folder / name).write_text(content)
-    lines = told(asked, f"model={folder}")
-    if message:
-        [line] = lines
-        assert line.startswith(f'model is "{folder}": ') and message in line
-
-
-def test_adapters_are_a_model_and_looked_at_before_anything_starts(asked, tmp_path, model_folder):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": str(model_folder)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    name = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
-    save_file({f"{name}.lora_A.weight": torch.ones(2)}, folder / ADAPTER_WEIGHTS)
-    on_them = [f"model={folder}", "trained=lora_lm"]
-    assert told(asked, *on_them) == []
-    lines = told(asked, *on_them, "lora.rank=4", "data.train=none.jsonl")
-    assert len(lines) == 2 and "have rank 8, and lora.rank is 4" in "".join(lines)
-    config["base_model_name_or_path"] = "../gone"
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    [line] = told(asked, *on_them)
-    assert 'the model under the adapters is "../gone": there is no such folder' in line
-
-
-# Files and folders
+    [line] = told(asked, f"model={folder}")
+    assert line.startswith(f'model is "{folder}": ') and message in line
 
 
 def test_files_and_folders_that_cannot_be_are_told_of_each_field(
@@ -190,11 +105,9 @@ def test_files_and_folders_that_cannot_be_are_told_of_each_field(
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "folder").mkdir()
-    given = [f"model={asked}", f"out={tmp_path}/link", f"out={tmp_path}/link/out"]
-    given.append(f"data.reuse_features={tmp_path}/link")
+    given = [f"model={asked}", f"out={tmp_path}/link/out", f"data.reuse_features={tmp_path}/link"]
     for name in ("none", "empty", "folder", "link"):
         given += [f"data.train={tmp_path}/{name}", f"data.eval={tmp_path}/{name}"]
-        given.append(f"data.train=[{{path: {tmp_path}/{name}, format: auto}}]")
     lines = []
     for assignment in given:
         [line] = told(asked, assignment, "trained=lm")
@@ -216,26 +129,16 @@ def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
         (out / name).touch()
     [line] = told(asked, f"out={out}")
     assert "out is " in line and "holds pictures (a.png, b.JPG and 1 more), among which" in line
-    # Pictures that were put there after a run.
-    (out / "run.json").write_text('{"written": []}')
-    assert told(asked, f"out={out}") == []
 
 
-FEW = settings(max_examples=150, derandomize=True, deadline=None)
-MANY = settings(max_examples=3000, derandomize=True, deadline=None)
-ANYTHING = (
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 5)
-    | st.floats()
-    | st.text(max_size=6)
-    | st.sampled_from(["/dev/null", "/proc/1", "a/b", ".", "", "qlora", "lm", "adamw_8bit"])
-    | st.sampled_from([[], {}, {"train": "/no/such"}, {"x": 1}, "full", 2**70, 1e-300])
+ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (
+    st.sampled_from(["/dev/null", "/proc/1", "a/b", ".", "qlora", "lm", "adamw_8bit", "full"])
+    | st.sampled_from([[], {}, {"train": "/no/such"}, {"x": 1}, 2**70, 1e-300])
 )
 
 
-@pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
-def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has_gpus, profile):
+@pytest.mark.parametrize("examples", [150, pytest.param(3000, marks=pytest.mark.exhaustive)])
+def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has_gpus, examples):
     """One whose fields are partly missing and partly anything."""
     folder = tmp_path_factory.mktemp("any")
     (folder / "train.jsonl").write_text("{}\n")
@@ -245,7 +148,7 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
     names = [name for name, _ in fields(whole_recipe())]
     has_gpus(2)
 
-    @profile
+    @settings(max_examples=examples, derandomize=True, deadline=None)
     @given(
         st.sets(st.sampled_from(sorted(right)), max_size=2),
         st.dictionaries(st.sampled_from(names), ANYTHING, max_size=2),
@@ -258,8 +161,8 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
         try:
             recipe, placement = check(folder / "r.json", (), processes, device)
         except RecipeError as error:
-            for line in str(error).split("\n"):
-                assert line.startswith((f"{folder}/r.json:", "command line: "))
+            starts = (f"{folder}/r.json:", "command line: ")
+            assert all(line.startswith(starts) for line in str(error).split("\n"))
             return
         assert recipe.flat().keys() >= right.keys() and placement.on_cpu == (device == "cpu")
         assert not (folder / "out").exists()

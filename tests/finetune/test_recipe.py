@@ -1,22 +1,14 @@
 """What a recipe asks for, and the model that it makes of a folder or an id of the Hub."""
 
 import json
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.utils import z3_leaf_module
-from torch import nn
 from transformers import TrainingArguments
 
-from glm4v_patched.cli import main
-from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.finetune.worker import RecipeTrainer
 from tests.helpers.local_hub import LocalHub
-from tests.helpers.recipes import LEAST, built, decided, recipe
-from tests.helpers.tiny import golden_weights
+from tests.helpers.recipes import built, recipe
 
 NAME = "our-org/glm-4v-tiny"
 
@@ -27,67 +19,22 @@ def made(model_folder):
     return lambda **changes: built(recipe({"model": str(model_folder)} | changes))
 
 
-def of_lora(made, folder: Path) -> tuple[nn.Module, RecipeTrainer]:
-    model = made(**{"trained": "lora_lm", "engine.zero_stage": 0})
-    arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none")
-    return model, RecipeTrainer(model, args=arguments, data_collator=list)
-
-
-@pytest.mark.skipif(
-    find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed: run without it"
-)
-def test_a_missing_package_is_named_before_anything_starts(tmp_path, capsys):
-    (tmp_path / "r.json").write_text(json.dumps(LEAST))
-    asked = ["trained=qlora", "engine.zero_stage=0", f"out={tmp_path / 'out'}", "--device", "cpu"]
-    assert main(["train", str(tmp_path / "r.json"), *asked]) == 1
-    assert "qlora needs bitsandbytes: " in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    ("compiled", "policy", "whole"),
-    [
-        (False, "full", False),
-        (False, "every 2", False),
-        (False, "selective", True),
-        (True, "full", True),
-    ],
-)
-def test_layers_without_hooks_inside_are_gathered_whole_under_zero_3(
-    compiled, policy, whole, stage, made
-):
-    changes = {"compile": compiled, "tower": policy, "zero_stage": stage}
-    changes = {f"engine.{name}": value for name, value in changes.items()}
-    layers = [*checkpointed_layers(made(**changes))]
-    assert len(layers) == 4
-    for layer in layers:
-        assert hasattr(layer.forward, "_torchdynamo_orig_callable") == compiled
-        assert z3_leaf_module(layer) == (whole and stage == 3)
-    zero = deepspeed_config(decided(recipe(changes)))["zero_optimization"]
-    assert zero["stage"] == stage
-    assert ("memory_efficient_linear" in zero) == (whole and stage == 3)
-    assert deepspeed_config(decided(recipe({"engine.zero_stage": 0}))) is None
-
-
 @pytest.mark.parametrize("stage, held", [(0, torch.float32), (3, torch.bfloat16)])
-@pytest.mark.parametrize("trained", ["lm", "lora_lm"])
-def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(trained, stage, held, made):
-    model = made(**{"trained": trained, "engine.zero_stage": stage})
-    dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
-    assert dtypes == {(True, held), (False, torch.bfloat16)}
+def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, held, made):
+    for trained in ("lm", "lora_lm"):
+        model = made(**{"trained": trained, "engine.zero_stage": stage})
+        dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+        assert dtypes == {(True, held), (False, torch.bfloat16)}
 
 
-def test_no_group_of_the_optimizer_is_empty(made, tmp_path):
-    _, trainer = of_lora(made, tmp_path)
-    groups = trainer.create_optimizer().param_groups
-    assert [len(group["params"]) for group in groups] == [4]  # A and B of two layers
-
-
-def test_the_config_of_the_model_behind_adapters_is_switched(made, tmp_path):
-    model, trainer = of_lora(made, tmp_path)
+def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(made, tmp_path):
+    model = made(**{"trained": "lora_lm", "engine.zero_stage": 0})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = RecipeTrainer(model, args=arguments, data_collator=list)
     inner = model.get_base_model()
     assert inner.config.skip_logits and inner.transformer.config.skip_logits
+    groups = trainer.create_optimizer().param_groups
+    assert [len(group["params"]) for group in groups] == [4]  # A and B of two layers
     trainer.save_model()
     assert inner.config.skip_logits
     assert (tmp_path / "adapter_config.json").exists() and not (tmp_path / "config.json").exists()
@@ -106,22 +53,5 @@ def test_a_model_comes_from_the_hub_at_its_revision(model_folder, tmp_path, monk
         assert built(asked).config.rope_ratio == 7
         model = built(asked.override({"revision": "v1", "trained": "lora_lm"}))
     assert model.config.rope_ratio == 1
-    inner = model.get_base_model().state_dict()
-    for name, weight in golden_weights().items():
-        if "query_key_value" not in name and "inv_freq" not in name:
-            assert torch.equal(inner[name], weight), name
     adapter = model.peft_config["default"]
     assert (adapter.base_model_name_or_path, adapter.revision) == (NAME, "v1")
-
-
-@pytest.mark.parametrize(("zero_stage", "in_place"), [(3, True), (2, False)])
-def test_norms_are_taken_in_place_under_zero_3(made, zero_stage, in_place):
-    class Zero:
-        def get_grad_norm_direct(self, gradients, parameters, norm_type=2):
-            return torch.tensor(len(gradients))
-
-    model = made(**{"engine.zero_stage": zero_stage})
-    zero = model.get_input_embeddings().weight._z3_optimizer = Zero()
-    model(torch.tensor([[1, 2, 3]]))
-    gradients = [torch.ones(3), torch.ones(1)]
-    assert zero.get_grad_norm_direct(gradients, [None, None]) == (1 if in_place else 2)

@@ -52,10 +52,9 @@ def faults(tmp_path: Path, content: str | bytes, *rest: str) -> list[str]:
 
 def test_numbers_are_what_they_look_like(tmp_path):
     """YAML 1.1, which PyYAML reads, takes 1e-4 for text and 010 for 8."""
-    numbers = [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("2.5E3", 2500), (".5", 0.5), ("+1", 1), ("3", 3)]
-    for text, value in numbers:
+    for text, value in (("1e-4", 1e-4), ("2.5E3", 2500), (".5", 0.5), ("+1", 1)):
         assert read(tmp_path, RIGHT.replace("1e-4", text)).trainer.learning_rate == value
-    for text in ("010", "1_000", "1:30", "0x10", "2024-01-01", ".nan", ".inf", "-.inf"):
+    for text in ("010", "1_000", "1:30", "0x10", "2024-01-01", ".nan", ".inf"):
         [told] = faults(tmp_path, RIGHT.replace("max_steps: 100", f"max_steps: {text}"))
         assert told.startswith("r.yaml:6: trainer.max_steps is ")
     for text in ("2024-01-01", "0012"):
@@ -69,17 +68,8 @@ def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path, wo
     lines = ["", "1:", "5:", "7:", "10:", "11:", "12:"]
     assert [line.split()[0] for line in told] == [f"r.yaml:{line}" for line in lines]
     words("\n".join(told))
-
-
-def test_what_goes_together_is_not_judged_by_a_value_that_is_wrong(tmp_path):
-    wrong = RIGHT + "engine:\n  zero_stage: 7\n  offload: true\n"
-    assert len(faults(tmp_path, wrong)) == 1
-
-
-def test_a_missing_section_is_told_by_what_must_be_in_it(tmp_path):
-    told = faults(tmp_path, "model: m\nout: o\ndata: {train: d}\n")
-    missing = ("trainer.per_device_train_batch_size", "trainer.learning_rate")
-    assert all(line.startswith(f"r.yaml: {f} is m") for line, f in zip(told, missing, strict=True))
+    told = faults(tmp_path, RIGHT + "".join(f"unknown_{n}: 1\n" for n in range(50)))
+    assert len(told) == 21 and told[-1] == "and 30 more"
 
 
 # The words are PyYAML's and json's where they are not ours.
@@ -88,22 +78,15 @@ BROKEN = {
         ("", ": the recipe is empty; expected sections and fields, as in model: FOLDER"),
         ("[]", ": the recipe is []; expected"),
         ("a: 1\n---\nb: 2", ":2: expected a single document"),
-        ("a:\n\tb: 1", ":2: while scanning"),
         ("a: &x 1\nb: *x", ":2: *x is an alias; write the value itself"),
-        ("a: &x [*x]", ":1: *x is an alias"),
-        ("a: 1\n1: 2", ":2: a key is not text"),
         ("? [a]\n: 2", ":1: a key is not text"),
         ("a: !!python/object/apply:os.getcwd []", ":1: tag:yaml.org,2002:python/o"),
-        ("a: 1\nb: \x07", r":2: the character \x07 cannot be in YAML"),
         ("a:\n " + "[" * 1000, ":2: more than 20 levels inside of each other"),
-        ("a: " + "9" * 5000, ":1: Exceeds the limit"),
         ("a: 1\n".encode("utf-16"), ":1: is UTF-16 or UTF-32; save it as UTF-8"),
-        ("a: 1\n".encode("utf-32-be"), ":1: is UTF-16 or UTF-32"),
         (b"a: 1\nb: \xe4", ":2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
         (b"a" * (MOST_BYTES + 1), ": has over 65,536 bytes"),
         # Of faults, one on a line, whatever is in them.
         (RIGHT + "engine.tower: none\n", ":9: engine.tower is one key; expected tower under"),
-        (RIGHT + "--device: cpu\n", ":9: --device is not a field of a recipe"),
         (RIGHT + '"e\\e[31m\\n": 1\n', r":9: e\x1b[31m\n is not a field"),
     ],
     "r.json": [
@@ -111,61 +94,31 @@ BROKEN = {
         ('{"a": NaN}', ": is not JSON: NaN is no number"),
         ('{"a": ' + "9" * 5000 + "}", ": is not JSON: Exceeds the limit"),
         ('{"a":\n' + "[" * 60_000, ":2: more than 20 levels inside of each other"),
-        ('{"a":\n' + "[" * 30 + "]" * 30 + "}", ":2: more than 20 levels inside"),
     ],
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [(name, *each) for name, table in BROKEN.items() for each in table],
-    ids=lambda value: repr(value)[:40],
-)
-def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, name, content, told):
-    [line] = faults(tmp_path, content, name)
-    assert line.startswith(name + told) and len(line) < 350
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, name):
+    for content, told in BROKEN[name]:
+        [line] = faults(tmp_path, content, name)
+        assert line.startswith(name + told) and len(line) < 350
 
 
-def test_a_file_may_have_the_most_bytes(tmp_path):
-    assert read(tmp_path, RIGHT.ljust(MOST_BYTES)) == read(tmp_path, RIGHT)
-
-
-def test_of_a_key_that_is_there_twice_the_value_that_counts_is_told_with_its_line(tmp_path):
+def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
     """Also where the command line says another value."""
-    lines = faults(tmp_path, RIGHT + "trained: full\ntrained: everything\n")
-    assert [line.split(";")[0] for line in lines] == [
-        "r.yaml:9: trained is there twice, in lines 9 and 10",
-        'r.yaml:10: trained is "everything"',
-    ]
     told = faults(tmp_path, RIGHT + "out: there\n", "r.yaml", "out=elsewhere")
     assert told == ["r.yaml:2: out is there twice, in lines 2 and 9"]
-
-
-def test_lines_of_json_are_those_of_its_keys(tmp_path):
-    text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}, "engine":\n{"x": 1}}'
+    text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}}'
     told = faults(tmp_path, text, "r.json")
     assert "r.json:3: a.1.b is there twice, in lines 3 and 3" in told
     unknown = [line.split()[:2] for line in told if "is not a field" in line]
-    assert unknown == [["r.json:2:", "a"], ["r.json:4:", "d"], ["r.json:5:", "engine.x"]]
+    assert unknown == [["r.json:2:", "a"], ["r.json:4:", "d"]]
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path):
-    assert read(tmp_path, "\ufeff" + RIGHT) == read(tmp_path, RIGHT)
+def test_a_byte_order_mark_is_no_fault_and_a_file_may_have_the_most_bytes(tmp_path):
+    assert read(tmp_path, ("\ufeff" + RIGHT).ljust(MOST_BYTES - 2)) == read(tmp_path, RIGHT)
     assert read(tmp_path, "\ufeff" + json.dumps(LEAST), "r.json") == Recipe.of(LEAST)
-
-
-@pytest.mark.parametrize("name", ["none.yaml", ".", "a\0b"])
-def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
-    with pytest.raises(RecipeError, match="none.yaml: No such|: Is a directory|x00b: embedded"):
-        Recipe.read(tmp_path / name)
-
-
-def test_many_faults_are_cut(tmp_path):
-    told = faults(tmp_path, RIGHT + "".join(f"unknown_{n}: 1\n" for n in range(50)))
-    assert len(told) == 21 and told[-1] == "and 30 more"
-
-
-# Overrides
 
 
 def test_the_command_line_is_laid_over_the_file(tmp_path):
@@ -189,54 +142,35 @@ def test_faults_of_the_command_line_come_with_those_of_the_file(tmp_path):
 
 def test_every_field_has_a_line_in_the_help():
     told = describe_fields()
-    for name, field in fields():
-        assert field.description and f"{name}: " in told, name
-    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told
-    assert "``" not in told and ":mod:" not in told
+    assert all(field.description and f"{name}: " in told for name, field in fields())
+    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told and "``" not in told
 
 
-# Without a package
-
-MISSING = "which cannot be imported: "
-
-
-@pytest.mark.parametrize(
-    ("command", "without", "added", "told"),
-    [
-        (["train"], "torch", "engine: {zero_stage: 9}\n", "engine.zero_stage is 9; expected 0"),
-        (["train", "trainer.bf16=true"], "transformers", "", "trainer.bf16 is set by the recipe"),
-        (["train"], "transformers", "  tf32: true\n", MISSING),
-        (["doctor"], "transformers", "  tf32: true\n", MISSING),
-        (["train"], "yaml", "", "recipes need PyYAML and pydantic: "),
-        (["train"], "pydantic", "", "recipes need PyYAML and pydantic: "),
-    ],
-)
-def test_a_mistake_is_told_with_its_cure_where_a_package_is_missing(
-    tmp_path, command, without, added, told
-):
+def test_a_mistake_is_told_with_its_cure_where_a_package_is_missing(tmp_path):
     """And whatever takes long is not imported for it."""
-    (tmp_path / "r.yaml").write_text(RIGHT + added)
-    name, *overrides = command
+    (tmp_path / "r.yaml").write_text(RIGHT + "engine: {zero_stage: 9}\n")
     code = f"""
 import sys
-sys.modules[{without!r}] = None
+sys.modules["torch"] = None
 from glm4v_patched.cli import main
-status = main([{name!r}, {str(tmp_path / "r.yaml")!r}, *{overrides!r}])
-heavy = {{"torch", "transformers", "deepspeed", "accelerate", "numpy", "peft"}}
-assert {name!r} == "doctor" or not heavy - {{{without!r}}} & {{*sys.modules}}
+status = main(["train", {str(tmp_path / "r.yaml")!r}])
+assert not {{"transformers", "deepspeed", "accelerate", "numpy", "peft"}} & {{*sys.modules}}
 sys.exit(status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 1 and "Traceback" not in said and told in said, said
+    assert done.returncode == 1 and "engine.zero_stage is 9; expected 0" in done.stderr, done
 
 
-# Properties
-
-FEW = settings(max_examples=150, derandomize=True, deadline=None)
-MANY = settings(max_examples=5000, derandomize=True, deadline=None)
 each_profile = pytest.mark.parametrize(
-    "profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+    "profile",
+    [
+        settings(max_examples=150, derandomize=True, deadline=None),
+        pytest.param(
+            settings(max_examples=5000, derandomize=True, deadline=None),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["few", "many"],
 )
 
 names = [name for name, _ in fields(whole_recipe())]
@@ -256,14 +190,9 @@ documents = st.recursive(
 right_values = {
     "model": st.sampled_from(["m", "org/name", "ä b/ü", "\U0001f600", "1e5", "null"]),
     "out": st.text(string.printable.strip(), min_size=1),
-    "data.train": st.text(min_size=1).filter(str.isprintable),
     "data.pack_to": st.none() | st.integers(1, 2**31 - 1),
-    "trainer.max_steps": st.integers(1, 2**31 - 1),
     "trainer.learning_rate": st.floats(0, 1e30, exclude_min=True),
-    "trainer.seed": st.integers(0, 2**32 - 1),
     "trained": st.sampled_from(TRAINED[:-1]),
-    "lora.rank": st.integers(1, 512),
-    "engine.zero_stage": st.sampled_from([1, 2, 3]),
     "engine.tower": st.sampled_from(["auto", "none", "every 3", "full"]),
     "engine.offload": st.sampled_from([True, False, "auto"]),
     "revision": st.none() | st.sampled_from(["v1", "123456", "2024-01-01", "true", "0x1", "1e4"]),
@@ -282,60 +211,52 @@ def recipe_or_error(path: Path) -> Recipe | None:
         return None
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("documents")
-
-
 @each_profile
-def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, folder):
+def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, tmp_path):
     @profile
     @given(documents)
     def check(values):
         # Lone surrogates and NaN are in files as escapes and as words.
-        (folder / "r.json").write_text(json.dumps(values))
-        (folder / "r.yaml").write_text(yaml.safe_dump(values))
+        (tmp_path / "r.json").write_text(json.dumps(values))
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
         for name in ("r.json", "r.yaml"):
-            found = recipe_or_error(folder / name)
+            found = recipe_or_error(tmp_path / name)
             assert found is None or found == Recipe.of(values)
 
     check()
 
 
 @each_profile
-def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, folder):
+def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, tmp_path):
     """Bytes are cut out, put in or changed."""
-    written = folder / "source.json"
+    written = tmp_path / "source.json"
     recipe({"model": "ä/\U0001f600", "trained": "lora_all"}).write(written)
     json_, yaml_ = written.read_bytes(), RIGHT.encode()
-    sources = [(".json", json_), (".yaml", json_), (".yaml", yaml_)]
+    marks = b"{ } [ \" ' : & *a ! | > - ? % # \\ ---".split()
 
     @profile
     @given(st.data())
     def check(data):
+        sources = [(".json", json_), (".yaml", json_), (".yaml", yaml_)]
         suffix, content = data.draw(st.sampled_from(sources))
         for _ in range(data.draw(st.integers(1, 3))):
             start = data.draw(st.integers(0, len(content)))
             end = data.draw(st.integers(start, min(start + 12, len(content))))
-            new = data.draw(
-                st.binary(max_size=4)
-                | st.sampled_from([b"{", b"}", b"[", b'"', b"'", b":", b"\n", b"\t", b"&a ", b"*a"])
-                | st.sampled_from([b"! ", b"|", b">", b"-", b"? ", b"%", b"#", b"\\", b"---\n"])
-            )
-            content = content[:start] + new + content[end:]
-        (folder / f"damaged{suffix}").write_bytes(content)
-        recipe_or_error(folder / f"damaged{suffix}")
+            put = data.draw(st.binary(max_size=4) | st.sampled_from([*marks, b"\n", b"\t"]))
+            content = content[:start] + put + content[end:]
+        (tmp_path / f"damaged{suffix}").write_bytes(content)
+        recipe_or_error(tmp_path / f"damaged{suffix}")
 
     check()
 
 
 @each_profile
-def test_a_recipe_that_is_written_reads_back(profile, folder):
+def test_a_recipe_that_is_written_reads_back(profile, tmp_path):
     @profile
     @given(right_recipes, st.sampled_from(["back.json", "back.yaml", "back"]))
     def check(found, name):
-        found.write(folder / name)
-        assert Recipe.read(folder / name) == found
+        found.write(tmp_path / name)
+        assert Recipe.read(tmp_path / name) == found
 
     check()
 
@@ -348,9 +269,9 @@ def in_yaml(value: object) -> str:
 
 
 @each_profile
-def test_an_override_is_what_the_file_could_have_said(profile, folder):
+def test_an_override_is_what_the_file_could_have_said(profile, tmp_path):
     """A value means the same in both, and is refused with the same words."""
-    path = folder / "base.yaml"
+    path = tmp_path / "base.yaml"
     path.write_text(json.dumps(LEAST))
     document = read_document(path)
 

@@ -1,30 +1,27 @@
 """``trainer:`` takes what TrainingArguments takes, but for what is the recipe's own."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
 import typing
+from functools import partial
 from pathlib import Path
-from unittest.mock import Mock, call
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from pydantic import TypeAdapter
-from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
+from glm4v_patched.finetune.plan import Plan, starting_point
 from glm4v_patched.finetune.recipe import Recipe, RecipeError, fields, whole_recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.recipe_trainer import (
-    Schedule,
     TrainerFields,
     installed_fields,
     logging_steps,
@@ -56,97 +53,65 @@ def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_n
             TypeAdapter(field.annotation).validate_python(getattr(default, "value", default))
 
 
-def test_the_schedules_are_those_of_transformers():
-    assert {choice.value for choice in SchedulerType} <= {*typing.get_args(Schedule)}
-
-
-def test_fields_that_are_left_out_are_not_written_and_not_compared():
-    assert "adam_beta1" not in recipe().trainer.model_dump()
-    assert "trainer.adam_beta1" not in settings_of(recipe(), 1)
-    assert settings_of(recipe({"trainer.adam_beta1": 0.8}), 1)["trainer.adam_beta1"] == 0.8
-
-
-@pytest.mark.parametrize("rows", [1, 7, 20, 21])
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize(("batch", "accumulation", "drop"), [(2, 1, 0), (3, 2, 0), (2, 1, 1)])
-def test_steps_are_counted_as_the_trainer_counts_them(rows, processes, batch, accumulation, drop):
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "drop"), [(2, 1, False), (3, 2, False), (2, 1, True)]
+)
+def test_steps_are_counted_as_the_trainer_counts_them(batch, accumulation, drop):
     fields = trainer(
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
-        dataloader_drop_last=bool(drop),
+        dataloader_drop_last=drop,
         max_steps=None,
         num_train_epochs=2.5,
     )
-    batches = BatchSampler(range(rows), batch, drop_last=bool(drop))
-    of_process = len(BatchSamplerShard(batches, processes, 0))
-    steps = steps_in_epoch(fields, rows, processes)
-    assert steps == max(math.ceil(of_process / accumulation), 1)
-    assert total_steps(fields, steps) == math.ceil(2.5 * steps)
+    for rows, processes in itertools.product((1, 7, 20, 21), (1, 2, 3)):
+        batches = BatchSampler(range(rows), batch, drop_last=drop)
+        of_process = len(BatchSamplerShard(batches, processes, 0))
+        steps = steps_in_epoch(fields, rows, processes)
+        assert steps == max(math.ceil(of_process / accumulation), 1)
+        assert total_steps(fields, steps) == math.ceil(2.5 * steps)
 
 
 def test_warm_up_is_in_steps_or_a_share_of_them():
-    for steps in range(2, 2000):
-        assert warmup(trainer(), steps) == max(steps // 20, 1)
-    assert warmup(trainer(), 1) == 0  # the first step of a warm-up has the rate 0
+    for steps, found in ((1, 0), (2, 1), (39, 1), (40, 2), (1999, 99)):
+        assert warmup(trainer(), steps) == found  # the first step of a warm-up has the rate 0
     for asked, found in ((7, 7), (0, 0), (0.5, 50), (0.29, 29)):
         assert warmup(trainer(warmup_steps=asked), 100) == found
 
 
-@pytest.mark.parametrize(
-    ("asked", "steps", "every"),
-    [
-        ({}, 300, 0),
-        ({"save_steps": 4}, 10, 4),
-        ({"save_steps": 50}, 300, 50),
-        ({"save_steps": 99}, 5000, 99),
-        ({"save_strategy": "epoch"}, 5000, 99),
-        ({"save_strategy": "best", "eval_strategy": "epoch"}, 5000, 99),
-    ],
-)
-def test_no_entry_of_the_loss_history_spans_a_checkpoint(asked, steps, every):
-    changes = {f"trainer.{name}": value for name, value in asked.items()} | {"data.eval": 0.1}
-    chosen = logging_steps(recipe(changes).trainer, steps, 99)
-    assert 1 <= chosen <= max(steps // 50, 1)
-    assert not every or every % chosen == 0
-    assert logging_steps(trainer(logging_steps=7), steps) == 7
-
-
-def _kinds(annotation) -> set:
-    """The plain types in an annotation."""
-    inside = typing.get_args(annotation)
-    return set().union(*map(_kinds, inside)) if inside else {annotation}
-
-
-NUMBERS = [
-    name for name, field in fields(whole_recipe()) if {int, float} & _kinds(field.annotation)
-]
+def test_no_entry_of_the_loss_history_spans_a_checkpoint():
+    best = {"trainer.save_strategy": "best", "trainer.eval_strategy": "epoch", "data.eval": 0.1}
+    for asked, steps, every in (
+        ({"trainer.save_steps": 4}, 10, 4),
+        ({"trainer.save_steps": 99}, 5000, 99),
+        ({"trainer.save_strategy": "epoch"}, 5000, 99),
+        (best, 5000, 99),
+    ):
+        chosen = logging_steps(recipe(asked).trainer, steps, 99)
+        assert 1 <= chosen <= max(steps // 50, 1) and every % chosen == 0
+    assert logging_steps(trainer(logging_steps=7), 300) == 7
 
 
 def test_every_number_has_its_range():
-    assert len(NUMBERS) > 30
-    for name in NUMBERS:
-        for value in (-1, -0.5, 1e300, 10**300, math.inf, math.nan):
+    numbers = [name for name, field in fields(whole_recipe()) if is_number(field.annotation)]
+    assert len(numbers) > 30
+    for name in numbers:
+        for value in (-1, 1e300, math.nan):
             with pytest.raises(RecipeError, match=name):
                 recipe({name: value})
 
 
-# Training
+def is_number(annotation) -> bool:
+    return annotation in (int, float) or any(map(is_number, typing.get_args(annotation)))
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> Recipe:
     """Two epochs of five steps, with a checkpoint after the first."""
-    changes = {
-        "trainer.max_steps": None,
-        "trainer.num_train_epochs": 2.0,
-        "trainer.gradient_accumulation_steps": 2,
-        "trainer.save_strategy": "epoch",
-        "trainer.logging_steps": 1,
-        "trainer.weight_decay": 0.1,
-        "trainer.adam_beta2": 0.95,
-        "trained": "lora_lm",
-        "engine.zero_stage": 0,
-    }
+    changes = {"max_steps": None, "num_train_epochs": 2.0, "gradient_accumulation_steps": 2}
+    changes |= {"save_strategy": "epoch", "logging_steps": 1, "weight_decay": 0.1}
+    changes = {f"trainer.{name}": value for name, value in changes.items()}
+    changes |= {"trained": "lora_lm", "engine.zero_stage": 0}
     recipe = drawn_recipe(tmp_path_factory.mktemp("fields"), changes)
     Path(recipe.out).mkdir()
     begin(Path(recipe.out), [])
@@ -162,52 +127,26 @@ def history(out: str | Path) -> list[dict]:
 def test_epochs_are_trained_with_what_was_asked_for(drawn):
     assert len(history(drawn.out)) == 10
     arguments = torch.load(Path(drawn.out, "training_args.bin"), weights_only=False)
-    assert (arguments.weight_decay, arguments.adam_beta2) == (0.1, 0.95)
-    assert arguments.lr_scheduler_type == "cosine" and arguments.max_steps == 10
+    assert (arguments.weight_decay, arguments.max_steps) == (0.1, 10)
+    assert arguments.lr_scheduler_type == "cosine"
     assert [path.name for path in Path(drawn.out).glob("checkpoint-*")] == ["checkpoint-5"]
-
-
-def test_accumulated_batches_learn_what_one_of_their_size_learns(drawn, mine):
-    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
-    whole = mine.override({f"trainer.{name}": value for name, value in changes.items()})
-    for accumulated, one in zip(history(drawn.out), train_here(whole)["history"], strict=True):
-        assert accumulated["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    expected = load_file(Path(mine.out, "adapter_model.safetensors"))
-    for name, weight in load_file(Path(drawn.out, "adapter_model.safetensors")).items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
-
-
-def test_deepspeed_is_told_where_accumulation_ends():
-    """It counts batches itself otherwise, over the end of an epoch: accelerate below 1.8."""
-    engine = Mock()
-    wrapper = DeepSpeedEngineWrapper(engine)
-    for ends in (False, True):
-        wrapper.backward(1.0, sync_gradients=ends)
-    told = engine.set_gradient_accumulation_boundary.call_args_list
-    assert told == [call(is_boundary=False), call(is_boundary=True)]
-    assert engine.step.call_count == 1
 
 
 def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, mine, monkeypatch):
     out = Path(shutil.copytree(drawn.out, mine.out))
-    here, commands = Placement(1, on_cpu=True), []
-    monkeypatch.setattr(launching, "_run", lambda command, _: commands.append(command) or "")
-    for epochs in (2.0, 1.5):
-        with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
-            launch(mine.override({"trainer.num_train_epochs": epochs}), here, resume=True)
+    monkeypatch.setattr(launching, "_run", lambda command, _: "")
+    resume = partial(launch, placement=Placement(1, on_cpu=True), resume=True)
+    with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
+        resume(mine)
     longer = mine.override({"trainer.num_train_epochs": 3.0})
-    launch(longer, here, resume=True)
-    plan = Plan.read(out / "plan.json")
-    assert str(plan.path) in commands[0] and plan.checkpoint == out / "checkpoint-5"
+    resume(longer)
+    assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-5"
     report = train_here(longer, out / "checkpoint-5")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 16)]
     assert report["history"][:5] == history(drawn.out)[:5]
     with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
         starting_point(mine, 1, True, base_of(mine))
-
-
-def test_a_finished_run_without_a_checkpoint_cannot_be_made_longer(drawn, mine):
-    shutil.copytree(drawn.out, mine.out, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.rmtree(out)
+    shutil.copytree(drawn.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
-        changes = {"trainer.num_train_epochs": 3.0}
-        launch(mine.override(changes), Placement(1, on_cpu=True), resume=True)
+        resume(longer)

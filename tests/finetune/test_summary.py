@@ -1,40 +1,30 @@
 """What is told before the first step, and of values that are allowed and most likely mistakes."""
 
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
 from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk, plan
+from glm4v_patched.finetune import disk
 from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_trainer import steps_in_epoch
 from glm4v_patched.finetune.summary import find_doubts, show_sample
 from glm4v_patched.models.base import Base
-from glm4v_patched.models.loading import config_of
 from glm4v_patched.models.placement import Placement
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import recipe
-
-# Four steps an epoch of 14 rows; six are held out.
-EPOCHS = {
-    "trainer.max_steps": None,
-    "trainer.num_train_epochs": 2.0,
-    "trainer.gradient_accumulation_steps": 2,
-    "trainer.save_steps": 3,
-    "data.eval": 0.2,
-}
 
 
 @pytest.fixture
 def saving(mine) -> Recipe:
-    return mine.override(EPOCHS)
+    """Four steps an epoch of 14 rows; six are held out."""
+    epochs = {"trainer.max_steps": None, "trainer.num_train_epochs": 2.0, "data.eval": 0.2}
+    return mine.override(
+        epochs | {"trainer.gradient_accumulation_steps": 2, "trainer.save_steps": 3}
+    )
 
 
 def train(asked: Recipe, *options: str) -> int:
@@ -43,19 +33,19 @@ def train(asked: Recipe, *options: str) -> int:
     return main(["train", str(file), "--device", "cpu", *options])
 
 
-def planned(asked: Recipe, rows=64, steps=100, processes=2, local=None, **decided) -> Plan:
-    """A run that is decided, of a model that need not be there."""
+def planned(asked: Recipe, rows=64, steps=100) -> Plan:
+    """A run of two processes that is decided, of a model that need not be there."""
     return Plan(
         recipe=asked,
         base=Base("m"),
         files={},
         data="",
-        placement=Placement(processes, local_processes=local),
-        options=EngineOptions(**decided),
-        batch=Batch(rows=1, row_length=9, processes=processes),
+        placement=Placement(2),
+        options=EngineOptions(),
+        batch=Batch(rows=1, row_length=9, processes=2),
         rows=rows,
         steps=steps,
-        steps_an_epoch=steps_in_epoch(asked.trainer, rows, processes),
+        steps_an_epoch=steps_in_epoch(asked.trainer, rows, 2),
         free=80e9,
         needed=0,
         space=disk.Space(0, 0, 0, total=1, free=1),
@@ -64,7 +54,7 @@ def planned(asked: Recipe, rows=64, steps=100, processes=2, local=None, **decide
 
 def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
     before = sorted(Path(saving.model).parent.rglob("*"))
-    assert train(saving, "--dry-run") == 0
+    assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
     told = capsys.readouterr().out
     counts = check_data(saving).counts
     assert counts.rows == counts.pictures == 14
@@ -73,18 +63,15 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
         f"{counts.learned} are learned",
         "evaluation  after every epoch, on 6 rows",
         "steps       8, 4 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
-        "trained     lora_lm: 6,144 of 766,688 weights; learning rate 0.001",
+        "trained     lora_lm: 6,144 of 766,688 weights; learning rate 10",
         "device      1 x CPU, fp32, no ZeRO",
         "kept        tower full, language full, offload False, compile False",
         ", 2 checkpoints at once of ",
         "(4 positions of a picture)<|end_of_image|>Which",
-        "<|endoftext|>]]",
+        "\ndoubtful    trainer.learning_rate is 10: ",
         "nothing was trained, and nothing written (--dry-run)",
     ]:
         assert line in told, told
-    assert "doubtful" not in told
-    assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
-    assert "\ndoubtful    trainer.learning_rate is 10: " in capsys.readouterr().out
     assert sorted(Path(saving.model).parent.rglob("*")) == before
     assert not Path(saving.out).exists()
 
@@ -99,48 +86,12 @@ def test_learned_turns_of_the_sample_are_marked_and_repeated_words_are_no_pictur
     assert "A ? ? ????" in shown and "positions of a picture" not in shown
 
 
-def test_a_disk_that_is_too_small_for_the_epochs_is_told_before_anything_is_written(
-    saving, capsys, monkeypatch
-):
-    """How many steps an epoch has is known only once the rows are read."""
-    needed = disk.needed_space(saving, config_of(Base(saving.model)), 8)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed.total - 1))
-    assert train(saving) == 1
-    assert "and up to 2 checkpoints at once" in capsys.readouterr().err
-    assert not Path(saving.out).exists()
-
-
-def test_no_optimizer_is_started_that_does_not_fit(mine, capsys, monkeypatch):
-    changes = {"engine.zero_stage": 2, "engine.offload": True, "trained": "full"}
-    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
-    assert train(mine.override(changes)) == 1
-    told = capsys.readouterr()
-    assert "\noptimizer   " in told.out
-    assert "engine.offload is true, and the optimizer takes" in told.err
-    assert not Path(mine.out).exists()
-
-
-@pytest.mark.parametrize(("local", "needed"), [(None, 222), (2, 111)])
-def test_machines_share_what_an_offloaded_optimizer_takes(local, needed, monkeypatch):
-    """16 bytes for each of 13.9 billion weights."""
-    offloading = planned(recipe(), processes=4, local=local, trained="full", offload=True)
-    monkeypatch.setattr(plan, "config_of", lambda base: ChatGLMConfig())
-    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed - 1) * 1e9)
-    with pytest.raises(ValueError, match=rf"takes {needed}\.\d GB .* {needed - 1}\.0 GB are free"):
-        offloading.require_room()
-    monkeypatch.setattr(memory_check, "free_ram", lambda: (needed + 1) * 1e9)
-    offloading.require_room()
-
-
-# Doubts
-
 SANE = {
     "trained": "lora_lm",
     "trainer.learning_rate": 1e-3,
     "trainer.per_device_train_batch_size": 4,
     "trainer.gradient_accumulation_steps": 2,
 }
-RATES = {"tower": 1e-5, "adapter": 2, "language_model": 1}
 
 
 def doubts(changes, **sizes) -> list[str]:
@@ -148,15 +99,14 @@ def doubts(changes, **sizes) -> list[str]:
 
 
 def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
+    rates = {"tower": 1e-5, "adapter": 2, "language_model": 1}
     told = []
     for changes in [
-        {"trainer.learning_rate": 10.0},
-        {"trained": "full", "trainer.learning_rate": RATES},
+        {"trained": "full", "trainer.learning_rate": rates},
         {"trainer.weight_decay": 100.0},
         {"trainer.warmup_steps": 500},
         {"trainer.gradient_accumulation_steps": 9},
         {"data.eval": 0.95},
-        {"lora.alpha": 10**5},
         {"lora.alpha": 200, "lora.rank": 4, "lora.use_rslora": True},
     ]:
         (doubt,) = doubts(changes)
@@ -167,19 +117,12 @@ def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
     words("\n".join(told))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"trainer.learning_rate": 1e-2},
-        {"trainer.warmup_steps": 99},
+def test_nothing_is_said_of_what_people_do():
+    for changes in (
+        {"trainer.learning_rate": 1e-2, "trainer.warmup_steps": 99},
         {"trainer.warmup_steps": 500, "trainer.lr_scheduler_type": "constant"},
         {"trained": "full", "lora.alpha": 10**5},
-        {"lora.alpha": 512},
-        {"data.eval": 0.5},
-        {"data.eval": "held_out.jsonl"},
-        {"trainer.gradient_accumulation_steps": 8},
-    ],
-)
-def test_nothing_is_said_of_what_people_do(changes):
-    assert doubts(changes) == []
+        {"lora.alpha": 512, "data.eval": 0.5},
+    ):
+        assert doubts(changes) == []
     assert doubts({"trainer.max_steps": 1}, rows=16, steps=1) == []

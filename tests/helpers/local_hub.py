@@ -1,11 +1,9 @@
 """A Hugging Face Hub on loopback: what real clients, 0.36 and 2.4, ask to load, build, verify and
 publish.
 
-``with LocalHub() as hub:`` serves repositories in memory at ``hub.endpoint`` to ``hub.token``;
-``hub.requests`` is what was asked and how many bytes went each way, ``hub.fail`` makes it fail.
-``python tests/helpers/local_hub.py our-org`` serves one to try things on, until Ctrl-C.
-It is a server, and no stand-in for ``HfApi``, because processes and transformers ask it, too.
-Large files travel as git LFS: uploads through hf_xet need ``HF_HUB_DISABLE_XET=1``.
+``python tests/helpers/local_hub.py our-org`` serves one to try things on, until Ctrl-C. It is a
+server, and no stand-in for ``HfApi``, because processes and transformers ask it, too. Large files
+travel as git LFS: uploads through hf_xet need ``HF_HUB_DISABLE_XET=1``.
 """
 
 import base64

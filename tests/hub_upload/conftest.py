@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import signal
-import socket
 import ssl
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,17 +63,6 @@ def hub(monkeypatch, tmp_path):
         yield hub
     monkeypatch.undo()
     limit_silence()
-
-
-@pytest.fixture
-def silent():
-    """A server that accepts whoever comes, and says nothing; who waits for ever fails."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it still waits"))
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
-        signal.alarm(100)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -84,17 +84,9 @@ def with_another_weight(folder: Path) -> None:
 
 FAULTS = {
     "no LoRA": (lambda folder: damaged(folder, peft_type="IA3"), "peft_type is 'IA3'"),
-    "a module that peft imports": (
-        lambda folder: damaged(folder, megatron_config={"a": 1}),
-        "megatron_config",
-    ),
     "a path": (lambda folder: damaged(folder, eva_config={"cache": "/home/me"}), "has a path"),
     "other weights": (with_another_weight, "weights that are no LoRA: base_model.model.score"),
     "pickled weights": (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "as safetensors"),
-    "an empty card": (
-        lambda folder: (folder / "README.md").write_text("[More Information Needed]"),
-        "peft's empty one",
-    ),
 }
 
 
@@ -112,24 +104,3 @@ def test_a_base_that_nobody_else_finds_has_to_be_named(adapters, build):
     for given in ([], ["--fine-tune-of", BASE_ID]):
         status, said = build(adapters, "--name", NAME, *given)
         assert status == 1 and "nobody else finds that model; give --fine-tune-of" in said
-
-
-def test_what_stands_beside_published_adapters_fails(adapters, build, run, tmp_path):
-    """Though a manifest lists it."""
-    assert build(adapters)[0] == 0
-    out = tmp_path / "out"
-    (out / "config.json").write_text('{"auto_map": {"AutoModel": "x.Y"}}')
-    manifest = json.loads((out / MANIFEST).read_text())
-    from hub_upload.files import sha256_of
-
-    content = (out / "config.json").read_bytes()
-    manifest["files"]["config.json"] = {"size": len(content), "sha256": sha256_of(content)}
-    (out / MANIFEST).write_text(json.dumps(manifest))
-    status, told = run("verify", out)
-    assert status == 1 and "beside adapters stands config.json" in told
-
-
-@pytest.mark.parametrize("both", [[], ["--weights", "x", "--adapter", "y"]])
-def test_a_build_is_of_one_of_both(run, tmp_path, both):
-    status, said = run("build", *both, "--out", tmp_path / "out")
-    assert status == 1 and "one of --weights SOURCE and --adapter DIR" in said

@@ -4,23 +4,19 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched import __version__
-from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from hub_upload import build as building
 from hub_upload.build import build, read_source
-from hub_upload.layout import AUTO_MAPS, INDEX, MANIFEST
+from hub_upload.layout import INDEX, MANIFEST
 from tests.helpers.publishable import (
     CODE,
-    GENERATION,
     LICENSE_TEXT,
     NAME,
     ROOT,
@@ -29,7 +25,7 @@ from tests.helpers.publishable import (
     edit,
     shards_of,
 )
-from tests.helpers.tiny import golden_json, tiny_model
+from tests.helpers.tiny import golden_json
 
 
 @pytest.fixture
@@ -74,21 +70,6 @@ def test_code_and_manifest_have_every_file_byte_for_byte(original, built):
     assert all(os.path.samefile(original / name, built / name) for name in shards_of(original))
 
 
-def test_configs_are_the_originals_but_for_who_loads_them(original, built):
-    given = json.loads((original / "config.json").read_text())
-    config = json.loads((built / "config.json").read_text())
-    assert config["architectures"] == ["GLM4VForCausalLM"]
-    assert {"boi_token_id", "eoi_token_id", "pad_token_id"} <= set(config)
-    ours = {"architectures": None, "auto_map": None}
-    assert config | ours == given | ours
-    for name, expected in AUTO_MAPS.items():
-        assert json.loads((built / name).read_text())["auto_map"] == expected, name
-    assert json.loads((built / "generation_config.json").read_text()) == GENERATION
-    for path in built.glob("*.json"):
-        for stamp in ("transformers_version", "is_local", "local_files_only", "_commit_hash"):
-            assert f'"{stamp}"' not in path.read_text() and str(original) not in path.read_text()
-
-
 def test_what_the_original_lacks_is_made_up_for(changed, make, run, tmp_path):
     edit(changed / "config.json", lambda c: [c.pop(f"{n}_token_id") for n in ("boi", "eoi", "pad")])
     (changed / "generation_config.json").unlink()
@@ -110,29 +91,7 @@ def test_what_the_original_lacks_is_made_up_for(changed, make, run, tmp_path):
     assert as_files(make(changed, out="first")) == as_files(make(tmp_path / "first", out="second"))
 
 
-def test_what_our_own_code_saved_can_be_built_from(original, make, run, in_process, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "saved")
-    ChatGLMProcessor.from_pretrained(original).save_pretrained(tmp_path / "saved")
-    out = make(tmp_path / "saved", UPSTREAM, "nothing")
-    status, output = run("verify", out)
-    assert status == 0 and re.search("loads  *passed .* tensors", output), output
-
-
 # Links, devices, and two file systems
-
-
-def test_links_of_a_cache_become_links_to_what_they_point_at(head, make, tmp_path):
-    snapshot = Path(snapshot_download(UPSTREAM, cache_dir=tmp_path / "cache"))
-    assert (snapshot / "config.json").is_symlink()
-    placed = make(snapshot) / shards_of(snapshot)[0]
-    assert not placed.is_symlink() and os.path.samefile(placed, snapshot / placed.name)
-    # The exception is for the cache's own: what its blobs point at is not.
-    (tmp_path / "secret").write_text("secret")
-    blob = Path(os.path.realpath(snapshot / "LICENSE"))
-    blob.unlink()
-    blob.symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match="LICENSE is a link to .*outside"):
-        make(snapshot, out="other")
 
 
 PLANTS = {
@@ -144,50 +103,25 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-@pytest.mark.parametrize("name", ["LICENSE", "notes.txt", "model-00001-of-*"])
-def test_what_would_let_a_secret_in_is_refused(name, kind, changed, copy, run, hub, tmp_path):
-    """Also what has the content that the manifest lists: at the next reading it may be another."""
-    build = ("build", "--weights", changed, "--out", tmp_path / "out")
-    for folder, command in {changed: build, copy: ("publish", copy, "--repo", NAME)}.items():
-        path = next(folder.glob(name), folder / name)
-        secret = folder.with_suffix(".outside") / "id_rsa"
-        secret.parent.mkdir()
-        secret.write_bytes(path.read_bytes() if path.exists() else b"BEGIN PRIVATE KEY")
-        path.unlink(missing_ok=True)
-        PLANTS[kind](path, secret)
-        status, told = run(*command)
-        if kind == "hard links" and "model" in name:
-            assert status == 0  # weights are linked by build itself
-        else:
-            assert status == 1 and str(path) in told and kind.split(" to ")[0] in told, told
-            assert not (tmp_path / "out").exists() and not hub.requests
-
-
-def test_weights_are_copied_to_another_file_system(original, built, make, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    monkeypatch.setattr(os, "link", fail)
-    out = make(original)
-    assert as_files(out) == as_files(built)
-    assert not any(os.path.samefile(out / name, original / name) for name in shards_of(original))
+@pytest.mark.parametrize("name", ["LICENSE", "model-00001-of-*"])
+def test_what_would_let_a_secret_in_is_refused(name, kind, changed, run, tmp_path):
+    path = next(changed.glob(name))
+    secret = tmp_path / "outside" / "id_rsa"
+    secret.parent.mkdir()
+    path.rename(secret)
+    PLANTS[kind](path, secret)
+    status, told = run("build", "--weights", changed, "--out", tmp_path / "out")
+    if kind == "hard links" and "model" in name:
+        assert status == 0  # weights are linked by build itself
+    else:
+        assert status == 1 and str(path) in told and kind.split(" to ")[0] in told, told
+        assert not (tmp_path / "out").exists()
 
 
 # Where it is written
 
 
-def test_an_earlier_build_is_replaced_whole_also_behind_a_link(built, make, original, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to("disk")
-    for _ in range(2):
-        assert as_files(make(original)) == as_files(built)
-        assert os.readlink(tmp_path / "out") == "disk"
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
-        (tmp_path / "out" / "visual.py").write_text("old")
-
-
 FOREIGN = {
-    "notes.txt": "1 files that no build wrote .notes.txt",
     MANIFEST: f"out/{MANIFEST} is none that .*version: Field required",
     "results/mine.txt": "1 files that no build wrote .results/mine.txt",
     ".git/config": "1 files that no build wrote .*git/config",
@@ -204,32 +138,28 @@ def test_what_is_no_build_of_ours_is_refused_and_left(name, original, make, tmp_
     with pytest.raises(ValueError, match=FOREIGN[name]):
         make(original)
     assert as_files(tmp_path / "out") == before
-    with pytest.raises(ValueError, match="is the source itself" if "/" in name else "lacks"):
-        (tmp_path / "out" / name).unlink()
-        make(tmp_path / "out")
 
 
 @pytest.mark.parametrize("step", ["copy", "rename"])
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_failed_build_leaves_what_was_there(earlier, step, original, make, tmp_path, monkeypatch):
-    if earlier:
-        make(original)
-        (tmp_path / "out" / "visual.py").write_text("earlier")
+def test_a_failed_build_leaves_what_was_there(step, original, make, tmp_path, monkeypatch):
+    make(original)
+    (tmp_path / "out" / "visual.py").write_text("earlier")
     before = as_files(tmp_path)
     rename = Path.rename
 
-    def fail(path, target=None):
-        if step == "copy" or path.name == "new":
-            raise OSError(errno.EACCES, "Permission denied")
-        return rename(path, target)
+    def fail(*_):
+        raise OSError(errno.EACCES, "Permission denied")
 
-    for owner, name in {"copy": [(os, "link"), (shutil, "copyfile")], "rename": [(Path, "rename")]}[
-        step
-    ]:
-        monkeypatch.setattr(owner, name, fail)
+    def rename_but_new(path, target):
+        return fail() if path.name == "new" else rename(path, target)
+
+    if step == "rename":
+        monkeypatch.setattr(Path, "rename", rename_but_new)
+    else:
+        monkeypatch.setattr(os, "link", fail)  # as to another file system
+        monkeypatch.setattr(shutil, "copyfile", fail)
     with pytest.raises(OSError, match="Permission denied"):
         make(original)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] * earlier
     assert as_files(tmp_path) == before
 
 
@@ -237,19 +167,15 @@ def test_a_failed_build_leaves_what_was_there(earlier, step, original, make, tmp
 
 REFUSED = [
     ("config.json", {"vision_config": None}, "no glm-4v's .*'chatglm', vision_config missing"),
-    ("config.json", {"model_type": "llama"}, "no glm-4v's .model_type 'llama'"),
     ("config.json", {"boi_token_id": 4}, r"boi_token_id is 4, but <\|begin_of_image\|> is 510"),
-    ("config.json", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
     ("tokenizer_config.json", {"image_size": 112}, "image_size is .56, 112, 112. in config"),
     ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list, expected a JSON object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON .*: download it"),
-    (INDEX, json.dumps({"weight_map": {}}), f"{INDEX} has no weight_map"),
     (INDEX, json.dumps({"weight_map": ["a.safetensors"]}), f"{INDEX} has no weight_map"),
     ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge"),
 ]
-ODD = [5, "/etc/passwd.safetensors", "../model.safetensors", "pytorch_model.bin"]
-ODD += ["weights/model.safetensors", ".safetensors", "model.safetensors\n"]
+ODD = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]
 REFUSED += [(INDEX, json.dumps({"weight_map": {"a": name}}), f"{INDEX} names") for name in ODD]
 
 
@@ -307,23 +233,12 @@ def test_no_byte_of_the_weights_comes_from_the_hub(head, hub, built, make):
         assert name in (MANIFEST, "README.md") or content == same[name], name
     card = (out / "README.md").read_text()
     assert f"{UPSTREAM}/blob/{head}/LICENSE" in card and f"revision `{head}`" in card
+    assert claims(out) and not claims(built)
     assert as_files(make(f"{UPSTREAM}@{head}", out="again")) == as_files(out)
-
-
-def test_only_the_published_commit_is_called_unchanged(head, hub, built, original, make):
-    another = hub.add_repository("our-org/another", as_files(original)).head
-    for folder, claimed, told in (
-        (built, False, "in a folder; the sha256 in"),
-        (make(f"{UPSTREAM}@{head}"), True, "unchanged"),
-        (make(f"our-org/another@{another}", out="another"), False, "whose card says what"),
-    ):
-        page = " ".join((folder / "README.md").read_text().split())
-        assert claims(folder) == claimed and told in page
 
 
 TRAINED = [
     ("training.json", {}),
-    ("config.json", {"architectures": ["GLM4VForCausalLM"]}),
     ("config.json", {"architectures": ["ChatGLMForConditionalGeneration"]}),
 ]
 
@@ -347,13 +262,3 @@ def test_trained_weights_need_their_base_told(file, values, changed, make, run, 
     assert json.loads((out / MANIFEST).read_text())["fine_tune"] == told
     # A build of that build says the same without being told again.
     assert (make(out, out="again") / "README.md").read_text() == card
-
-
-HALVES = [(None, "all"), ("glm-4v", None), (UPSTREAM, None), (UPSTREAM, " "), (UPSTREAM, "a\n# b")]
-
-
-@pytest.mark.parametrize("said", HALVES)
-def test_half_of_what_a_fine_tune_is_is_refused(said, original):
-    message = "takes --trained too" if said[0] == UPSTREAM else "give the id of the base as org/"
-    with pytest.raises(ValueError, match=message):
-        read_source(str(original), *said)

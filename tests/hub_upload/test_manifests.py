@@ -99,12 +99,3 @@ def test_damage_in_json_that_the_manifest_lists_is_reported_and_never_a_tracebac
         failures(files | {name: file, MANIFEST: File.of(json.dumps(manifest).encode())})
 
     settings(max_examples=number, **OPTIONS)(given(data=st.data())(holds))()
-
-
-ODD = ["", "null", "[]", "5", '"a"', "{}", "[" * 100_000, '{"version": "\\ud800"}', "\ufeff{}"]
-
-
-@pytest.mark.parametrize("content", [*ODD, "NaN"], ids=lambda text: repr(text[:20]))
-def test_a_manifest_of_any_form_is_refused_with_its_name(content):
-    with pytest.raises(ValueError, match=MANIFEST):
-        read_manifest(content.encode())

@@ -9,7 +9,6 @@ import pytest
 import glm4v_patched
 from hub_upload import verify
 from hub_upload.build import build, read_source
-from hub_upload.errors import without_secrets
 from hub_upload.layout import MANIFEST
 from tests.helpers import local_hub
 from tests.helpers.publishable import (
@@ -17,13 +16,11 @@ from tests.helpers.publishable import (
     NAME,
     TAG,
     UPSTREAM,
-    amended,
     as_files,
     is_published,
     is_whole,
     shards_of,
     sign,
-    signed,
 )
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -75,16 +72,6 @@ def test_a_dry_run_only_reads_and_needs_no_token(hub, publish, copy, monkeypatch
     assert not writes(hub) and not hub.repositories[NAME].tags
 
 
-def test_another_name_is_told(hub, publish, built):
-    """One that is none, and one that is not that of the card."""
-    for name in ("name", "https://huggingface.co/our-org/name", "our-org/na me"):
-        status, output = publish(built, "--push", repo=name)
-        assert status == 1 and f"--repo {name}" in output and "org/name" in output
-    assert not hub.requests
-    assert "README.md does not name our-org/other" in publish(built, repo="our-org/other")[1]
-    assert "does not name" not in publish(built)[1]
-
-
 def test_weights_are_copied_without_a_byte_of_them(hub, publish, without_weights):
     """Also where the source has other weights by now."""
     source = hub.repositories[UPSTREAM]
@@ -118,17 +105,12 @@ def test_private_is_what_was_asked_for(hub, publish, copy, private):
 
 
 # What keeps weights from being copied, and what is told.
-DUPLICATE, SOURCE = "/lfs-files/duplicate", f"{UPSTREAM}/revision/"
 APART = {"failed": [{"sha256": "0" * 64, "error": "storage regions differ: eu and us"}]}
-LISTED = {"id": UPSTREAM, "sha": "b" * 40}
+GONE = {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}
 COPIES_FAILED = [
-    (DUPLICATE, {"answer": APART}, "storage regions differ: eu and us"),
-    (DUPLICATE, {"status": 403}, "403"),
-    (DUPLICATE, {"cut_response": 0}, "the connection failed"),
-    (DUPLICATE, {"answer": []}, "not that of a Hub"),
-    (SOURCE, {"answer": {}}, "not that of a Hub"),
-    (SOURCE, {"answer": LISTED | {"siblings": []}}, f"at {UPSTREAM}@"),
-    (SOURCE, {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}, "not for this"),
+    ("/lfs-files/duplicate", {"answer": APART}, "storage regions differ: eu and us"),
+    ("/lfs-files/duplicate", {"cut_response": 0}, "the connection failed"),
+    (f"{UPSTREAM}/revision/", GONE, "not for this"),
 ]
 
 
@@ -136,9 +118,8 @@ COPIES_FAILED = [
 def test_copies_that_fail_are_told(hub, publish, without_weights, path, fault, why):
     hub.fail("*", path, times=9, message=f"told, {hub.token}", **fault)
     status, output = publish(without_weights, "--push")
-    assert status == 1 and why in output
+    assert status == 1 and why in output and "build with --weights FOLDER" in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")
-    assert path == SOURCE or "build with --weights FOLDER, to upload them" in output
     hub.faults.clear()
     assert publish(without_weights, "--push")[0] == 0 and not hub.asked("PUT")
 
@@ -198,21 +179,6 @@ def test_a_tag_is_never_moved(hub, publish, copy, of_this_clone, monkeypatch):
     assert repository.tags == {TAG: head}
 
 
-def test_a_manifest_at_the_destination_that_is_none_is_told(hub, publish, copy):
-    hub.add_repository(NAME, {MANIFEST: b'{"version": "1"}'})
-    status, output = publish(copy, "--push", "--allow-foreign")
-    assert status == 1 and f"{NAME}: {MANIFEST} is none" in output and not writes(hub)
-
-
-@pytest.mark.parametrize("plant", [amended("config.json", a=1), signed(amended(MANIFEST))])
-def test_a_folder_that_is_not_as_built_is_not_sent(hub, publish, copy, plant):
-    """test_verify.py has all else that is refused; code that differs, also where it is signed."""
-    (copy / "loss.py").write_text("# edited")
-    plant(copy)
-    status, output = publish(copy, "--push")
-    assert status == 1 and "does not pass verify" in output and not hub.requests
-
-
 # Faults; test_faults.py has one of every kind
 
 
@@ -228,35 +194,22 @@ def test_a_branch_that_moves_while_publishing_is_left_alone(hub, publish, copy):
     assert repository.tags == {TAG: repository.head}
 
 
-def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, copy):
-    repository = hub.add_repository(NAME)
-    before = repository.head
-
-    def lose_a_file():
-        if repository.head != before:
-            repository.files["config.json"] = local_hub.File(b"lost")
-
-    hub.fail("GET", "/revision/(?!v)", times=9, call=lose_a_file)
-    status, output = publish(copy, "--push")
-    assert status == 1 and "config.json differs" in output and "not tagged" in output
-    assert not repository.tags
-    hub.faults.clear()
-    assert publish(copy, "--push")[0] == 0 and is_whole(repository.files, copy)
-    assert repository.tags == {TAG: repository.head}
-
-
-def test_a_commit_that_left_a_deleted_file_there_is_not_tagged(hub, publish, of_this_clone):
+@pytest.mark.parametrize("name", ["config.json", "left.py"])
+def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, of_this_clone, name):
+    """Another file than was sent, and one that was to be deleted."""
     publish(of_this_clone("0.1.0", {"left.py": b"# of the older version\n"}), "--push")
     repository = hub.repositories[NAME]
     before = repository.head
 
-    def keep_it():
+    def change():
         if repository.head != before:
-            repository.files["left.py"] = local_hub.File(b"kept")
+            repository.files[name] = local_hub.File(b"another")
 
-    hub.fail("GET", "/revision/(?!v)", times=9, call=keep_it)
-    status, output = publish(of_this_clone("0.2.0", {"loss.py": b"# newer\n"}), "--push")
-    assert status == 1 and "left.py differs" in output and {*repository.tags} == {"v0.1.0"}
+    hub.fail("GET", "/revision/(?!v)", times=9, call=change)
+    newer = of_this_clone("0.2.0", {"loss.py": b"# newer\n"})
+    status, output = publish(newer, "--push")
+    assert status == 1 and f"{name} differs" in output and "not tagged" in output
+    assert {*repository.tags} == {"v0.1.0"}
 
 
 def test_a_tag_is_at_our_commit_or_told(hub, publish, copy):
@@ -273,26 +226,6 @@ def test_a_tag_is_at_our_commit_or_told(hub, publish, copy):
     hub.fail("POST", "/tag/", call=lambda: somebody_commits(repository))
     assert publish(copy, "--push")[0] == 0
     assert repository.tags == {TAG: ours} and repository.head != ours
-
-
-def test_a_wrong_token_and_organisation_are_told(hub, publish, copy, monkeypatch):
-    status, output = publish(copy, "--push", repo="another-org/model")
-    assert status == 1 and "403" in output and "another-org" in output
-    monkeypatch.setenv("HF_TOKEN", "hf_secretofanother")
-    for arguments in ([], ["--push"]):
-        status, output = publish(copy, *arguments)
-        assert status == 1 and "401" in output
-    assert not hub.repositories
-
-
-@pytest.mark.parametrize("at", ["/api/models/", "/repos/create", "/preupload/", "/commit/"])
-def test_small_files_that_change_meanwhile_are_sent_as_they_were_checked(
-    hub, publish, copy, built, at
-):
-    names = ["modeling_chatglm.py", "config.json", "README.md", MANIFEST]
-    hub.fail("*", at, call=lambda: [(copy / name).write_bytes(b"x" * 99) for name in names])
-    assert publish(copy, "--push")[0] == 0 and is_published(hub, built)
-    assert (copy / names[0]).read_bytes() == b"x" * 99
 
 
 def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy, monkeypatch):
@@ -313,8 +246,3 @@ def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy
     status, output = publish(copy, "--push")
     assert status == 1 and f"{SHARD} changed while it was sent: nothing was" in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")
-
-
-def test_signatures_of_addresses_are_not_printed():
-    told = "PUT http://hub/lfs/a?X-Amz-Signature=b&c=d failed (url: /lfs/a?X-Amz-Signature=b), why?"
-    assert without_secrets(told) == "PUT http://hub/lfs/a failed (url: /lfs/a), why?"

@@ -1,13 +1,29 @@
-"""``glm4v-patched chat``: turns, pictures in any of them, an end."""
+"""``glm4v-patched chat``: turns, pictures in any of them, an end; and its page."""
 
 import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from glm4v_patched.cli import main
+from glm4v_patched.inference import web
 from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.chat import Chat
+from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving import serve
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue
+from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
+from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
+
+NEW = 6
 
 
 @pytest.fixture
@@ -23,7 +39,7 @@ def asked(answerer, monkeypatch) -> list:
 
     def answer(given, number, streamer):
         prompts.append(given[0])
-        streamer.on_finalized_text(f" {len(prompts)}", stream_end=True)
+        streamer.on_finalized_text(f" {len(prompts)}\x1b[31m", stream_end=True)
         return [Answer(str(len(prompts)), "stop")]
 
     monkeypatch.setattr(answerer, "answer", answer)
@@ -36,96 +52,63 @@ def talk(answerer, lines: str, **options) -> str:
     return output.getvalue()
 
 
-def shown(prompt: list[dict]) -> list[int]:
+def pictures(prompt: list[dict]) -> list[int]:
     """Pictures in each message."""
     contents = [message["content"] for message in prompt]
     return [sum(p["type"] == "image" for p in c) if isinstance(c, list) else 0 for c in contents]
 
 
-def test_what_a_terminal_would_obey_is_shown(answerer, monkeypatch):
-    def answer(given, number, streamer):
-        streamer.on_finalized_text("red\x1b[31m \N{CJK UNIFIED IDEOGRAPH-4F60}", stream_end=True)
-        return [Answer("red", "stop")]
-
-    monkeypatch.setattr(answerer, "answer", answer)
-    told = talk(answerer, "Hello\n")
-    assert r"red\x1b[31m" in told and "\N{CJK UNIFIED IDEOGRAPH-4F60}" in told
-
-
 def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, cat):
     typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/reset\nHello\n"
     told = talk(answerer, f"{typed}/exit\nnever asked\n", images=[cat], system="Be brief.")
-    assert told == "1\n2\n3\n4\n"
+    # What a terminal would obey is shown.
+    assert told == "".join(f"{number}\\x1b[31m\n" for number in (1, 2, 3, 4))
     roles = [message["role"] for message in asked[2]]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
     assert [m["content"] for m in asked[2] if m["role"] == "assistant"] == ["1", "2"]
-    assert shown(asked[2]) == [0, 1, 0, 0, 0, 2]
+    assert pictures(asked[2]) == [0, 1, 0, 0, 0, 2]
     system = {"role": "system", "content": "Be brief."}
     assert asked[3] == [system, {"role": "user", "content": "Hello"}]
 
 
 def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(answerer, cat, tmp_path):
-    parts: list[str] = []
-
-    class Output(io.StringIO):
-        def write(self, text):
-            parts.append(text)
-
     Image.new("RGB", (56, 56), "blue").save(tmp_path / "blue.png")
-    images = [cat, str(tmp_path / "blue.png")]
-    conversation = Chat(answerer, 1024, images=images, output=Output())
+    output, images = io.StringIO(), [cat, str(tmp_path / "blue.png")]
+    conversation = Chat(answerer, 1024, images=images, output=output)
     conversation.ask("Which colours?")
     prompt = conversation.messages[:-1]
     [answer] = answerer.answer([prompt])
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}
     # The tokenizer leaves white space before the answer away, and so does the stream.
-    told = "".join(parts).removesuffix(" (cut at --max-new-tokens 6)\n")
-    assert told.strip() == answer.text and len(parts) > 2
-    assert len(answerer.encode([prompt])["pixel_values"]) == 2
+    told = output.getvalue().removesuffix(" (cut at --max-new-tokens 6)\n")
+    assert told.strip() == answer.text and len(answerer.encode([prompt])["pixel_values"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "named"),
-    [
+def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
+    for lines, named in (
         ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png"),
         ("/image\n", "line 1 of the input: /image"),
         ("/picture a.png\n", "/picture"),
         ("word " * 1100, "1,024 positions"),
-    ],
-    ids=["no picture", "no path", "no command", "no room"],
-)
-def test_piped_mistakes_end_it_with_their_line(answerer, asked, lines, named, words):
-    with words.refused(ValueError, named):
-        talk(answerer, lines)
+    ):
+        with words.refused(ValueError, named):
+            talk(answerer, lines)
     assert len(asked) <= 1
 
 
 def test_at_a_terminal_mistakes_are_told_and_it_goes_on(answerer, asked, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    typed = iter(["/image none.png", "Hello", "stop"])
+    typed = ["/image none.png", "Hello"]
 
     def line(prompt):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
 
     monkeypatch.setattr("builtins.input", line)
-    take = Chat.take
-
-    def stopped(chat, line):
-        if line == "stop":
-            raise KeyboardInterrupt
-        return take(chat, line)
-
-    monkeypatch.setattr(Chat, "take", stopped)
-    output = io.StringIO()
-    Chat(answerer, 1024, output=output).run(Terminal())
-    told = output.getvalue()
-    assert "none.png does not exist" in told and "\n1\n" in told and "(stopped" in told
+    terminal, output = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    Chat(answerer, 1024, output=output).run(terminal)
+    assert "none.png does not exist" in output.getvalue() and "\n1\\x1b" in output.getvalue()
 
 
 def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
@@ -135,11 +118,154 @@ def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
     assert capsys.readouterr().out.count("cut at --max-new-tokens 4") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [(["--image", "none.png"], "none.png"), (["--image", "text.png"], "text.png")],
-)
-def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused, arguments, named):
+def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.png").write_text("no picture")
-    refused(["chat", files.model, "--device", "cpu", *arguments], named)
+    for name in ("none.png", "text.png"):
+        refused(["chat", files.model, "--device", "cpu", "--image", name], name)
+
+
+@pytest.fixture(scope="module")
+def conversations(answerer, adapted):
+    queues = [AnswerQueue(each, 1024, log=lambda *told: None) for each in (answerer, adapted)]
+    yield Conversations(["model", "adapters"], queues, Generation(max_new_tokens=NEW))
+    for queue in queues:
+        queue.stop()
+
+
+def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerer, adapted, cat):
+    picture = {"type": "image", "image": cat}
+    asked = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
+    *growing, every = conversations.ask("What is it?", [cat], [])
+    assert growing[0] == [[asked], [asked]] and len(growing) > 4
+    *_, second = conversations.ask("And now?", [], every)
+    for each, messages in zip((answerer, adapted), second, strict=True):
+        assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+        for end in (1, 3):
+            [alone] = each.answer([messages[:end]])
+            assert messages[end]["content"] == alone.text
+    assert second[0][1] != second[1][1]
+
+
+def test_a_question_that_was_stopped_is_not_asked_again(conversations):
+    stopped = conversations.ask("What is it?", [], [])
+    next(stopped)
+    *_, every = conversations.ask("And now?", [], next(stopped))
+    stopped.close()
+    # The first model had begun to answer, the second one had not.
+    roles = [[message["role"] for message in messages] for messages in every]
+    assert roles == [["user", "assistant"] * 2, ["user", "assistant"]]
+    # An empty answer is no turn.
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": web.NO_WORDS}
+    assert next(conversations.ask("a", [], [[asked, said]] * 2)) == [[asked]] * 2
+    # Something moves until an answer begins.
+    assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
+    assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
+
+
+def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words):
+    (tmp_path / "text.png").write_text("no picture")
+    Image.new("1", (12_500, 8_000)).save(tmp_path / "large.png")
+    for said, picture, named in (
+        ("", "my cat.png", "write a question about the picture"),
+        ("a", "text.png", "no picture"),
+        ("a", "large.png", "12,500 x 8,000"),
+        ("word " * 3000, "my cat.png", "1,024 positions"),
+    ):
+        with words.refused(ValueError, named):
+            list(conversations.ask(said, [str(tmp_path / picture)], []))
+
+
+@pytest.mark.parametrize("kind", ["webp", "tif"])
+def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
+    path = tmp_path / f"picture.{kind}"
+    Image.new("RGB", (3000, 2000), "orange").save(path)
+    own = preview(str(path)) == str(path)
+    with Image.open(preview(str(path))) as image:
+        assert own == (kind == "webp") and (own or image.format == "PNG")
+        assert image.size == ((3000, 2000) if own else (1024, 683))
+        assert image.convert("RGB").getpixel((9, 9))[0] > 240
+
+
+def test_a_mistake_with_the_page_is_told(files, monkeypatch, refused):
+    monkeypatch.setattr(serve, "is_installed", lambda name: False)
+    for arguments, named in (
+        (["--web"], "chat --web needs gradio and uvicorn: "),
+        (["other"], "a second model (other)"),
+        (["--port", "1"], "--port (1)"),
+        (["--web", "--image", "a.png"], "--image a.png"),
+        (["--web", "--cache", "static"], "--cache static"),
+    ):
+        refused(["chat", files.model, *arguments, "--device", "cpu"], named)
+
+
+HOLD = """
+import os, sys, tempfile, time
+from glm4v_patched.inference.web import folder_of_uploads
+with folder_of_uploads() as folder:
+    tempfile.NamedTemporaryFile(delete=False)
+    print(folder, len(os.listdir(folder)), flush=True)
+    time.sleep(60 if len(sys.argv) < 2 else 0)
+"""
+
+
+def test_uploads_are_gone_at_every_ending(tmp_path):
+    """Also those on their way, in the usual folder of temporary files; after ``kill -9``, when the
+    next page begins, and not those of a page that runs."""
+    environment = cpu_environment() | {"TMPDIR": str(tmp_path)}
+
+    def start(*given: str) -> tuple[subprocess.Popen, Path]:
+        command = [sys.executable, "-c", HOLD, *given]
+        options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, preexec_fn=heed_signals, **options)
+        folder, number = process.stdout.readline().split()
+        assert number == "1" and Path(folder).parent == tmp_path
+        return process, Path(folder)
+
+    (runs, other), (killed, left) = start(), start()
+    killed.kill()
+    killed.wait(30)
+    assert left.exists()
+    start("once")[0].wait(30)
+    assert not left.exists() and other.exists()
+    runs.terminate()
+    assert runs.wait(30) == 128 + signal.SIGTERM and not os.listdir(tmp_path)
+
+
+@pytest.fixture
+def page(files, tmp_path):
+    """The URL of the page of a model and of adapters on it, and the folder of its uploads."""
+    pytest.importorskip("gradio", reason='gradio is missing: pip install -e ".[web]"')
+    command = [sys.executable, "-m", "glm4v_patched", "chat", str(files.model), str(files.adapters)]
+    command += ["--web", "--port", "0", "--device", "cpu", "--max-new-tokens", str(NEW)]
+    log, uploads = tmp_path / "page.log", tmp_path / "uploads"
+    uploads.mkdir()
+    environment = cpu_environment() | {"TMPDIR": str(uploads)}
+    with serving(command, r"the page is (\S+)", log, environment) as (url, process):
+        yield url, uploads
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 128 + signal.SIGHUP, log.read_text()[-4000:]
+        assert "Traceback" not in log.read_text() and not os.listdir(uploads)
+
+
+def test_the_page_answers_and_no_other_host_reaches_it(page, answerer, adapted, cat, tmp_path):
+    url, uploads = page
+    client = pytest.importorskip("gradio_client")
+    with urllib.request.urlopen(f"{url}/config") as reply:
+        assert json.load(reply)["title"] == web.TITLE
+    for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/gradio_api/upload", b"", header))
+    tiff = str(tmp_path / "cat.tiff")
+    Image.open(cat).save(tiff)
+    asked = {"text": "What is it?", "files": [client.handle_file(tiff)]}
+    page_client = client.Client(url, verbose=False, download_files=str(tmp_path / "down"))
+    *_, one, two = page_client.predict(asked, api_name="/ask")
+    prompt = {"role": "user", "image": cat, "content": "What is it?"}
+    for messages, each in zip((one, two), (answerer, adapted), strict=True):
+        assert messages[0]["content"][0]["file"].endswith(".tiff.png")
+        assert messages[-1]["content"][0]["text"] == each.answer([[prompt]])[0].text
+    assert [*uploads.rglob("*.tiff")]
+    with pytest.raises(Exception, match="write a question"):
+        page_client.predict({"text": "  ", "files": []}, api_name="/ask")
+    page_client.close()

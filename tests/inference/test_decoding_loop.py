@@ -3,11 +3,12 @@
 On a CPU it would look at each token at once; ``late`` makes it do as on a GPU.
 """
 
-from functools import partial, wraps
+from contextlib import nullcontext
+from functools import wraps
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
@@ -15,16 +16,13 @@ from transformers import (
     GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
-    LogitsProcessor,
-    MaxLengthCriteria,
     StaticCache,
-    StoppingCriteria,
-    StopStringCriteria,
 )
 
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
-from glm4v_patched.inference.decoding.static_cache import StaticCaches
+from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
+from glm4v_patched.inference.decoding.step_graph import StepGraph
 from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -40,27 +38,17 @@ STATIC = {"cache_implementation": "static"}
 MODES = {
     "greedy": GREEDY | NEVER,
     "greedy, ends": GREEDY | ENDS,
-    "sampled, ends": SAMPLED | ENDS,
     "sampled, top_p": SAMPLED | ENDS | {"top_k": 0, "top_p": 0.8, "temperature": 0.7},
     "several answers": SAMPLED | ENDS | {"num_return_sequences": 3},
     "one token": GREEDY | ENDS | {"max_new_tokens": 1},
-    "min_new_tokens": SAMPLED | ENDS | {"min_new_tokens": 9},
-    "repetition_penalty": GREEDY | ENDS | {"repetition_penalty": 1.7},
-    "no_repeat_ngram_size": GREEDY | NEVER | {"no_repeat_ngram_size": 1},
-    "suppress_tokens": SAMPLED | ENDS | {"suppress_tokens": [*range(0, 400, 2)]},
-    "max_time": GREEDY | NEVER | {"max_time": 1000.0},
+    "min_new_tokens": SAMPLED | ENDS | {"min_new_tokens": 9, "suppress_tokens": [*range(400)]},
+    "max_time": GREEDY | NEVER | {"max_time": 1000.0, "repetition_penalty": 1.7},
 }
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-@pytest.fixture(params=[0, 1, 3], ids="{} late".format)
-def late(request, monkeypatch) -> int:
-    monkeypatch.setitem(loop.LATE, "cpu", request.param)
-    return request.param
 
 
 @pytest.fixture
@@ -92,93 +80,51 @@ class Put:
         self.ended += 1
 
 
-def both_loops(model, batch: dict, of_theirs: dict | None = None, of_ours=None, **options) -> list:
-    """What transformers' loop returns and what ours does, with torch's random numbers after it."""
-    results = []
-    for more in (of_theirs or {}, {"custom_generate": draw_ahead} | (of_ours or {})):
+def both_loops(
+    model, batch: dict, theirs: dict | None = None, ours=None, **options
+) -> torch.Tensor:
+    """The ids of our loop. All that transformers' loop returns is the same, and what it leaves:
+    caches, and torch's random numbers."""
+    outputs, random = [], []
+    for more in (theirs or {}, {"custom_generate": draw_ahead} | (ours or {})):
         torch.manual_seed(0)
         output = model.generate(**batch, **options, **more, return_dict_in_generate=True)
-        results.append((output, torch.get_rng_state()))
-    return results
-
-
-def assert_same(results: list) -> torch.Tensor:
-    (theirs, theirs_random), (ours, ours_random) = results
-    assert type(ours) is type(theirs)
-    assert {name for name, x in ours.items() if x is not None} == {
-        name for name, x in theirs.items() if x is not None
-    }
-    want, got = theirs.sequences, ours.sequences
+        outputs.append(output)
+        random.append(torch.get_rng_state())
+    assert len({type(output) for output in outputs}) == 1 and torch.equal(*random)
+    want, got = ({n: x for n, x in output.items() if x is not None} for output in outputs)
+    assert want.keys() == got.keys()
+    want, got = (output.sequences for output in outputs)
     assert got.dtype == want.dtype and got.is_contiguous() and torch.equal(got, want)
-    assert torch.equal(ours_random, theirs_random)
-    caches = theirs.past_key_values, ours.past_key_values
-    assert type(caches[0]) is type(caches[1])
-    assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length())
+    caches = [output.past_key_values for output in outputs]
+    assert len({(type(each), int(each.get_seq_length())) for each in caches}) == 1
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for name in ("keys", "values"):
             assert torch.equal(*(getattr(layer, name) for layer in layers))
-    of_rows = [getattr(cache, CACHED_ROWS)[-1].length for cache in caches]
-    assert of_rows[0] == of_rows[1]
+    assert len({getattr(cache, CACHED_ROWS)[-1].length for cache in caches}) == 1
     return got
 
 
+@pytest.mark.parametrize("late", [0, 3], ids="{} late".format)
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_and_all_that_is_left_are_those_of_transformers_loop(model, mode, cache, late):
-    options = MODES[mode] | cache
-    assert_same(both_loops(model, batch_of(three_id_image(), 3), **options))
+def test_tokens_and_all_that_is_left_are_those_of_transformers_loop(
+    model, mode, cache, late, monkeypatch
+):
+    monkeypatch.setitem(loop.LATE, "cpu", late)
+    theirs, ours = Put(), Put()
+    streams = ({"streamer": theirs}, {"tokens_to": ours}) if mode.startswith("greedy") else ()
+    batch = batch_of(grown_image() if late else three_id_image(), 3)
+    got = both_loops(model, batch, *streams, **MODES[mode], **cache)
+    if streams:
+        assert ours.given == theirs.given and ours.ended == theirs.ended == 1
+        assert len(ours.given) == 1 + got.shape[1] - batch["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3])
-@pytest.mark.parametrize(
-    "image", [[], three_id_image(), grown_image()], ids=["-", "three", "grown"]
-)
-def test_rows_end_at_unlike_steps(model, image, num_rows, two_late):
-    """Each row with a token of its own that ends it: the first one last."""
-    batch = batch_of(image, num_rows)
-    length = batch["input_ids"].shape[1]
-    torch.manual_seed(0)
-    drawn = model.generate(**batch, **SAMPLED, **NEVER)[:, length:].tolist()
-    ends = [row[7 - 2 * number] for number, row in enumerate(drawn)]
-    options = SAMPLED | {"eos_token_id": ends}
-    for cache in ({}, STATIC):
-        got = assert_same(both_loops(model, batch, **options, **cache))[:, length:].tolist()
-        reached = [min(row.index(end) for end in ends if end in row) for row in got]
-        # Cut, or the test shows nothing.
-        assert max(reached) + 1 == len(got[0]) < NEW
-        assert all(set(row[reached[i] + 1 :]) <= {PAD} for i, row in enumerate(got))
-    if num_rows > 1:
-        assert len(set(reached)) > 1
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_ids_come_back_as_ids_where_nothing_else_is_asked_for(model, two_late, dtype):
-    batch = batch_of(three_id_image())
-    batch["input_ids"] = batch["input_ids"].to(dtype)
-    want = model.generate(**batch, **GREEDY, **ENDS)
-    got = model.generate(**batch, **GREEDY, **ENDS, custom_generate=draw_ahead)
-    assert got.dtype == want.dtype and torch.equal(got, want)
-
-
-def adapted() -> torch.nn.Module:
-    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["query_key_value"], r=4))
-    torch.manual_seed(1)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.3)
-    return model.eval()
-
-
-@pytest.mark.parametrize("made", [adapted, partial(tiny_model, attn_implementation="eager")])
-def test_adapters_and_eager_attention(made, two_late):
-    model = made()
-    for cache in ({}, STATIC):
-        assert_same(both_loops(model, batch_of(three_id_image()), **GREEDY, **ENDS, **cache))
-
-
-def test_a_cache_is_continued(model, two_late):
+def test_a_cache_is_continued_and_ids_come_back_as_ids(model, two_late):
     """As a chat does: the next question comes with the cache of the last answer."""
     first = batch_of(three_id_image(), 1)
+    first["input_ids"] = first["input_ids"].to(torch.int32)
     pixels, outputs = {"pixel_values": first["pixel_values"]}, []
     for more in (GREEDY | ENDS, GREEDY | ENDS | {"custom_generate": draw_ahead}):
         cache = {CACHE: DynamicCache(config=model.config)}
@@ -186,28 +132,17 @@ def test_a_cache_is_continued(model, two_late):
         ids = torch.cat([output.sequences, torch.tensor([text(5, seed=9)])], dim=1)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | pixels
         outputs.append(model.generate(**batch, **more, **{CACHE: output[CACHE]}))
+        assert outputs[-1].dtype == outputs[0].dtype
     assert torch.equal(*outputs)
 
 
-def test_virtual_tokens_are_refused():
-    prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    adapted = get_peft_model(tiny_model(), prompted).eval()
-    with pytest.raises(RuntimeError, match="0 drawn ids are new to it, expected 1 .*virtual"):
-        adapted.generate(**batch_of([]), **GREEDY, custom_generate=draw_ahead)
-
-
-def compiling(backend="aot_eager") -> CompileConfig:
-    config = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
-    config._compile_all_devices = True
-    return config
-
-
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_the_compiled_step_is_transformers_own(model, num_rows, two_late):
+def test_the_compiled_step_is_transformers_own(model, num_rows, two_late, monkeypatch):
     """One graph for both loops and all steps: nothing that it was compiled for differs."""
     torch._dynamo.reset()
     counters.clear()
-    static = STATIC | {"compile_config": compiling()}
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
     calls, compiled_call = [], model.get_compiled_call
 
     def counted(config):
@@ -219,155 +154,75 @@ def test_the_compiled_step_is_transformers_own(model, num_rows, two_late):
 
         return call
 
-    with (
-        torch._dynamo.config.patch(error_on_recompile=True),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(model, "get_compiled_call", counted)
+    monkeypatch.setattr(model, "get_compiled_call", counted)
+    with torch._dynamo.config.patch(error_on_recompile=True):
         for image in (three_id_image(), [], grown_image()):
             batch = batch_of(image, num_rows)
             for options in (GREEDY | ENDS, SAMPLED | ENDS, GREEDY | NEVER):
-                got = assert_same(both_loops(model, batch, **options, **static))
+                options = options | STATIC | {"compile_config": config}
+                got = both_loops(model, batch, **options)
                 theirs, ours = calls[-2:]
                 assert theirs == got.shape[1] - batch["input_ids"].shape[1] - 1
                 # What the device says is looked at two tokens late, but none is too many.
                 assert ours == min(theirs + 2, NEW - 1)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     torch._dynamo.reset()
 
 
-def test_strings_end_a_row(model, tokenizer, two_late):
-    batch = batch_of(three_id_image())
-    length = batch["input_ids"].shape[1]
-    drawn = model.generate(**batch, **GREEDY, **NEVER)[:, length:]
-    ends = []
-    for row in drawn:
-        words = [tokenizer.decode(row[at : at + 1]) for at in range(2, NEW - 3)]
-        ends.append(next(word for word in words if word.isascii() and word.strip()))
-
-    def criteria():
-        return {"stopping_criteria": [StopStringCriteria(tokenizer, ends)]}
-
-    options = GREEDY | {"eos_token_id": 3}
-    got = assert_same(both_loops(model, batch, criteria(), criteria(), **options))
-    assert got.shape[1] < length + NEW
-
-
-@pytest.mark.parametrize("most", [5, 20, 25])
-def test_a_limit_of_the_callers_own(model, most, two_late):
-    """Below the prompt's length, too, where transformers' loop draws a token all the same."""
-    limits = [{"stopping_criteria": [MaxLengthCriteria(most)]} for _ in range(2)]
-    batch = batch_of(three_id_image())
-    got = assert_same(both_loops(model, batch, *limits, **GREEDY, **NEVER))
-    assert got.shape[1] == max(most, batch["input_ids"].shape[1] + 1)
-
-
-class Counts:
-    def __init__(self):
-        self.calls, self.contiguous = 0, True
-
-    def count(self, input_ids) -> int:
-        self.calls += 1
-        self.contiguous &= input_ids.is_contiguous()
-        return self.calls
-
-
-class EndsAfterFive(Counts, StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((len(input_ids),), self.count(input_ids) >= 5)
-
-
-class Likes(Counts, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return scores.index_fill(1, torch.tensor([self.count(input_ids)]), 100.0)
-
-
-def test_other_peoples_code_is_called_as_often_as_in_transformers_loop(model, two_late):
-    theirs, ours = (
-        {"stopping_criteria": [EndsAfterFive()], "logits_processor": [Likes()]} for _ in range(2)
-    )
-    assert_same(both_loops(model, batch_of(three_id_image(), 3), theirs, ours, **GREEDY, **NEVER))
-    for each in (*theirs.values(), *ours.values()):
-        assert each[0].calls == 5 and each[0].contiguous
-
-
-@pytest.mark.parametrize("options", [GREEDY | ENDS, GREEDY | NEVER], ids=["ends", "never"])
-def test_a_streamer_is_given_the_same_tokens(model, options, late):
-    batch = batch_of(three_id_image(), 3)
-    theirs, ours = Put(), Put()
-    results = both_loops(model, batch, {"streamer": theirs}, {"tokens_to": ours}, **options)
-    got = assert_same(results)
-    assert ours.given == theirs.given and ours.ended == theirs.ended == 1
-    assert len(ours.given) == 1 + got.shape[1] - batch["input_ids"].shape[1]
-
-
-@pytest.mark.parametrize("ends_in_time", [True, False])
-def test_a_row_that_has_ended_needs_no_room(model, ends_in_time, late):
+def test_a_row_that_has_ended_needs_no_room(model, two_late):
     batch = batch_of(three_id_image(), 1)
     length, grown = batch["input_ids"].shape[1], model(**batch).logits.shape[1]
     drawn = model.generate(**batch, **GREEDY, **NEVER)[0, length:].tolist()
-    # Room for the tokens up to the fourth, which are put there when the fifth is drawn.
-    options = GREEDY | {"eos_token_id": drawn[4] if ends_in_time else 3}
-    assert drawn.index(drawn[4]) == 4
 
     def cache():
         return {CACHE: StaticCache(config=model.config, max_cache_len=grown + 4)}
 
-    if ends_in_time:
-        got = assert_same(both_loops(model, batch, cache(), cache(), **options))
-        assert got.shape[1] == length + 5
-        return
-    for more in ({}, {"custom_generate": draw_ahead}):
-        with pytest.raises(ValueError, match=f"has room for {grown + 4} positions but the rows"):
-            model.generate(**batch, **options, **cache(), **more)
+    # Room for the tokens up to the fourth, which are put there when the fifth is drawn.
+    got = both_loops(model, batch, cache(), cache(), **GREEDY, eos_token_id=drawn[4])
+    assert drawn.index(drawn[4]) == 4 and got.shape[1] == length + 5
+    with pytest.raises(ValueError, match=f"has room for {grown + 4} positions but the rows"):
+        model.generate(**batch, **GREEDY, **NEVER, **cache(), custom_generate=draw_ahead)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
+def refused(model, error: type[Exception], told: str, **given) -> None:
+    asked = GREEDY | {"return_dict_in_generate": True} | given
+    with pytest.raises(error, match=told):
+        model.generate(**asked, custom_generate=draw_ahead)
+
+
+def test_what_only_transformers_loop_does_is_refused_and_so_are_other_models(model):
+    batch = padded([text(6)], "left")
+    for options, told in (
         ({"num_beams": 2}, "num_beams=2 and options that make this beam_search"),
         ({"prompt_lookup_num_tokens": 2}, "options that make this assisted_generation"),
-        ({"assistant_model": True}, "assistant_model"),
         ({"streamer": Put()}, r"a streamer \(give it as tokens_to\)"),
-        ({"synced_gpus": True}, "synced_gpus"),
         ({"output_scores": True, "output_logits": True}, "output_scores, output_logits"),
-        ({"output_hidden_states": True}, "output_hidden_states"),
         ({"use_cache": False}, "use_cache=False"),
-        ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
-)
-def test_what_only_transformers_loop_does_is_refused(model, options, told):
-    if "assistant_model" in options:
-        options = {"assistant_model": model}
-    asked = GREEDY | options | {"return_dict_in_generate": True}
-    with pytest.raises(ValueError, match=f"given .*{told}.*leave out custom_generate"):
-        model.generate(**padded([text(6)], "left"), **asked, custom_generate=draw_ahead)
-
-
-def test_other_models_and_embeddings_are_refused(model):
-    batch = padded([text(6)], "left")
+    ):
+        told = f"given .*{told}.*leave out custom_generate"
+        refused(model, ValueError, told, **batch, **options)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=600, num_hidden_layers=1, **sizes))
-    with pytest.raises(ValueError, match="LlamaForCausalLM without advance_drawn_inputs"):
-        llama.generate(**batch, **GREEDY, custom_generate=draw_ahead)
+    refused(llama, ValueError, "LlamaForCausalLM without advance_drawn_inputs", **batch)
     embeds = model.get_input_embeddings()(batch["input_ids"])
-    with pytest.raises(ValueError, match="inputs_embeds"):
-        model.generate(inputs_embeds=embeds, **GREEDY, custom_generate=draw_ahead)
+    refused(model, ValueError, "inputs_embeds", inputs_embeds=embeds)
+    prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    virtual = get_peft_model(tiny_model(), prompted).eval()
+    told = "0 drawn ids are new to it, expected 1 .*virtual"
+    refused(virtual, RuntimeError, told, **batch_of([]))
 
 
 def test_a_transformers_that_differs_is_told(model, monkeypatch):
     monkeypatch.delattr(GenerationMixin, "_valid_auto_compile_criteria")
-    with pytest.raises(RuntimeError, match="no _valid_auto_compile_criteria .* install tr"):
-        model.generate(**padded([text(6)], "left"), **GREEDY, custom_generate=draw_ahead)
+    told = "no _valid_auto_compile_criteria .* install tr"
+    refused(model, RuntimeError, told, **padded([text(6)], "left"))
     monkeypatch.setattr(StaticCache, "get_seq_length", lambda *_: 999)
     with pytest.raises(RuntimeError, match="holds 999 positions after its last 2 were taken out"):
         loop._uncache(StaticCache(config=model.config, max_cache_len=64), 30, 2)
 
 
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("mode", ["greedy", "greedy, ends", "min_new_tokens", "max_time"])
+@pytest.mark.parametrize("mode", ["greedy, ends", "min_new_tokens", "max_time"])
 def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two_late):
     """From the first token to the end; with transformers' loop every step does."""
     between, forward = {}, model.forward
@@ -387,6 +242,24 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two
         between[name] = [last - first for first, last in zip(marks[1], marks[-1], strict=True)]
     assert between["ours"] == [0, 0]
     assert min(between["theirs"]) > 0
+
+
+def test_this_torch_has_all_options():
+    for rows, own_products in ((1, True), (8, True), (1, False)):
+        changes = {"epilogue_fusion": False}
+        options = compiling(rows, changes, own_products=own_products).to_dict()["options"]
+        assert options["triton.cudagraphs"] and not options["epilogue_fusion"]
+        torch.compile(torch.sin, options=options)
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        torch.compile(torch.sin, options=options | {"no_such_option": 1})
+
+
+def test_a_cache_is_used_again_as_long_as_it_has_room():
+    caches = StaticCaches(tiny_model(), 64)
+    first = caches.of(1, 64)
+    assert caches.of(1, 64) is first is not caches.of(2, 64)
+    larger = caches.of(1, 65)
+    assert first is not larger is caches.of(1, 128) is not caches.of(1, 129)
 
 
 @pytest.mark.gpu
@@ -419,14 +292,59 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
 
     # Few ids end a row: torch.isin sorts many, and waits.
     length = batch["input_ids"].shape[1]
-    never = drawn(**NEVER)[: 3 * (length + NEW)].view(3, -1)
-    rows = never[:, length:].tolist()
-    ends = {"eos_token_id": [row[7 - 2 * number] for number, row in enumerate(rows)]}
-    for options in (ends, NEVER):
-        results = [drawn(**options), drawn(**options, custom_generate=draw_ahead)]
+    rows = drawn(**NEVER)[: 3 * (length + NEW)].view(3, -1)[:, length:].tolist()
+    for ends in ([row[7 - 2 * number] for number, row in enumerate(rows)], None):
+        wanted = drawn(eos_token_id=ends)
+        assert torch.equal(drawn(eos_token_id=ends, custom_generate=draw_ahead), wanted)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("step", "draw"):
                 patch.setattr(loop._Drawing, name, without_a_wait(getattr(loop._Drawing, name)))
-            results.append(drawn(**options, custom_generate=draw_ahead))
-        results.append(drawn(**options))
-        assert all(torch.equal(each, results[0]) for each in results)
+            assert torch.equal(drawn(eos_token_id=ends, custom_generate=draw_ahead), wanted)
+
+
+def test_a_given_step_draws_all_tokens_but_the_first(model, two_late):
+    batch, calls = batch_of(grown_image()), []
+    wanted = model.generate(**batch, **GREEDY, **NEVER)
+
+    def step(**given):
+        calls.append(given["input_ids"].shape)
+        return model(**given)
+
+    options = StaticCaches(model, 64, records=True).options(2, 60)  # on a CPU it records nothing
+    assert "step" not in options and options["custom_generate"] is draw_ahead
+    got = model.generate(**batch, **GREEDY, **NEVER, **options, step=step)
+    assert torch.equal(got, wanted) and calls == [(2, 1)] * (NEW - 1)
+
+
+def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeypatch):
+    seen, replayed = [], []
+
+    class Graph:
+        def replay(self):
+            replayed.append(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    step = StepGraph(lambda ids, cache: seen.append((ids, cache)) or ids)
+    cache = object()
+    for number in range(3):
+        step(ids=torch.tensor([number]), cache=cache)
+    (first, _), (recorded, _) = seen  # nothing of the third
+    assert first.tolist() == [0] and recorded.tolist() == [2] and len(replayed) == 2
+    step(ids=torch.tensor([3]), cache=object())
+    step(ids=torch.tensor([3, 4]), cache=cache)
+    assert len(seen) == 4 and len(replayed) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_recorded_step_draws_what_it_draws_unrecorded():
+    model = tiny_model(torch.bfloat16).to("cuda")
+    batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
+    batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    caches = StaticCaches(model, 64, records=True)
+    for new in (NEW, 5, NEW):  # the second and third replay what the first recorded
+        options = GREEDY | NEVER | {"max_new_tokens": new}
+        kept = {CACHE: StaticCache(config=model.config, max_cache_len=64)}
+        unrecorded = {"custom_generate": draw_ahead, "step": model.__call__}
+        wanted = model.generate(**batch, **options, **kept, **unrecorded)
+        assert torch.equal(model.generate(**batch, **options, **caches.options(3, 60)), wanted)

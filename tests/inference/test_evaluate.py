@@ -1,16 +1,33 @@
-"""``glm4v-patched evaluate``: scores with right and with swapped pictures."""
+"""``glm4v-patched evaluate``: scores with right and with swapped pictures, and the sheet."""
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference import answer
-from glm4v_patched.inference import evaluate as module
+from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.inference import answer, sheet_fonts
 from glm4v_patched.inference.answer_worker import Answer
+from glm4v_patched.inference.contact_sheet import MOST_CELLS, draw_sheet
+from glm4v_patched.inference.questions import Question, digest_pictures
+from glm4v_patched.inference.scoring import (
+    exact_match,
+    load_metric,
+    mean_score,
+    swap_pictures,
+    token_f1,
+)
+from glm4v_patched.inference.sheet_fonts import Fonts
 from glm4v_patched.models import loading
+
+BLACK = (0, 0, 0)
 
 
 @pytest.fixture
@@ -26,12 +43,12 @@ def looks(monkeypatch):
 
 
 def evaluate(files, data: Path, *options: str) -> int:
-    given = ["evaluate", str(files.model), "--data", str(data), "--device", "cpu"]
-    return main([*given, "--max-new-tokens", "4", *options])
+    asked = ["evaluate", str(files.model), "--data", str(data), "--device", "cpu"]
+    return main([*asked, "--max-new-tokens", "4", *options])
 
 
 def test_a_model_that_looks_is_right_only_with_the_right_pictures(
-    files, referenced, looks, tmp_path, capsys
+    files, referenced, looks, tmp_path, capsys, monkeypatch
 ):
     metric, out = tmp_path / "mine.py", tmp_path / "out"
     metric.write_text("def same(a, b): return 10 * (a == b)\n")
@@ -51,6 +68,10 @@ def test_a_model_that_looks_is_right_only_with_the_right_pictures(
     assert all(Path(line["pictures"][0]).is_file() and line["question"] for line in lines)
     assert {line["pictures"][0] for line in lines[4:]} <= {line["pictures"][0] for line in lines}
     assert re.search(r"8 rows answered in [\d.]+ s", told)
+    # Nothing is written without --out.
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert evaluate(files, referenced) == 0 and list(Path.cwd().iterdir()) == []
 
 
 def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(
@@ -67,36 +88,175 @@ def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(
     assert "options.seed: 0 there, 1 now" in capsys.readouterr().err
 
 
-def test_nothing_is_written_without_out(files, referenced, looks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert evaluate(files, referenced) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--metric", "none.py:f"], "--metric none.py:f"),
-        (["--metric", "mine.py:bad"], "the metric bad"),
-        (["--out", "file"], "--out file"),
-        (["--out", "others"], "others holds metrics.json"),
-        (["--data", "rows.jsonl"], "rows.jsonl:3: "),
-    ],
-)
-def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused, options, named):
+def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def bad(a, b): return None\n")
-    (tmp_path / "file").touch()
+    (tmp_path / "broken.py").write_text("nonsense\n")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "metrics.json").write_text("mine")
-    (tmp_path / "rows.jsonl").symlink_to(files.data)
-    (tmp_path / "pictures").symlink_to(files.data.with_name("pictures"))
-    given = ["evaluate", files.model, "--data", referenced, "--device", "cpu"]
-    refused([*given, *options], named)
+    for options, named in (
+        (["--metric", "mine.py"], "--metric mine.py: "),
+        (["--metric", "none.py:f"], "--metric none.py:f: "),
+        (["--metric", "mine.py:g"], "--metric mine.py:g: "),
+        (["--metric", "mine.py:token_f1"], "--metric mine.py:token_f1: "),
+        (["--metric", "broken.py:f"], "--metric broken.py:f: "),
+        (["--metric", "mine.py:bad"], "the metric bad"),
+        (["--out", "mine.py"], "--out mine.py"),
+        (["--out", "others"], "others holds metrics.json"),
+        (["--data", files.data], f"{files.data.name}:3: "),
+    ):
+        asked = ["evaluate", files.model, "--data", referenced, "--device", "cpu"]
+        refused([*asked, *options], named)
     assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
 
 
-def test_rows_without_pictures_have_no_swapped_score(capsys):
-    report = {"rows": 1, "rows_swapped": 0, "rows_cut": 0}
-    report |= {"exact_match": 1.0, "exact_match_swapped": None}
-    assert "no rows" in module.describe(report, None)
+def test_answers_are_compared():
+    for told, reference, exact, f1 in (
+        (" a red cross\n", "a red cross", 1, 1),
+        ("A red cross.", "a red cross", 0, 1),
+        ("red red", "a red cross", 0, 0.4),
+        ("", "a red cross", 0, 0),
+        ("", "", 1, 1),
+        ("一张图片", "这是一张图片。", 0, 0.8),
+    ):
+        assert exact_match(told, reference) == exact
+        assert token_f1(told, reference) == pytest.approx(f1)
+
+
+def question(row: int, reference: str, *shown: object, text: str = "q") -> Question:
+    parts = [{"type": "image", "image": str(picture)} for picture in shown]
+    content = [*parts, {"type": "text", "text": text}]
+    return Question(row, [{"role": "user", "content": content}], reference)
+
+
+@pytest.fixture
+def picture(tmp_path):
+    def paint(colour: str, size: tuple[int, int] = (8, 8), name: str = "") -> Path:
+        path = tmp_path / f"{name or colour}.png"
+        Image.new("RGB", size, colour).save(path)
+        return path
+
+    return paint
+
+
+def test_swapped_pictures_are_other_pictures_by_their_bytes(picture):
+    red, blue, copy = picture("red"), picture("blue"), picture("red", name="copy")
+    rows = [question(n, str(n), shown) for n, shown in enumerate([red, red, copy, blue])]
+    digests = digest_pictures(rows)
+    swapped = swap_pictures(rows, digests)
+    assert [Path(*pictures_of(each.prompt)).stem for each in swapped][:3] == ["blue"] * 3
+    assert all(each.swapped for each in swapped) and len(swapped) == 4
+    assert [each.reference for each in swapped] == [each.reference for each in rows]
+    assert swap_pictures(rows[:3], digests) == []
+
+
+ANSWERS = st.tuples(
+    st.sampled_from("abc"),
+    st.sampled_from("qr"),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+
+
+@given(st.lists(ANSWERS))
+@settings(max_examples=100, deadline=None)
+def test_swapped_pictures_are_never_of_the_same_answer_nor_the_same(rows):
+    digests = {f"{n}-{i}.png": str(d) for n, (*_, of) in enumerate(rows) for i, d in enumerate(of)}
+    asked = [
+        question(n, answer, *[f"{n}-{i}.png" for i in range(len(of))], text=text)
+        for n, (answer, text, of) in enumerate(rows)
+    ]
+
+    def shown(of: Question) -> set[str]:
+        return {digests[path] for path in pictures_of(of.prompt)}
+
+    swapped = {each.row: each for each in swap_pictures(asked, digests)}
+    for each in asked:
+        number = len(pictures_of(each.prompt))
+        others = [
+            other
+            for other in asked
+            if other.reference != each.reference
+            and len(pictures_of(other.prompt)) == number
+            and not shown(other) & shown(each)
+        ]
+        assert (each.row in swapped) == bool(number and others)
+        if each.row in swapped:
+            [name, *_] = pictures_of(swapped[each.row].prompt)
+            partner = asked[int(name.split("-")[0])]
+            assert partner in others
+            same = [
+                o for o in others if o.prompt[-1]["content"][-1] == each.prompt[-1]["content"][-1]
+            ]
+            assert partner in same or not same
+
+
+def test_a_metric_of_ones_own(tmp_path, words):
+    (tmp_path / "helper.py").write_text("factor = 2\n")
+    (tmp_path / "mine.py").write_text(
+        "from helper import factor\n"
+        "def length(answer, reference): return factor * len(answer)\n"
+        "def fails(answer, reference): return {}['x']\n"
+        "def nothing(answer, reference): return float('nan')\n"
+    )
+    name, metric = load_metric(f"{tmp_path / 'mine.py'}:length")
+    assert name == "length"
+    assert mean_score(name, metric, [("a", "b"), ("abc", "b")]) == 4
+    assert mean_score(name, metric, []) is None
+    for name, named in (("fails", "KeyError"), ("nothing", "nan")):
+        with words.refused(ValueError, f"the metric {name} ", named):
+            mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
+
+
+def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(picture, tmp_path):
+    rows = [question(1, "HIL", picture("orange", (300, 100)), picture("blue", (50, 150)))]
+    rows.append(question(2, "一\n二"))
+    draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
+    sheet = Image.open(tmp_path / "sheet.png")
+    colours = {colour for _, colour in sheet.getcolors(1 << 20)}
+    # Letters have soft edges.
+    assert any(green > red + 80 and blue > 20 for red, green, blue in colours)
+    assert any(red > green + 80 and blue > 20 for red, green, blue in colours)
+    for colour, ratio in (((255, 165, 0), 3), ((0, 0, 255), 1 / 3)):
+        box = Image.fromarray((np.asarray(sheet) == colour).all(-1)).getbbox()
+        assert (box[2] - box[0]) / (box[3] - box[1]) == pytest.approx(ratio, rel=0.05)
+
+
+def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, monkeypatch):
+    written, draw = [], Fonts.draw_lines
+
+    def record(self, lines, *rest):
+        written.extend(text for text, _ in lines)
+        return draw(self, lines, *rest)
+
+    monkeypatch.setattr(Fonts, "draw_lines", record)
+    rows = [question(row, "a") for row in range(100)]
+    rows[7] = question(7, "a", picture("orange"), picture("blue"))
+    draw_sheet(rows, ["b" if row in (7, 90) else "a" for row in range(100)], tmp_path / "s.png")
+    names = [text for text in written if text.startswith("row ")]
+    assert names[0] == "row 7, orange.png, blue.png"
+    shown = [int(name[4:].partition(",")[0]) for name in names]
+    assert shown[:2] == [7, 90] and len(shown) == MOST_CELLS
+    assert shown[2:] == sorted(shown[2:]) and shown[2] < 5 and shown[-1] > 90
+    assert written[-1].startswith(f"98 of 100 answers are the reference; {MOST_CELLS} rows")
+
+
+def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point(tmp_path, monkeypatch):
+    """The fonts here are DejaVu Sans, a damaged file, and STIX, which alone has Ⓐ."""
+    own = sheet_fonts._files()[0]
+    (tmp_path / "damaged.ttf").write_bytes(b"no font")
+    others = [str(tmp_path / "damaged.ttf"), own.replace("DejaVuSans", "STIXGeneral")]
+    monkeypatch.setattr(sheet_fonts, "_files", lambda: [own, *others])
+    for name in ("_face", "_face_of"):
+        monkeypatch.setattr(sheet_fonts, name, cache(getattr(sheet_fonts, name).__wrapped__))
+    fonts = Fonts()
+    drawn, as_code = (fonts.draw_lines([(text, BLACK)], 200, 1).tobytes() for text in "Ⓐ文")
+    assert fonts.missing == {"文"}
+    assert as_code == Fonts().draw_lines([("U+6587", BLACK)], 200, 1).tobytes()
+    assert drawn != Fonts().draw_lines([("U+24B6", BLACK)], 200, 1).tobytes()
+    # Long texts are broken where the cell ends; a joiner is none that lacks a font.
+    for text in ("words " * 100, "A" * 300, "Ⓐ" * 190):
+        lines = fonts._wrap(text, 280, 4)
+        assert len(lines) == 4 and lines[-1].endswith("…")
+        assert all(200 < sheet_fonts._length(line) <= 280 for line in lines)
+    fonts.draw_lines([("Ⓐ\u200dⒶ\ufe0f", BLACK)], 200, 1)
+    assert fonts.missing == {"文"}

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ by_compressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,
     reason="not installed: llmcompressor; nox -f tests/noxfile.py -s llm_compressor",
 )
+EXTRA = "glm4v-patched[export]"
 LEFT = ["transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight"]
 LEFT += ["transformer.vision.linear_proj.linear_proj.weight"]
 
@@ -75,18 +75,10 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     before, after = logits(files.model, learned), logits(out, learned)
     pictures = apart(logits(out, learned, swapped=True), after)
     assert 0 < apart(after, before) < min(0.1, pictures / 2), (apart(after, before), pictures)
-    whole, weights = (
-        load_file(files.model / "model.safetensors"),
-        load_file(out / "model.safetensors"),
-    )
-    for name in LEFT:
-        assert torch.equal(weights[name], whole[name])
-    tower = {n: w for n, w in weights.items() if ".vision.transformer.layers.0.mlp.fc1." in n}
-    kinds = {name.rpartition(".")[2] for name in tower}
-    assert kinds == ({"weight", "bias"} | ({"weight_scale"} if FORMATS[bits].tower else set()))
-    assert "transformer.encoder.layers.1.mlp.dense_4h_to_h.weight" not in {
-        name for name, weight in weights.items() if weight.dtype == whole[LEFT[0]].dtype
-    }
+    whole, weights = (load_file(each / "model.safetensors") for each in (files.model, out))
+    assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
+    fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}
+    assert fc1 == ({"weight", "bias"} | ({"weight_scale"} if FORMATS[bits].tower else set()))
     assert '"quant_method": "compressed-tensors"' in (out / "config.json").read_text()
     texts = "".join(path.read_text() for path in out.iterdir() if path.suffix != ".safetensors")
     assert str(tmp_path) not in texts and str(files.model) not in texts
@@ -94,59 +86,13 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
 
 
 @by_compressor
-def test_adapters_are_merged_first(files, learned, tmp_path):
-    (tmp_path / "model").mkdir()
+def test_adapters_are_merged_first_and_it_loads_without_this_package(files, learned, tmp_path):
     merge(str(files.adapters), tmp_path / "merged", check=False)
     assert export(files.adapters, tmp_path / "out", learned) == 0
     wanted, base = logits(tmp_path / "merged", learned), logits(files.model, learned)
     found = logits(tmp_path / "out", learned)
     assert apart(found, wanted) < 0.05 < 0.2 < apart(found, base)
     assert not (tmp_path / "out" / "merged").exists()
-
-
-@by_compressor
-def test_each_layer_is_calibrated_on_what_the_quantised_ones_before_it_give(files, learned):
-    """The first layer as llm-compressor's own pipeline has it, which does not hand on errors; the
-    last one not."""
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-
-    from glm4v_patched import applied
-    from glm4v_patched.data.collate import ConversationCollator
-    from glm4v_patched.inference.layer_by_layer import quantise
-
-    rows, format = read_conversations(learned), FORMATS["int4"]
-
-    def quantised(by) -> dict[str, torch.Tensor]:
-        model, processor = load(find_source(str(files.model)), "cpu")
-        collator = ConversationCollator(processor)
-
-        def encode(some):
-            return {k: v for k, v in collator(some).items() if k in ("input_ids", "pixel_values")}
-
-        by(model, processor, encode)
-        return model.state_dict()
-
-    def by_basic(model, processor, encode):
-        batches = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode)
-        recipe = GPTQModifier(targets="Linear", scheme=format.scheme, ignore=format.ignore)
-        with applied():
-            options = {"processor": processor, "dataset": batches, "pipeline": "basic"}
-            oneshot(model=model, recipe=recipe, **options)
-
-    ours = quantised(
-        lambda *given: quantise(*given[:2], rows, given[2], *format[:1], format.ignore)
-    )
-    basic = quantised(by_basic)
-    first = "transformer.encoder.layers.0.self_attention.query_key_value.weight"
-    last = "transformer.encoder.layers.1.mlp.dense_4h_to_h.weight"
-    changed = [(ours[n] != basic[n]).float().mean().item() for n in (first, last)]
-    assert changed[0] < 0.01 < 0.02 < changed[1]  # of the first, what the sum's order rounds apart
-
-
-@by_compressor
-def test_it_loads_without_this_package(files, learned, tmp_path):
-    assert export(files.model, tmp_path / "out", learned, "--rows", "2", bits="int4") == 0
     code = """
 import sys
 from transformers import AutoModelForCausalLM, AutoProcessor
@@ -158,79 +104,35 @@ assert type(model).__module__.startswith("transformers_modules."), type(model)
     run_without_package(code, tmp_path, str(tmp_path / "out"))
 
 
-@by_compressor
-@pytest.mark.parametrize("where", ["quantise", "save"])
-def test_what_stops_half_way_leaves_nothing(files, learned, tmp_path, monkeypatch, where):
-    def fails(*given, **options):
-        raise OSError(28, "No space left on device")
-
-    if where == "quantise":
-        monkeypatch.setattr("glm4v_patched.inference.layer_by_layer.oneshot", fails)
-    else:
-        monkeypatch.setattr(module, "give_usual_modes", fails)
-    assert export(files.model, tmp_path / "out", learned, "--rows", "2") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-# What is refused, before a weight is read.
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """llm-compressor, whether it is there or not: says its version and that of transformers."""
-    versions = {"llmcompressor": "0.14.0.1", "transformers": "5.17.0"}
-    needs = ["torch<=2.14.0,>=2.10.0", "transformers<=5.17.0,>=5.15.0", "datasets; extra == 'dev'"]
-    monkeypatch.setattr(module, "version", versions.__getitem__)
-    monkeypatch.setattr(module, "requires", lambda name: needs)
-    return versions
-
-
-def test_a_package_that_is_missing_or_another_version_is_named(installed, monkeypatch, words):
-    cure = pip_install("glm4v-patched[export]")
-    require_compressor()
-    installed["transformers"] = "5.24.0"
-    with words.refused(
-        RuntimeError, "transformers <=5.17.0,>=5.15.0", "5.24.0 is installed", cure=cure
-    ):
-        require_compressor()
-    installed["llmcompressor"] = "0.15.0"
-    with words.refused(
-        RuntimeError, "llmcompressor <0.15,>=0.14", "0.15.0 is installed", cure=cure
-    ):
-        require_compressor()
-
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(module, "version", missing)
-    with words.refused(RuntimeError, "llmcompressor", "glm4v-patched[export]", cure=cure):
-        require_compressor()
-
-
-@pytest.mark.usefixtures("installed")
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
     monkeypatch.setattr(module, "_quantise", lambda *_: pytest.fail("it was quantised"))
+    versions = {"llmcompressor": "0.15.0", "transformers": "5.17.0"}
+    monkeypatch.setattr(module, "version", versions.__getitem__)
+    monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])
+    with words.refused(RuntimeError, "0.15.0 is installed", cure=pip_install(EXTRA)):
+        require_compressor()
+    versions |= {"llmcompressor": "0.14.0.1", "transformers": "5.24.0"}
+    with words.refused(RuntimeError, "5.24.0 is installed", cure=pip_install(EXTRA)):
+        require_compressor()
+    versions["transformers"] = "5.17.0"
+    monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
 
-    def told(model, rows, *options, out="out") -> str:
-        assert export(model, tmp_path / out, rows, *options) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("glm4v-patched: ")
-        return said
+    def told(model, rows, out="out") -> str:
+        assert export(model, tmp_path / out, rows) == 1
+        return capsys.readouterr().err
 
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()
     words(told(files.model, learned, out="there"))
-    blind = tmp_path / "blind.jsonl"
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
-    write_conversations(blind, [talk] * 3)
-    words(told(files.model, blind))
+    write_conversations(tmp_path / "blind.jsonl", [talk] * 3)
+    words(told(files.model, tmp_path / "blind.jsonl"))
     shutil.copytree(files.model, tmp_path / "quantised")
     config = tmp_path / "quantised" / "config.json"
     method = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
-    monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
     assert "was saved quantised already, by awq" in told(tmp_path / "quantised", learned)
     monkeypatch.setattr(module, "free_ram", lambda: 1e6)
     words(told(files.model, learned))

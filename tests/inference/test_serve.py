@@ -1,5 +1,6 @@
 """``glm4v-patched serve``: OpenAI's own client against it, over loopback."""
 
+import io
 import json
 import re
 import shutil
@@ -8,37 +9,24 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 import torch
+from PIL import Image
 
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving.answer_queue import (
-    AnswerQueue,
-    Ask,
-    Ended,
-    Event,
-    Failed,
-    Penalties,
-    Row,
-    Text,
-)
+from glm4v_patched.inference.serving import answer_queue
+from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Failed, Penalties, Row, Text
 from glm4v_patched.inference.serving.errors import ApiError
-from glm4v_patched.inference.serving.requests import (
-    ChatRequest,
-    Wanted,
-    model_called,
-    read_request,
-)
+from glm4v_patched.inference.serving.requests import ChatRequest, Wanted, model_called, read_request
 from tests.helpers.answering import write_adapters
-from tests.helpers.processes import ROOT, serving
+from tests.helpers.processes import serving
 from tests.helpers.serving import QUESTION, about, data_url, png
 
 KEY = "secret"
@@ -53,8 +41,8 @@ class Server(NamedTuple):
     log: Path
     process: subprocess.Popen
 
-    def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+    def client(self, key: str = KEY, timeout: float = 60) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=timeout)
 
     def ask(self, messages, model: str = "tiny", **options):
         return self.client().chat.completions.create(model=model, messages=messages, **options)
@@ -103,48 +91,18 @@ def streamed(chunks) -> str:
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
-# Before a model is loaded
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--port", "TAKEN"], "cannot be listened at"),
-        (["--port", "70000"], "--port 70000"),
-        (["--api-key", ""], "--api-key"),
-        (["--temperature", "0"], "--temperature 0.0"),
-        (["--repetition-penalty", "101"], "penalty 101.0"),
-        (["--max-picture-megapixels", "179"], "179"),
-        (["--adapter", "a=MODEL"], "--adapter a="),
-        (["--adapter", "a=ADAPTERS"], "--adapter a="),
-        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter: of 2, 1"),
-        (["--served-model-name", "a", "--adapter", "a=ONE"], "--adapter a="),
-    ],
-)
-def test_a_mistake_is_told(files, endless, adapters, refused, arguments, named):
+def test_a_mistake_is_told(files, endless, adapters, refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        stands_for = {"TAKEN": port, "MODEL": endless, "ADAPTERS": files.adapters}
-        stands_for["ONE"] = adapters["one"]
-        for name, value in stands_for.items():
-            arguments = [each.replace(name, str(value)) for each in arguments]
-        free = [] if "--port" in arguments else ["--port", "0"]
-        changing = {"served": endless.parent, "taken": f"--port {port}"}
-        refused(["serve", endless, "--device", "cpu", *free, *arguments], named, **changing)
-
-
-@pytest.mark.parametrize(
-    ("missing", "told"), [(("torch", "uvicorn"), "serve needs uvicorn: "), (("torch",), "none: ")]
-)
-def test_mistakes_are_told_without_torch_and_name_missing_packages(missing, told):
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-    code += "import runpy; runpy.run_module('glm4v_patched', run_name='__main__')"
-    command = [sys.executable, "-c", code, "serve", "none", "--device", "cpu", "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and told in done.stderr and "Traceback" not in done.stderr
-
-
-# What is answered
+        port = taken.getsockname()[1]
+        for arguments, named in (
+            (["--port", port], "cannot be listened at"),
+            (["--api-key", ""], "--api-key"),
+            (["--adapter", f"a={endless}"], "--adapter a="),
+            (["--adapter", f"a={files.adapters}"], "--adapter a="),
+            (["--served-model-name", "a", "--adapter", f"a={adapters['one']}"], "--adapter a="),
+        ):
+            command = ["serve", endless, "--device", "cpu", "--port", "0", *arguments]
+            refused(command, named, served=endless.parent, taken=f"--port {port}")
 
 
 def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
@@ -165,7 +123,7 @@ def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answere
     assert text_of(second) == alone.text
 
 
-def test_what_is_streamed_is_the_answer(server):
+def test_what_is_streamed_is_the_answer_up_to_a_text_that_stops_it(server):
     whole = server.ask(PICTURE, max_tokens=40)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage = server.ask(PICTURE, max_tokens=40, **options)
@@ -176,6 +134,12 @@ def test_what_is_streamed_is_the_answer(server):
     assert usage.choices == [] and usage.usage == whole.usage
     # Without being asked, usage is not told: clients of old take every chunk for one of text.
     assert all(chunk.choices for chunk in server.ask(PICTURE, stream=True))
+    stop = text_of(whole)[len(text_of(whole)) // 2 :][:3]
+    expected = text_of(whole).partition(stop)[0].rstrip()
+    reply = server.ask(PICTURE, max_tokens=40, stop=["not there at all", stop])
+    assert (text_of(reply), reply.choices[0].finish_reason) == (expected, "stop")
+    assert reply.usage.completion_tokens < 40
+    assert streamed(server.ask(PICTURE, max_tokens=40, stop=stop, stream=True)) == expected
 
 
 def test_responses_and_completions_say_the_same(server):
@@ -207,16 +171,6 @@ def test_responses_and_completions_say_the_same(server):
     assert "".join(chunk.choices[0].text for chunk in chunks) == text.choices[0].text
 
 
-def test_an_answer_ends_before_a_text_that_stops_it(server):
-    text = text_of(server.ask(PICTURE, max_tokens=40))
-    stop = text[len(text) // 2 :][:3]
-    expected = text[: text.index(stop)].rstrip()
-    reply = server.ask(PICTURE, max_tokens=40, stop=["not there at all", stop])
-    assert (text_of(reply), reply.choices[0].finish_reason) == (expected, "stop")
-    assert reply.usage.completion_tokens < 40
-    assert streamed(server.ask(PICTURE, max_tokens=40, stop=stop, stream=True)) == expected
-
-
 def test_what_is_drawn_depends_on_the_seed(server):
     def drawn(**options):
         return text_of(server.ask(WORDS, max_tokens=12, **options))
@@ -225,76 +179,34 @@ def test_what_is_drawn_depends_on_the_seed(server):
     assert greedy == drawn(temperature=0, top_p=0.5) == drawn(top_p=1) == drawn(top_p=0)
     assert drawn(temperature=1, extra_body={"top_k": 1}) == greedy
     hot: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9}
-    assert len({drawn(**hot) for _ in range(3)}) == 3
-    assert drawn(**hot, seed=1) != drawn(**hot, seed=2)
-    for seed in (1, 2**63 - 1, -(2**63)):  # OpenAI's range
+    assert len({drawn(**hot), drawn(**hot), drawn(**hot, seed=1), drawn(**hot, seed=2)}) == 4
+    for seed in (2**63 - 1, -(2**63)):  # OpenAI's range
         assert drawn(**hot, seed=seed) == drawn(**hot, seed=seed)
     # The ends of what is taken are computed.
     assert drawn(temperature=1e-3) and drawn(temperature=100)
-    assert drawn(**hot, extra_body={"repetition_penalty": 0.01})
 
 
 def test_penalties_lower_what_was_said(server):
-    penalties = {"frequency_penalty": 2, "presence_penalty": 2}
-    greedy, other = (server.ask(WORDS, max_tokens=30, **each) for each in ({}, penalties))
-    assert text_of(greedy) != text_of(other)
     ids = torch.tensor([[0, 1, 2, 2, 3], [0, 1, 3, 3, 3]])
     scores = Penalties(2, presence=0.5, frequency=0.25)(ids, torch.ones(2, 5))
     assert scores.tolist() == [[1, 1, 0, 0.25, 1], [1, 1, 1, -0.25, 1]]
+    asked = [server.ask(WORDS, max_tokens=30, frequency_penalty=each) for each in (0, 2)]
+    assert text_of(asked[0]) != text_of(asked[1])
 
 
-def test_max_tokens_is_cut_to_the_room_that_is_left(server):
-    """As clients of vLLM expect it, which send the largest number that they know."""
-    reply = server.ask(WORDS, max_tokens=16_384)
-    assert (reply.choices[0].finish_reason, reply.usage.total_tokens) == ("length", 1024)
-    with pytest.raises(openai.BadRequestError, match="of the model's 1,024 positions") as error:
-        server.ask([{"role": "user", "content": "word " * 3000}])
-    assert error.value.code == "context_length_exceeded"
-
-
-# Clients as they are
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
+    for given in (
         {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
-        {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "top_k": -1},
-        {"skip_special_tokens": True, "chat_template_kwargs": {}, "add_generation_prompt": True},
-        {"stream_options": None, "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
-        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "repetition_penalty": 1.0},
         {"model": None, "max_tokens": 7, "max_completion_tokens": 7},
         # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
         {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
         {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
-    ],
-)
-def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing(given):
-    wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
-    assert wanted.model == "m" and wanted.prompt == WORDS
-
-
-PART = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
-IMAGE = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
-SAID = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}
-SAID |= {"function_call": None, "tool_calls": None}
-
-
-@pytest.mark.parametrize(
-    ("messages", "roles"),
-    [
-        ([{"role": "system", "content": ""}, *WORDS], ["user"]),
-        ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
-        ([{"role": "user", "name": "me", "content": [PART]}], ["user"]),
-        ([WORDS[0] | {"content": [PART, {"type": "image_url", "image_url": IMAGE}]}], ["user"]),
-        ([WORDS[0] | {"content": [{"type": "input_image", "image_url": IMAGE["url"]}]}], ["user"]),
-        ([*WORDS, SAID, *WORDS], ["user", "assistant", "user"]),
-    ],
-)
-def test_messages_are_taken_as_clients_send_them(messages, roles):
-    wanted = read_request(ChatRequest, {"messages": messages}, ["m"], Generation())
-    assert [message["role"] for message in wanted.prompt] == roles
+    ):
+        wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
+        assert wanted.model == "m" and wanted.prompt == WORDS
+    # A name that is served goes before that of any glm-4v.
+    assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
 
 
 def of_user(*parts: dict) -> dict:
@@ -305,23 +217,15 @@ def of_user(*parts: dict) -> dict:
     ("given", "match"),
     [
         ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
-        ({"n": True}, "n is true, which"),
-        ({"tools": [{"type": "function"}]}, "tools is a list"),
-        ({"temperature": 100.1}, "temperature: "),
         ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
-        ({"temperature": float("nan")}, "temperature: "),
-        ({"top_k": -2}, "top_k: "),
-        ({"repetition_penalty": 1e-42}, "repetition_penalty: "),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
         ({"top_q": 1}, "top_q: is not read; expected one of model, "),
         ({"stop": ["a", "b" * 1001]}, "stop.1: "),
-        ({"stop": ["a"] * 17}, "stop: "),
         ({"seed": 2**63}, "seed: "),
         ({"model": "gpt"}, 'there is no model "gpt"; this server has "m" and "b"'),
         ({"messages": [*WORDS, {"role": "assistant", "content": "b"}]}, "end with the assistant"),
         ({"messages": [WORDS[0] | {"image": "/etc/passwd"}]}, 'key "image" is not read'),
         (of_user({"type": "image", "path": "/etc/passwd"}), "a picture is an object.*expected"),
-        ({"messages": [], "\ud800": 1}, "unicode"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )
@@ -329,12 +233,6 @@ def test_what_the_server_cannot_do_is_refused(given, match):
     with pytest.raises(ApiError, match=match) as error:
         read_request(ChatRequest, {"messages": WORDS} | given, ["m", "b"], Generation())
     assert error.value.status in (400, 404) and json.dumps(error.value.body())
-
-
-def test_a_name_that_is_served_goes_before_that_of_any_glm_4v():
-    for alias in ("glm-4v", "glm-4v-9b", None):
-        assert model_called(alias, ["m", "n"]) == "m"
-    assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
 
 
 def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
@@ -346,8 +244,6 @@ def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
     assert (error.value.param, error.value.type) == ("top_q", "invalid_request_error")
     with pytest.raises(openai.BadRequestError, match="cannot be read as a picture"):
         server.ask(about(data_url(png()[:-30])))
-    with pytest.raises(openai.BadRequestError, match="EPS"):
-        server.ask(about(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n")))
     with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
         server.client().embeddings.create(model="tiny", input="a")
     for stream in (False, True):  # with the answer, and not a broken connection
@@ -356,11 +252,6 @@ def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
     log = server.log.read_text()
     for told in ("/v1/models: 401 ", "400 top_q: is not read", "404 POST /v1/emb", "413 the req"):
         assert told in log
-    with urllib.request.urlopen(server.url.replace("/v1", "/health")) as reply:
-        assert json.load(reply) == {"status": "ok"}
-
-
-# Several at once
 
 
 def test_adapters_are_served_by_name_beside_their_model(server, endless, adapters, load_answerer):
@@ -393,10 +284,73 @@ def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
     assert together == [*map(ask, range(16))] and len({*together}) > 8
 
 
+# Clients that nobody here wrote, unchanged; ``nox -f tests/noxfile.py -s clients`` installs them.
+
+
+def langchain(url: str) -> str:
+    models = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage
+
+    model = models.ChatOpenAI(model="tiny", base_url=url, api_key=KEY)
+    asked = [HumanMessage(content=PICTURE[0]["content"])]
+    told = model.invoke(asked).content
+    assert "".join(chunk.content for chunk in model.stream(asked)) == told
+    return told
+
+
+def litellm(url: str) -> str:
+    client = pytest.importorskip("litellm")
+    asked = {"model": "openai/tiny", "messages": PICTURE}
+    reply = client.completion(**asked, api_base=url, api_key=KEY)
+    return reply.choices[0].message.content
+
+
+def llama_index(url: str) -> str:
+    models = pytest.importorskip("llama_index.llms.openai_like")
+    from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+
+    how = {"is_chat_model": True, "temperature": 0}
+    model = models.OpenAILike(model="tiny", api_base=url, api_key=KEY, **how)
+    shown = [ImageBlock(image=png(), image_mimetype="image/png"), TextBlock(text=QUESTION)]
+    return model.chat([ChatMessage(role="user", blocks=shown)]).message.content
+
+
+def evalscope(url: str) -> str:
+    models = pytest.importorskip("evalscope.api.model")
+    from evalscope.api.messages import ChatMessageUser, ContentImage, ContentText
+
+    where = {"eval_type": "openai_api", "base_url": url, "api_key": KEY}
+    model = models.get_model(model="tiny", config=models.GenerateConfig(temperature=0), **where)
+    shown = [ContentImage(image=data_url(png())), ContentText(text=QUESTION)]
+    return model.generate([ChatMessageUser(content=shown)]).completion
+
+
+def lmms_eval(url: str) -> str:
+    models = pytest.importorskip("lmms_eval.models.chat.openai")
+    from lmms_eval.api.instance import Instance
+
+    model = models.OpenAICompatible(model_version="tiny", base_url=url, api_key=KEY)
+    model.task_dict = {"task": {"test": [Image.open(io.BytesIO(png()))]}}
+
+    def messages_of(picture) -> list[dict]:
+        parts = [{"type": "image", "url": picture}, {"type": "text", "text": QUESTION}]
+        return [{"role": "user", "content": parts}]
+
+    given = ("", messages_of, {"max_new_tokens": 6, "temperature": 0}, 0, "task", "test")
+    about_task = {"task": "task", "doc_id": 0, "repeats": 1}
+    asked = Instance("generate_until", given, 0, metadata=about_task)
+    [reply] = model.generate_until([asked])
+    return reply.text if hasattr(reply, "text") else reply
+
+
+@pytest.mark.parametrize("client", [langchain, litellm, llama_index, evalscope, lmms_eval])
+def test_a_client_is_answered_as_openais(client: Callable[[str], str], server):
+    assert client(server.url) == text_of(server.ask(PICTURE))
+
+
 def asking(told: dict, name: object, **wanted) -> Ask:
     told[name] = events = []
-    given = {"prompt": WORDS, "generation": Generation()} | wanted
-    return Ask(Wanted(**given), events.append)
+    return Ask(Wanted(**{"prompt": WORDS, "generation": Generation()} | wanted), events.append)
 
 
 def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None) -> list[int]:
@@ -410,7 +364,7 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
         return generate(batch, *given, **options)
 
     monkeypatch.setattr(answerer, "generate", note)
-    queue = AnswerQueue(answerer, 1024, log=lambda *told: None)
+    queue = answer_queue.AnswerQueue(answerer, 1024, log=lambda *told: None)
     with queue._changed:
         queue._waiting.extend(asks)
         queue._changed.notify()
@@ -425,16 +379,16 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
 
 
 def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
-    told: dict[object, list[Event]] = {}
-    seen = [{"role": "user", "content": [{"type": "image", "image": png()}] * 9}]
-    seen[0]["content"] = [*seen[0]["content"], {"type": "text", "text": "a"}]
+    told: dict[object, list] = {}
+    seen = [*[{"type": "image", "image": png()}] * 9, {"type": "text", "text": "a"}]
+    prompt = [{"role": "user", "content": seen}]
     hot = Generation(temperature=2.0)
     asks = [asking(told, ("plain", n), max_tokens=2) for n in range(9)]
     asks += [asking(told, ("seed", n), seed=3, max_tokens=2) for n in range(2)]
     asks += [asking(told, ("hot", n), generation=hot, max_tokens=2 + n) for n in range(2)]
     asks += [asking(told, ("presence", n), presence=0.5 * n, max_tokens=2) for n in (1, 2)]
     asks += [asking(told, ("frequency", 0), frequency=0.5, max_tokens=2)]
-    asks += [asking(told, ("seen", n), prompt=seen, max_tokens=2) for n in range(2)]
+    asks += [asking(told, ("seen", n), prompt=prompt, max_tokens=2) for n in range(2)]
     gone = asking(told, "gone")
     gone.cancelled.set()
     sizes = batches_of(answerer, monkeypatch, [gone, *asks])
@@ -444,75 +398,60 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
         assert isinstance(events[-1], Ended) and events[-1].reason == "length"
 
 
-def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
+def test_a_request_that_fails_or_is_long_takes_no_other_with_it(answerer, monkeypatch):
     def fail(batch):
-        if (batch["attention_mask"].sum(-1) > 30).any():
+        if 60 < batch["attention_mask"].sum(-1).max() < 900:
             raise RuntimeError("no memory")
 
-    told: dict[object, list[Event]] = {}
-    long, longest = ([{"role": "user", "content": text}] for text in ("x" * 60, "word " * 3000))
-    broken = [{"role": "user", "image": png()[:-30], "content": "a"}]
-    asks = [asking(told, 1, max_tokens=2), asking(told, 2, prompt=long), asking(told, 3)]
-    asks += [asking(told, 4, prompt=broken), asking(told, 5, prompt=longest)]
+    told: dict[object, list] = {}
+    texts = {2: "x" * 60, 5: "word " * 3000, 6: "x" * 990}
+    prompts = {n: [{"role": "user", "content": text}] for n, text in texts.items()}
+    prompts[4] = [{"role": "user", "image": png()[:-30], "content": "a"}]
+    asks = [asking(told, 1, max_tokens=900), asking(told, 3, max_tokens=2)]
+    # The last one and the first together would take more positions than the model has.
+    asks += [asking(told, n, prompt=prompt, max_tokens=900) for n, prompt in prompts.items()]
     batches_of(answerer, monkeypatch, asks, fail)
-    assert isinstance(told[1][-1], Ended) and isinstance(told[3][-1], Ended)
     errors = {n: events[-1].error for n, events in told.items() if isinstance(events[-1], Failed)}
     found = {n: (error.status, error.param) for n, error in errors.items()}
     assert found == {2: (500, None), 4: (400, "messages"), 5: (400, "messages")}
+    assert (told[1][-1], told[3][-1]) == (Ended("length", 900), Ended("length", 2))
+    assert told[6][-1].reason == "length" and 0 < told[6][-1].tokens < 34
 
 
-def test_a_long_request_and_one_for_a_long_answer_are_both_answered(answerer, monkeypatch):
-    """Together they would take more positions than the model has."""
-    told: dict[object, list[Event]] = {}
-    long = [{"role": "user", "content": "x" * 990}]
-    asks = [asking(told, 1, prompt=long, max_tokens=900), asking(told, 2, max_tokens=900)]
-    batches_of(answerer, monkeypatch, asks)
-    [one, two] = [events[-1] for events in told.values()]
-    assert isinstance(one, Ended) and one.reason == "length" and 0 < one.tokens < 34
-    assert isinstance(two, Ended) and two.tokens == 900
-
-
-def row(stop: tuple[str, ...], said: list, tokenizer=None, **options) -> Row:
-    def tell(event: Event) -> None:
+def row(said: list, tokenizer=None, stop=(), most=9, **options) -> Row:
+    def tell(event) -> None:
         said.append(event.text if isinstance(event, Text) else event)
 
     wanted = Wanted(prompt="", generation=Generation(), stop=stop)
-    return Row(Ask(wanted, tell), tokenizer, options.pop("most", 9), [2], **options)
+    return Row(Ask(wanted, tell), tokenizer, most, [2], **options)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "expected"),
-    [
+def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces():
+    for pieces, stop, expected in (
         (["Hello", " E", "ND", "!"], ("END",), "Hello"),
-        (["Hello E", "N", "d"], ("END",), "Hello ENd"),
         ([" a ", " b "], (), "a  b"),
         (["ab", "c"], ("bc", "b"), "a"),
-        (["a", "b" * 9], ("b" * 10**6,), "a" + "b" * 9),
-    ],
-)
-def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces(pieces, stop, expected):
-    said: list = []
-    answer = row(stop, said)
-    for piece in pieces:
-        answer.on_finalized_text(piece)
-        assert expected.startswith("".join(said))
-    answer.on_finalized_text("", stream_end=True)
-    assert "".join(said) == expected and answer.is_stopped == (stop != () and len(expected) < 9)
+    ):
+        said: list = []
+        answer = row(said, stop=stop)
+        for piece in pieces:
+            answer.on_finalized_text(piece)
+            assert expected.startswith("".join(said))
+        answer.on_finalized_text("", stream_end=True)
+        assert "".join(said) == expected and answer.is_stopped == (stop != ())
 
 
 def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
-    for most, token, reason, tokens in ((3, 1, "length", 3), (3, 2, "stop", 1), (1, 2, "stop", 1)):
+    tokenizer = answerer.processor.tokenizer
+    for most, token, reason, tokens in ((3, 1, "length", 3), (1, 2, "stop", 1)):
         said: list = []
-        answer = row((), said, answerer.processor.tokenizer, most=most)
+        answer = row(said, tokenizer, most=most)
         assert [answer.take(token) for _ in range(5)].index(True) == tokens - 1
         assert said[-1] == Ended(reason, tokens)
         assert sum(isinstance(event, Ended) for event in said) == 1
     closed: list = []
-    assert row((), closed, answerer.processor.tokenizer, is_closed=lambda: True).take(1)
+    assert row(closed, tokenizer, is_closed=lambda: True).take(1)
     assert isinstance(closed[-1], Failed) and closed[-1].error.status == 503
-
-
-# How it ends
 
 
 def test_a_client_that_goes_away_stops_its_answer(server):
@@ -520,9 +459,8 @@ def test_a_client_that_goes_away_stops_its_answer(server):
     stream = server.client().chat.completions.create(stream=True, **asked)
     next(iter(stream))
     stream.response.close()
-    hasty = server.client().with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
-        hasty.chat.completions.create(**asked)
+        server.client(timeout=0.3).chat.completions.create(**asked)
     # One that is waiting when others leave is answered.
     assert server.ask(WORDS, max_tokens=2).usage.completion_tokens == 2
     log = server.log.read_text()
@@ -532,18 +470,10 @@ def test_a_client_that_goes_away_stops_its_answer(server):
     assert all(int(number) < 990 for number in gone), log
 
 
-def test_half_open_connections_end_no_service(server):
-    """400 of them did, without a key."""
-    host, port = re.search(r"//(.*):(\d+)/", server.url).groups()  # type: ignore[union-attr]
-    with ExitStack() as silent:
-        for _ in range(400):
-            silent.enter_context(socket.create_connection((host, int(port)), 10))
-        assert server.ask(WORDS, max_tokens=2).usage.completion_tokens == 2
-    assert "Traceback" not in server.log.read_text()
-
-
 def test_ctrl_c_ends_it_while_it_answers(server):
-    """The last test of this file that uses the server."""
+    """The last test of this file that uses the server; beside 400 half-open connections."""
+    host, port = re.search(r"//(.*):(\d+)/", server.url).groups()  # type: ignore[union-attr]
+    silent = [socket.create_connection((host, int(port)), 10) for _ in range(400)]
     stream = server.ask(WORDS, max_tokens=990, stream=True)
     next(iter(stream))
     server.process.send_signal(signal.SIGINT)
@@ -551,3 +481,5 @@ def test_ctrl_c_ends_it_while_it_answers(server):
         list(stream)
     assert server.process.wait(30) == 128 + signal.SIGINT
     assert "Traceback" not in server.log.read_text()
+    for each in silent:
+        each.close()

@@ -2,25 +2,19 @@
 
 import asyncio
 import json
-import os
 import socket
 import threading
-import time
-import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import uvicorn
-from PIL import Image
 from uvicorn.server import ServerState
 
 from glm4v_patched.data.pictures import from_data_url
 from glm4v_patched.inference.serving import connections, guard, pictures
 from glm4v_patched.inference.serving.connections import Connection
-from glm4v_patched.inference.serving.errors import ApiError
 from glm4v_patched.inference.serving.guard import BODY, Guard, HostGuard, parse
 from glm4v_patched.inference.serving.limits import MOST_BYTES_OF_TEXT, VARIABLE, Limits
-from glm4v_patched.inference.serving.pictures import require_size
 from glm4v_patched.inference.serving.serve import hosts_of
 from tests.helpers.serving import about, call, data_url, png
 
@@ -42,26 +36,16 @@ def ask(body: object = None, limits: Limits | None = None, **options) -> tuple[i
     return asyncio.run(call(Guard(echo, limits or Limits()), body, **options))
 
 
-# Who asks
-
-
 @pytest.mark.parametrize(
     ("host", "called", "origin", "is_refused"),
     [
-        ("127.0.0.1", "localhost:8000", None, False),
-        ("127.0.0.1", "[::1]:8000", None, False),
         ("127.0.0.1", "localhost.evil.example", None, True),
-        ("127.0.0.1", "evil-localhost", None, True),
-        ("127.0.0.1", "", None, True),
-        ("LOCALHOST", "evil.example:8000", None, True),
-        ("LOCALHOST", "LocalHost:8000", None, False),
         ("0.0.0.0", "evil.example:8000", None, True),
         ("0.0.0.0", f"{socket.gethostname()}:8000", None, False),
         ("Box.lan", "box.lan", None, False),
         ("127.0.0.1", "127.0.0.1:8000", "http://localhost:3000", False),
         ("0.0.0.0", "192.168.0.7:8000", "http://192.168.0.7:8000", False),
         ("127.0.0.1", "127.0.0.1:8000", "http://93.184.216.34", True),
-        ("127.0.0.1", "127.0.0.1:8000", "null", True),
     ],
 )
 def test_without_a_key_other_hosts_and_pages_are_refused(host, called, origin, is_refused):
@@ -75,48 +59,30 @@ def test_without_a_key_other_hosts_and_pages_are_refused(host, called, origin, i
         assert asyncio.run(call(HostGuard(echo, hosts), method="GET", **headers))[0] == expected
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        ("bearer  secret", 200),
-        ("Bearer secrets", 401),
-        ("Bearer ", 401),
-        ("Basic secret", 401),
-        ("secret", 401),
-    ],
-)
-def test_a_key_is_taken_as_http_has_it(sent, status):
-    got, body = ask(limits=Limits(api_key="secret"), method="GET", authorization=sent)
-    assert got == status
-    assert status == 200 or body["error"]["code"] == "invalid_api_key"
-
-
-def test_a_websocket_is_closed():
-    sent: list = []
+def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
+    for sent in ("bearer  secret", "Bearer secrets", "Bearer ", "Basic secret", "secret"):
+        got, body = ask(limits=Limits(api_key="secret"), method="GET", authorization=sent)
+        assert (got == 200) == (sent == "bearer  secret")
+        assert got == 200 or (got, body["error"]["code"]) == (401, "invalid_api_key")
+    sent_back: list = []
 
     async def send(message):
-        sent.append(message)
+        sent_back.append(message)
 
     for app in (Guard(echo, Limits()), HostGuard(echo, None)):
         asyncio.run(app({"type": "websocket", "path": "/"}, None, send))
-    assert sent == [{"type": "websocket.close", "code": 1008}] * 2
-
-
-# How much, before it is parsed
+    assert sent_back == [{"type": "websocket.close", "code": 1008}] * 2
 
 
 @pytest.mark.parametrize(
     ("body", "limits", "status", "told"),
     [
         (b"[" * 10**5, {}, 400, "no JSON"),
-        (b'{"a": %s}' % (b"1" * 5000), {}, 400, "no JSON"),
         (b"[1]", {}, 400, "is a list; expected an object"),
         (b"a" * 10_001, {"max_body_bytes": 10_000}, 413, "10001 bytes; this server takes 10000"),
-        (b'{"a": "%s"}' % (b"b" * MOST_BYTES_OF_TEXT), {}, 413, "without its pictures"),
         ({"messages": "c" * MOST_BYTES_OF_TEXT + "c"}, {}, 413, "without its pictures"),
         # Texts that look as pictures do.
         ({"messages": [{"content": "data:" + "d" * 2 * 10**6}]}, {}, 413, "2,000,005 bytes"),
-        ({"tools": ["data:" + "d" * 2 * 10**6]}, {}, 413, "2,000,005 bytes"),
         (b'{"a": "data:' + b"e" * 2 * 10**6, {}, 413, "without its pictures"),
         ({}, {"most_at_once": 0}, 429, "no more may"),
     ],
@@ -130,20 +96,14 @@ def test_what_is_just_small_enough_is_taken():
     content = b'{"a": "%s"}' % (b"b" * (MOST_BYTES_OF_TEXT - 9))
     assert len(content) == MOST_BYTES_OF_TEXT and parse(content, Limits())[1] == content
     assert ask(content, Limits(max_body_bytes=len(content)))[0] == 200
+    # And handed on as it came.
+    parts = [{"type": "input_image", "image_url": PICTURE}, {"type": "image", "image": PICTURE}]
+    body = {"messages": about(PICTURE), "input": [{"role": "user", "content": parts}]}
+    body["metadata"] = {"url": "https://example.org"}
+    assert ask(body) == (200, body)
     # Escapes of JSON that other languages write in data URLs.
     escaped = json.dumps({"image_url": data_url(png((300, 300), mode="RGB"))}).replace("/", "\\/")
     assert ask(escaped.encode())[0] == 200
-
-
-@pytest.mark.parametrize("value", [b'{"a":1}', b'"data:"', b"[]"])
-def test_thirty_megabytes_of_small_json_are_not_parsed(monkeypatch, value):
-    """In a key that nothing reads; millions of objects would take gigabytes, and seconds."""
-    content = b'{"metadata": [' + (value + b",") * (31 * 10**6 // len(value)) + b"1]}"
-    monkeypatch.setattr(guard.json, "loads", lambda content: pytest.fail("it was parsed"))
-    start = time.process_time()
-    with pytest.raises(ApiError, match="without its pictures"):
-        parse(content, Limits())
-    assert time.process_time() - start < 1
 
 
 def test_a_page_cannot_send_other_types_of_content():
@@ -169,105 +129,90 @@ def test_waiting_requests_hold_a_limited_number_of_bytes():
         over.set()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
         assert (await call(app, body))[0] == 200 and not app.held and not app.answered
+        app.app = None  # which fails
+        with pytest.raises(TypeError):
+            await call(app, body)
+        assert not app.held and not app.answered
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_request_whose_application_fails_is_no_longer_held():
-    async def fails(scope, receive, send):
-        raise KeyError
+def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
+    """64 of them made a 429 for all; bodies have a deadline."""
+    monkeypatch.setattr(guard, "SECONDS_TO_SEND", 1)
+    fetching, over = [], threading.Event()
+    fetch = lambda *given: fetching.append(given) or over.wait(30) and png()  # noqa: E731
+    monkeypatch.setattr(pictures, "fetch", fetch)
+    app = Guard(echo, Limits(allow_urls=True))
 
-    app = Guard(fails, Limits())
-    with pytest.raises(KeyError):
-        asyncio.run(call(app, {}))
-    assert not app.held and not app.answered
+    async def slow(scope, receive, send):
+        async def part():
+            await asyncio.sleep(0.05)
+            return {"type": "http.request", "body": b" ", "more_body": True}
 
-
-def test_bodies_that_come_slowly_keep_no_other_out_and_have_a_deadline(monkeypatch):
-    """64 of them made a 429 for all."""
-    monkeypatch.setattr(guard, "SECONDS_TO_SEND", 0.5)
+        await app(scope, part, send)
 
     async def run() -> None:
-        async def slow(scope, receive, send):
-            async def part():
-                await asyncio.sleep(0.05)
-                return {"type": "http.request", "body": b" ", "more_body": True}
-
-            await app(scope, part, send)
-
-        app = Guard(echo, Limits())
-        waiting = [asyncio.create_task(call(slow, {})) for _ in range(100)]
-        await asyncio.sleep(0.2)
+        bodies = [asyncio.create_task(call(slow, {})) for _ in range(100)]
+        await asyncio.sleep(0.3)
         assert len(app.held) == 100 and (await call(app, {}))[0] == 200
-        assert {status for status, _ in await asyncio.gather(*waiting)} == {408}
+        assert {status for status, _ in await asyncio.gather(*bodies)} == {408}
+        asked = {"messages": about("http://slow.invalid")}
+        hosts = [asyncio.create_task(call(app, asked)) for _ in range(40)]
+        while len(fetching) < 40:
+            await asyncio.sleep(0.01)
+        status, _ = await call(app, {"messages": about()})
+        over.set()
+        assert {status, *(status for status, _ in await asyncio.gather(*hosts))} == {200}
         assert not app.held
 
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-# Connections
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
     """400 of them, half-open and without a key, ended the service."""
+    with monkeypatch.context() as patch:
+        patch.delattr(connections.H11Protocol, "on_response_complete")
+        with pytest.raises(RuntimeError, match=r"uvicorn [\d.]+ has no on_response_complete"):
+            connections.run_server(echo, None, print)  # type: ignore[arg-type]
     monkeypatch.setattr(connections, "SECONDS_FOR_A_HEAD", 1.5)
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 8)
     config = uvicorn.Config(Guard(echo, Limits()), http=Connection, ws="none", lifespan="off")
+    config.load()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-
-    async def answer(content: bytes, port: int) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head % len(content) + b"Connection: close\r\n\r\n" + content)
-        return await asyncio.wait_for(reader.read(), 10)
 
     async def run() -> None:
         state, loop = ServerState(), asyncio.get_running_loop()
-        config.load()
         made = lambda: Connection(config=config, server_state=state, app_state={})  # noqa: E731
         server = await loop.create_server(made, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        silent = []
+        opened = []
+
+        async def say(content: bytes) -> asyncio.StreamReader:
+            opened.append(await asyncio.open_connection(*server.sockets[0].getsockname()))
+            opened[-1][1].write(content)
+            return opened[-1][0]
+
         for number in range(40):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            half = (b"", b"GET / HT", head % 9 + b"\r\n{", head[:40])[number % 4]
-            writer.write(half)
-            silent.append((reader, writer))
+            await say((b"", b"GET / HT", head % 9 + b"\r\n{", head[:40])[number % 4])
             if number % 10 == 9:
                 await asyncio.sleep(0.05)
                 assert len(state.connections) == 8
-                assert b"200 OK" in await answer(b"{}", port)
+                assert b"200 OK" in await (await say(head % 2 + b"\r\n{}")).read(500)
         begin = loop.time()
         # Those whose head has come have the guard's longer deadline.
         while any(each.is_unheard() for each in state.connections):
             await asyncio.sleep(0.05)
         assert 0.5 < loop.time() - begin < 8
-        # One that is kept alive is heard again.
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in range(3):
-            writer.write(head % 2 + b"\r\n{}")
+        reader = await say(b"")
+        for _ in range(3):  # one that is kept alive is heard again
+            opened[-1][1].write(head % 2 + b"\r\n{}")
             assert b"200 OK" in await asyncio.wait_for(reader.read(500), 10)
             await asyncio.sleep(0.8)
         server.close()
-        for _, other in [*silent, (reader, writer)]:
-            other.close()
+        for _, writer in opened:
+            writer.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_another_uvicorn_is_named_before_anything_is_served(monkeypatch):
-    monkeypatch.delattr(connections.H11Protocol, "on_response_complete")
-    with pytest.raises(RuntimeError, match=r"uvicorn [\d.]+ has no on_response_complete"):
-        connections.run_server(echo, None, print)  # type: ignore[arg-type]
-
-
-# Pictures
-
-
-def test_what_is_allowed_is_handed_on_as_it_came():
-    parts = [{"type": "input_image", "image_url": PICTURE}, {"type": "image", "image": PICTURE}]
-    body = {"messages": about(PICTURE), "input": [{"role": "user", "content": parts}]}
-    body["metadata"] = {"url": "https://example.org"}
-    assert ask(body) == (200, body)
 
 
 @pytest.mark.parametrize(
@@ -275,9 +220,6 @@ def test_what_is_allowed_is_handed_on_as_it_came():
     [
         ("HTTP://example.org/a.png", {}, "url_not_allowed"),
         ("file:///etc/passwd", {"allow_urls": True}, "invalid_image"),
-        (os.path.abspath("docs/loss.png"), {"allow_urls": True}, "invalid_image"),
-        ("docs/loss.png", {}, "invalid_image"),
-        ("data:image/png;base64,!!!", {}, "invalid_image"),
         ("data:image/png;base64,AAAA", {}, "invalid_image"),
         # It is read whatever its type is said to be.
         (PICTURE.replace("image/png", "x/y"), {"max_pixels": 4799}, "image_too_large"),
@@ -285,17 +227,16 @@ def test_what_is_allowed_is_handed_on_as_it_came():
         ("https://example.org/a.png", {"allow_urls": True, "max_pictures": 0}, "too_many_images"),
     ],
 )
-@pytest.mark.parametrize("place", ["url", "image_url", "image", "input", "video"])
-def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limits, code, place):
-    message = {
-        "url": {"type": "image_url", "image_url": {"url": url}},
-        "image_url": {"type": "image_url", "image_url": url},
-        "image": {"type": "image", "image": url},
-        "input": {"type": "input_image", "image_url": url},
-        "video": {"type": "video_url", "video_url": {"url": url}},
-    }[place]
-    status, body = ask({"messages": [{"role": "user", "content": [message]}]}, Limits(**limits))
-    assert (status, body["error"]["code"]) == (400, code)
+def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limits, code):
+    for part in (
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": url},
+        {"type": "image", "image": url},
+        {"type": "input_image", "image_url": url},
+        {"type": "video_url", "video_url": {"url": url}},
+    ):
+        status, body = ask({"messages": [{"role": "user", "content": [part]}]}, Limits(**limits))
+        assert (status, body["error"]["code"]) == (400, code)
 
 
 def test_pictures_are_counted_together():
@@ -310,41 +251,33 @@ def test_pictures_are_counted_together():
 @pytest.fixture
 def shop(monkeypatch):
     """The port of a web server of this machine, of which the names of a public one are known."""
+    asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
             self.send_response(302 if self.path == "/away" else 200)
-            if self.path == "/away":
-                self.send_header("Location", f"http://127.0.0.1:{port}/secret")
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/secret")
             self.end_headers()
             self.wfile.write(FETCHED)
 
         def log_message(self, *given):
             pass
 
-    asked: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        port = server.server_port
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield port, asked
+        yield server.server_port, asked
         server.shutdown()
 
 
-@pytest.mark.parametrize(
-    "address", ["localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1"]
-)
-def test_nothing_is_fetched_from_a_private_network(shop, monkeypatch, address):
+def test_nothing_is_fetched_from_a_private_network(shop, monkeypatch):
     port, asked = shop
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")  # which would fetch it
-    body = {"messages": about(f"http://{address}:{port}/a.png")}
-    status, answered = ask(body, Limits(allow_urls=True))
-    assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
-
-
-def test_private_addresses_are_known():
-    for address in ("10.0.0.1", "169.254.169.254", "100.64.0.1", "fd00::1", "fe80::1%eth0",
-                    "224.0.0.1", "255.255.255.255", "::ffff:10.0.0.1"):  # fmt: skip
+    for address in ("localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1"):
+        body = {"messages": about(f"http://{address}:{port}/a.png")}
+        status, answered = ask(body, Limits(allow_urls=True))
+        assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
+    for address in ("10.0.0.1", "169.254.169.254", "fd00::1", "fe80::1%eth0", "224.0.0.1"):
         with pytest.raises(ValueError, match="no address of the public internet"):
             pictures._require_public("host", address)
     pictures._require_public("host", "93.184.216.34")
@@ -355,7 +288,7 @@ def test_what_a_public_name_leads_to_is_looked_at_again(shop, monkeypatch):
     redirect leads inside."""
     port, asked = shop
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")  # which would look names up
-    looked_up = socket.getaddrinfo
+    looked_up, require_public = socket.getaddrinfo, pictures._require_public
     public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", port))]
 
     def lookup(host, *given, **options):
@@ -363,74 +296,33 @@ def test_what_a_public_name_leads_to_is_looked_at_again(shop, monkeypatch):
             return looked_up(host, *given, **options)
         return public if options else looked_up("127.0.0.1", *given)
 
+    def fetch(path: str, times: int = 1, **limits) -> tuple[int, dict]:
+        urls = [f"http://rebinding.example:{port}{path}"] * times
+        return ask({"messages": about(*urls)}, Limits(allow_urls=True, **limits))
+
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    body = {"messages": about(f"http://rebinding.example:{port}/a.png")}
-    assert ask(body, Limits(allow_urls=True))[0] == 400 and not asked
+    assert fetch("/a.png")[0] == 400 and not asked
     # The same is fetched, and handed on as a data URL, where the address is public.
-    is_private = pictures._require_public
     monkeypatch.setattr(pictures, "_require_public", lambda host, address: None)
-    status, handed_on = ask(body, Limits(allow_urls=True))
+    status, handed_on = fetch("/a.png")
     assert status == 200 and asked == ["/a.png"]
     url = handed_on["messages"][0]["content"][0]["image_url"]["url"]
     assert from_data_url(url) == FETCHED
-    few_bytes = Limits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
-    twice = [f"http://rebinding.example:{port}/a.png"] * 2
-    assert ask({"messages": about(*twice)}, few_bytes)[0] == 400
+    assert fetch("/a.png", 2, max_body_bytes=2 * len(FETCHED) - 1)[0] == 400
 
     def only_names(host, address):
         if host == "127.0.0.1":
-            is_private(host, address)
+            require_public(host, address)
 
     monkeypatch.setattr(pictures, "_require_public", only_names)
     asked.clear()
-    body = {"messages": about(f"http://rebinding.example:{port}/away")}
-    assert ask(body, Limits(allow_urls=True))[0] == 400 and asked == ["/away"]
+    assert fetch("/away")[0] == 400 and asked == ["/away"]
 
 
-def test_hosts_that_are_slow_keep_no_other_request_waiting(monkeypatch):
-    fetching, over = [], threading.Event()
-
-    def slow(*given) -> bytes:
-        fetching.append(given)
-        over.wait(30)
-        return png()
-
-    monkeypatch.setattr(pictures, "fetch", slow)
-    app = Guard(echo, Limits(allow_urls=True))
-
-    async def run() -> None:
-        slow_ones = {"messages": about("http://slow.invalid")}
-        waiting = [asyncio.create_task(call(app, slow_ones)) for _ in range(40)]
-        while len(fetching) < 40:
-            await asyncio.sleep(0.01)
-        try:
-            assert (await asyncio.wait_for(call(app, {"messages": about()}), 5))[0] == 200
-        finally:
-            over.set()
-        assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_looking_at_a_picture_leaves_the_filters_of_warnings(monkeypatch):
-    """Threads share them."""
-    before, opened = list(warnings.filters), Image.open
-
-    def read(file):
-        assert list(warnings.filters) == before
-        return opened(file)
-
-    monkeypatch.setattr(Image, "open", read)
-    assert require_size(png(), Limits()) == 4800 and list(warnings.filters) == before
-
-
-def test_a_refusal_is_a_line_of_the_log_that_no_terminal_obeys(capsys):
+def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, capsys):
     assert ask({"messages": about("\x1b[31mred")})[0] == 400
-    line = capsys.readouterr().out
+    line = capsys.readouterr().out  # of the log, which no terminal obeys
     assert "/v1/chat/completions: 400 image is" in line and "\x1b" not in line
-
-
-def test_limits_reach_the_middleware_of_vllm_and_without_them_it_does_not_start(monkeypatch):
     limits = Limits(hosts=("a", "b"), max_pictures=3, api_key="secret")
     monkeypatch.setenv(VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits

@@ -1,4 +1,4 @@
-"""A model is known by what is in it, whatever it is called."""
+"""A model is known by what is in it, whatever it is called; on what processes it runs."""
 
 import json
 import shutil
@@ -6,12 +6,19 @@ import signal
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
+from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import base as base_of_models
+from glm4v_patched.models import placement
 from glm4v_patched.models.base import Base, digest, identify, pin, time_limit
+from glm4v_patched.models.find import LONGEST_HUB_ID, fault_of_model
+from glm4v_patched.models.loading import load_processor
+from glm4v_patched.models.placement import NoPlace, Placement, place
 
 
 def model(folder: Path, **changes) -> Path:
@@ -23,30 +30,22 @@ def model(folder: Path, **changes) -> Path:
 
 
 def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
-    one = model(tmp_path / "one")
+    one, moved = model(tmp_path / "one"), tmp_path / "moved"
     found = identify(Base(str(one)))
-    shutil.copytree(one, tmp_path / "moved")
-    (tmp_path / "moved" / "README.md").touch()
-    assert identify(Base(str(tmp_path / "moved"))) == found
-    save_file({"w": torch.tensor([0.0, 1, 2, 4])}, tmp_path / "moved" / "model.safetensors")
-    other = identify(Base(str(tmp_path / "moved")))
-    assert {name for name in found if found[name] != other[name]} == {"model.safetensors"}
-    (tmp_path / "moved" / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json" in identify(Base(str(tmp_path / "moved")))
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "part1.bin"])
-def test_a_model_is_known_by_its_pickled_weights(tmp_path, name):
-    folder = model(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    (folder / name).write_text("weights")
-    found = identify(Base(str(folder)))
-    (folder / name).write_text("others")
-    other = identify(Base(str(folder)))
-    assert found.keys() == other.keys() and found[name] != other[name]
-    # The Trainer leaves it beside what it saves.
-    (folder / "training_args.bin").touch()
-    assert identify(Base(str(folder))) == other
+    shutil.copytree(one, moved)
+    (moved / "README.md").touch()
+    (moved / "training_args.bin").touch()  # the Trainer leaves it beside what it saves
+    assert identify(Base(str(moved))) == found
+    for name in ("model.safetensors", "tokenizer.json", "pytorch_model.bin", "part1.bin"):
+        before = identify(Base(str(moved)))
+        (moved / name).write_text("others")
+        other = identify(Base(str(moved)))
+        assert {n for n in other if other[n] != before.get(n)} == {name}
+    (moved / "adapter_model.safetensors").touch()
+    (moved / "adapter_config.json").touch()
+    with_adapters = identify(Base(str(one), adapters=moved))
+    (moved / "adapter_model.safetensors").write_text("others")
+    assert identify(Base(str(one), adapters=moved)) != with_adapters
 
 
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
@@ -84,37 +83,68 @@ def test_a_time_limit_leaves_the_clock_as_it_was():
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    model(tmp_path / "snapshots" / "c0ffee")
 
-    asked = []
+    def hub(**answers):
+        def download(repository, name, revision):
+            asked.append((repository, name, revision))
+            if isinstance(answer := answers[name[:6]], Exception):
+                raise answer
+            return str(tmp_path / "snapshots" / "c0ffee" / name)
 
-    def download(repository, name, revision):
-        asked.append((repository, name, revision))
-        if name == "adapter_config.json":
-            raise LocalEntryNotFoundError("offline")
-        folder = tmp_path / "snapshots" / "c0ffee"
-        if not folder.is_dir():
-            model(folder)
-        return str(folder / name)
+        asked = []
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        return asked
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    asked = hub(config=None, adapte=LocalEntryNotFoundError("offline"))
     pinned = pin(Base("org/name", "main"))
     assert pinned == Base("org/name", "c0ffee")
-    assert asked == [
-        ("org/name", "config.json", "main"),
-        ("org/name", "adapter_config.json", "c0ffee"),
-    ]
+    names = [("config.json", "main"), ("adapter_config.json", "c0ffee")]
+    assert asked == [("org/name", *name) for name in names]
     assert identify(pinned) == {"model on the Hub": "org/name at c0ffee"}
     assert pin(Base(str(tmp_path))) == Base(str(tmp_path))
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: f"{tmp_path}/c/x")
+    hub(config=None, adapte=None)
     with pytest.raises(ValueError, match="org/name of the Hub holds adapters; .*hf download"):
         pin(Base("org/name"))
-
-    def refuse(*args, **kwargs):
-        raise EntryNotFoundError("no such file")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    hub(config=EntryNotFoundError("no such file"))
     with pytest.raises(ValueError, match="org/name is no folder here, and cannot be had"):
         pin(Base("org/name"))
+
+
+def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):
+    model = str(files.model)
+    processor = load_processor(Base(model))
+    shared = load_processor(Base(model, adapters=files.adapters))
+    assert shared.chat_template == processor.chat_template
+    adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
+    processor.chat_template = processor.tokenizer.chat_template = "hello"
+    processor.save_pretrained(adapters)
+    assert load_processor(Base(model, adapters=adapters)).chat_template == "hello"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "placed"),
+    [
+        (4, {"processes": 4}, Placement(4)),
+        (4, {"processes": None, "zero_stage": 0}, Placement(1)),
+        (0, {"processes": None, "device": "cpu"}, Placement(1, on_cpu=True)),
+        (4, {"processes": 5}, "--processes"),
+        (0, {"processes": None}, "--device"),
+        (4, {"processes": 2, "zero_stage": 0}, "engine.zero_stage"),
+    ],
+)
+def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, placed):
+    found = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
+    monkeypatch.setattr(placement, "find_gpus", lambda: found)
+    if isinstance(placed, Placement):
+        assert place(**asked) == placed
+        return
+    with pytest.raises(NoPlace) as refused:
+        place(**asked)
+    assert refused.value.field == placed
+
+
+def test_ids_of_the_hub_have_a_length():
+    longest = f"our-org/{'a' * (LONGEST_HUB_ID - len('our-org/'))}"
+    assert fault_of_model(longest) is None
+    assert "there is no such folder" in fault_of_model(longest + "a")

@@ -59,41 +59,41 @@ FAULTS = {
         lambda weights: {f"base_model.{name}": weight for name, weight in weights.items()},
         "'base_model.'",
     ),
-    "a prefix of some names": (renamed(LAYER, "module." + LAYER), "'module.'"),
     "names without a part of them": (renamed("encoder.layers", "layers"), "published weights"),
     "adapters that were not merged": (renamed("dense.", "dense.base_layer."), "merge"),
     "no tower": (without(TOWER), "the vision tower was left out"),
-    "one weight less": (without(LAYER + "mlp.dense_4h_to_h"), "shard"),
     "a layer less": (without(LAYER), "more layers"),
-    "one weight more": (with_more("score.weight", 2, 64), "score.weight"),
-    "a layer more": (
-        with_more("transformer.encoder.layers.7.mlp.dense_4h_to_h.weight", 2),
-        "fewer",
-    ),
-    "another size": (with_more("transformer.output_layer.weight", 7, 64), "[7, 64], not ["),
-    "nothing": (lambda weights: {}, "are missing"),
+    "a layer more": (with_more("transformer.encoder.layers.7.mlp.x.weight", 2), "fewer"),
+    "another config": (None, "config.json is another model's"),
 }
 
 
 @pytest.mark.parametrize(("new", "cause"), FAULTS.values(), ids=FAULTS)
 def test_what_is_not_whole_is_refused_with_its_cause(model, new, cause, words):
-    change(model, new)
+    if new is None:
+        configured(model, ffn_hidden_size=8)
+    else:
+        change(model, new)
     with words.refused(ValueError, cause, model=model):
         require_whole(str(model))
 
 
-@pytest.mark.parametrize("fields", [{"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 8}])
-def test_a_config_of_another_size_is_refused(model, fields, words):
-    configured(model, **fields)
-    with words.refused(ValueError, "config.json", model=model):
-        require_whole(str(model))
-
-
-def test_a_file_that_was_cut_short_is_refused(model):
+def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(model):
     content = (model / WHOLE).read_bytes()
     (model / WHOLE).write_bytes(content[:-1])
     told = f"{len(content) - 1:,} of its {len(content):,} bytes"
     assert told in fault_of_model(str(model))
+    (model / WHOLE).write_bytes(content)
+    # transformers would read the one, and the index tell of the other.
+    (model / "model-1.safetensors").write_bytes(content)
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(ValueError, match="expected one of the two"):
+        require_whole(str(model))
+    (model / INDEX).unlink()
+    configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    missing = "saved quantised by gptq, needs gptqmodel: .*install gptqmodel"
+    with pytest.raises(RuntimeError, match=missing):
+        find_source(str(model))
 
 
 def test_what_transformers_reads_alike_is_whole(model, tmp_path):
@@ -115,29 +115,16 @@ def test_what_transformers_reads_alike_is_whole(model, tmp_path):
         require_whole(str(model))
 
 
-def test_a_file_beside_an_index_of_others_is_refused(model):
-    """transformers would read the one, and the index tell of the others."""
-    shutil.copy(model / WHOLE, model / "model-1.safetensors")
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    assert "expected one of the two" in fault_of_model(str(model))
-    with pytest.raises(ValueError, match="expected one of the two"):
-        require_whole(str(model))
-
-
 def test_weights_in_pieces_of_a_quantiser_are_whole(model):
     """As compressed-tensors, GPTQ and bitsandbytes name them."""
     configured(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
 
     def in_pieces(weights):
+        packed = torch.zeros(4, 1, dtype=torch.uint8)
         for number, name in enumerate([n for n in weights if n.endswith("dense.weight")]):
-            packed = torch.zeros(4, 1, dtype=torch.uint8)
-            stem = name.removesuffix(".weight")
-            if number % 2:
-                weights[name] = packed
-                weights[f"{name}.absmax"] = packed.clone()
-                continue
+            pieces = [f"{name}_packed", f"{name}_scale"] if number % 2 else [name, f"{name}.absmax"]
             del weights[name]
-            weights |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": packed.clone()}
+            weights |= {piece: packed.clone() for piece in pieces}
         return weights
 
     change(model, in_pieces)
@@ -153,22 +140,13 @@ def test_weights_in_pieces_of_a_quantiser_are_whole(model):
         require_whole(str(model))
 
 
-def test_what_loads_quantised_weights_is_asked_for_first(model):
-    configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
-    missing = "saved quantised by gptq, needs gptqmodel: .*install gptqmodel"
-    with pytest.raises(RuntimeError, match=missing):
-        find_source(str(model))
-
-
 def test_weights_that_begin_at_random_on_purpose_are_said(model):
     change(model, without("transformer.vision.linear_proj"))
     require_whole(str(model), None, ["transformer.vision.linear_proj"])
     for from_scratch, trained in (
-        ([], "full"),
         (["transformer.vision.linear_proj.gate"], "full"),  # not all of it
         (["transformer.vision.linear_proj", "score"], "full"),  # nothing of that name
         (["transformer.vision.linear_proj"], "lora_lm"),  # not trained
-        (["transformer.vision.linear_proj"], "tower"),
     ):
         with pytest.raises(ValueError, match=r"missing|from_scratch"):
             require_whole(str(model), None, from_scratch, trained)
@@ -189,12 +167,8 @@ def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkey
 
 COMMANDS = {
     "train": ["train", "{recipe}", "--device", "cpu", "--processes", "1"],
-    "dry-run": ["train", "{recipe}", "--device", "cpu", "--processes", "1", "--dry-run"],
     "doctor": ["doctor", "{recipe}", "--device", "cpu", "--processes", "1"],
     "answer": ["answer", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
-    "evaluate": ["evaluate", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
-    "chat": ["chat", "{model}", "--device", "cpu"],
-    "serve": ["serve", "{model}", "--device", "cpu", "--port", "0"],
     "compare": ["compare", "{model}"],
 }
 
@@ -214,14 +188,8 @@ def test_every_command_refuses_a_model_that_is_not_whole(drawn, model, tmp_path,
 FEW = settings(max_examples=60, derandomize=True, deadline=None)
 MANY = settings(max_examples=3_000, derandomize=True, deadline=None)
 PART = st.text("abcdefghijklmnopqrstuvwxyz_.0123456789", min_size=1, max_size=12)
-CHANGES = st.lists(
-    st.tuples(
-        st.sampled_from(["drop", "rename", "prefix", "part", "add", "reshape", "same"]),
-        st.integers(0, 10_000),
-        PART,
-    ),
-    max_size=4,
-)
+KINDS = st.sampled_from(["drop", "rename", "prefix", "part", "add", "reshape"])
+CHANGES = st.lists(st.tuples(KINDS, st.integers(0, 10_000), PART), max_size=4)
 
 
 def changed(weights: dict, changes: list[tuple[str, int, str]]) -> dict:
@@ -229,17 +197,17 @@ def changed(weights: dict, changes: list[tuple[str, int, str]]) -> dict:
     weights = dict(weights)
     for kind, number, text in changes:
         name = sorted(weights)[number % len(weights)]
+        parts = name.split(".")
+        parts.insert(number % len(parts), text)
+        new = {"rename": text, "prefix": text + name, "part": ".".join(parts)}
         if kind == "add":
             weights[text] = torch.zeros(1)
         elif kind == "reshape":
             weights[name] = torch.zeros(number % 7 + 1)
-        elif kind != "same":
-            weight = weights.pop(name)
-            parts = name.split(".")
-            parts.insert(number % len(parts), text)
-            new = {"rename": text, "prefix": text + name, "part": ".".join(parts)}
-            if kind in new:
-                weights[new[kind]] = weight
+        elif kind == "drop":
+            del weights[name]
+        else:
+            weights[new[kind]] = weights.pop(name)
     return weights
 
 
@@ -249,20 +217,19 @@ def shapes_of_weights(tensors: dict) -> dict:
 
 
 @pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
-def test_a_model_is_whole_or_refused_whatever_is_changed(drawn, tmp_path_factory, profile):
-    folder = Path(shutil.copytree(drawn.model, tmp_path_factory.mktemp("changed") / "model"))
-    whole = load_file(folder / WHOLE)
+def test_a_model_is_whole_or_refused_whatever_is_changed(model, profile):
+    whole = load_file(model / WHOLE)
 
     @profile
     @given(CHANGES)
     def check(changes):
         new = changed(whole, changes)
-        save_file(new, folder / WHOLE, metadata={"format": "pt"})
+        save_file(new, model / WHOLE, metadata={"format": "pt"})
         if shapes_of_weights(new) == shapes_of_weights(whole):
-            require_whole(str(folder))
+            require_whole(str(model))
             return
         with pytest.raises(ValueError, match="weights") as raised:
-            require_whole(str(folder))
+            require_whole(str(model))
         assert len(str(raised.value)) < 2_000
 
     check()

@@ -18,7 +18,7 @@ from tests.helpers.tiny import (
 from tests.parity.reference import encode_image, forward_row
 
 # Both in fp64, ours with fp32 rotary tables and variances. Relative to the largest value; measured
-# 5.7e-7 for logits, 3.2e-6 for gradients. What must fail: see test_fields_that_change_no_shape.
+# 5.7e-7 for logits, 3.2e-6 for gradients. What must fail: a field that is not read.
 RTOL = 5e-6
 GRADIENT_RTOL = 2e-5
 
@@ -31,19 +31,13 @@ def vision(**changes) -> dict:
 
 CONFIGURATIONS = {
     "as golden": {},
-    "odd number of groups": {"num_attention_heads": 6, "multi_query_group_num": 3},
     "a group for every head": {"num_attention_heads": 5, "multi_query_group_num": 5},
     "one group": {"multi_query_group_num": 1},
-    "projection wider than hidden": {"kv_channels": 32},
-    "projection narrower than hidden": {"kv_channels": 8},
     "rope_ratio": {"rope_ratio": 50},
-    "eps": {"layernorm_epsilon": 1e-2} | vision(layer_norm_eps=1e-2),
     "scaling_factor": vision(scaling_factor=3),
     "one image token": vision(image_size=28),
-    "nine image tokens": vision(image_size=84),
     "odd grid": vision(image_size=70),
     "pixels beside the grid": vision(image_size=60),
-    "other patch": vision(image_size=48, patch_size=8),
     "tower": vision(hidden_size=40, num_heads=5, intermediate_size=24, num_hidden_layers=3),
     "several": {
         "num_attention_heads": 6,
@@ -76,11 +70,6 @@ def sample(model) -> tuple[list[int], torch.Tensor]:
     return row, torch.randn(3, 3, side, side, generator=generator, dtype=torch.float64)
 
 
-def reference_logits(model, row, pixels) -> torch.Tensor:
-    weights = dict(model.named_parameters())
-    return forward_row(weights, model.config.to_dict(), row, list(pixels))
-
-
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
@@ -103,40 +92,20 @@ def test_reference_gives_the_golden_logits_and_features():
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_logits_equal_the_reference(name, implementation):
-    model = random_model(CONFIGURATIONS[name])
+def test_logits_and_gradients_equal_the_reference(name, implementation):
+    model = random_model(CONFIGURATIONS[name]).train()
     model.set_attn_implementation(implementation)
     row, pixels = sample(model)
-    with torch.no_grad():
-        got = model(input_ids=torch.tensor([row]), pixel_values=pixels).logits[0]
-        want = reference_logits(model, row, pixels)
+    labels = torch.tensor([[-100] * (len(row) - 5) + row[-5:]])
+    output = model(input_ids=torch.tensor([row]), labels=labels, pixel_values=pixels)
+    output.loss.backward()
+    weights = dict(model.named_parameters())
+    want = forward_row(weights, model.config.to_dict(), row, list(pixels))
     tokens = model.config.vision.num_image_tokens
-    assert len(got) == len(row) + 3 * (tokens - 1)
-    assert relative_difference(got, want) <= RTOL
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_gradients_equal_the_reference(name):
-    model = random_model(CONFIGURATIONS[name]).train()
-    row, pixels = sample(model)
-    labels = [-100] * (len(row) - 5) + row[-5:]
-    model(
-        input_ids=torch.tensor([row]), labels=torch.tensor([labels]), pixel_values=pixels
-    ).loss.backward()
-    parameters = dict(model.named_parameters())
-    loss = F.cross_entropy(reference_logits(model, row, pixels)[-6:-1], torch.tensor(row[-5:]))
-    want = torch.autograd.grad(loss, list(parameters.values()))
-    for (name, parameter), gradient in zip(parameters.items(), want, strict=True):
+    assert len(want) == len(row) + 3 * (tokens - 1)
+    assert relative_difference(output.logits[0], want) <= RTOL
+    loss = F.cross_entropy(want[-6:-1], torch.tensor(row[-5:]))
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    for (name, parameter), gradient in zip(weights.items(), gradients, strict=True):
         assert gradient.abs().max() > 0, name
         assert relative_difference(parameter.grad, gradient) <= GRADIENT_RTOL, name
-
-
-@pytest.mark.parametrize("name", ["rope_ratio", "eps", "scaling_factor"])
-def test_fields_that_change_no_shape_change_the_numbers(name):
-    row, pixels = sample(random_model({}))
-    with torch.no_grad():
-        got, other = (
-            random_model(changes)(input_ids=torch.tensor([row]), pixel_values=pixels).logits
-            for changes in (CONFIGURATIONS[name], {})
-        )
-    assert relative_difference(got, other) > 100 * RTOL

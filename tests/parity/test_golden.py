@@ -47,11 +47,6 @@ BF16_STEP_UNITS = 3  # measured 1.75
 BF16_LOSS_ATOL = 1e-2  # measured 4.5e-3, from logits that differ by up to 0.05
 
 
-def test_cases_are_all_there():
-    assert len(FORWARD) == 8 and len(LABELLED) == 6 and len(GENERATE) == 3
-    assert set(CASES) == {*FORWARD, *GENERATE, "vision"}
-
-
 @functools.cache
 def model_for(dtype, implementation="sdpa", **changes) -> GLM4VForCausalLM:
     return tiny_model(dtype, implementation, **changes)
@@ -102,40 +97,32 @@ def forward(model, inputs: dict, form: str):
         return model(**model_inputs(inputs, form), output_hidden_states=True, use_cache=True)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+# In fp64 there is no rounding of ours, so what remains is upstream's own.
+MODELS = {
+    "eager": (torch.float32, "eager"),
+    "sdpa": (torch.float32, "sdpa"),
+    "fp64": (torch.float64, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("case, form", forms_of(FORWARD))
-def test_fp32_logits_hidden_states_and_cache(case, form, implementation):
+def test_fp32_logits_hidden_states_and_cache(case, form, kind):
     inputs, want, _ = golden_case(f"{case}.fp32")
-    output = forward(model_for(torch.float32, implementation), inputs, form)
+    output = forward(model_for(*MODELS[kind], rope_in_fp32=kind == "fp64"), inputs, form)
     found = compare_outputs(output, inputs, want, largest_difference)
     assert max(found.values()) <= ATOL, found
 
 
 @pytest.mark.parametrize("case, form", forms_of(FORWARD))
-def test_fp64_is_as_near(case, form):
-    """The referee: no rounding of ours, so what remains is upstream's own."""
-    inputs, want, _ = golden_case(f"{case}.fp32")
-    output = forward(model_for(torch.float64, rope_in_fp32=True), inputs, form)
-    found = compare_outputs(output, inputs, want, largest_difference)
-    assert max(found.values()) <= ATOL, found
-
-
-@pytest.mark.parametrize("case, form", forms_of(FORWARD))
-def test_bf16_logits_hidden_states_and_cache(case, form):
+def test_bf16_logits_hidden_states_cache_and_loss(case, form):
     inputs, want, _ = golden_case(f"{case}.bf16")
     output = forward(model_for(torch.bfloat16), inputs, form)
     found = compare_outputs(output, inputs, want, bf16_units)
     assert max(found.values()) <= BF16_UNITS.get(case, 1), found
-
-
-@pytest.mark.parametrize("case, form", forms_of(LABELLED))
-def test_bf16_loss(case, form):
-    """In fp32 from bf16 logits: upstream rounds the result to bf16, ours keeps it."""
-    inputs, want, _ = golden_case(f"{case}.bf16")
-    with torch.no_grad():
-        loss = model_for(torch.bfloat16)(**model_inputs(inputs, form)).loss
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(want["loss_fp32"].item(), abs=BF16_LOSS_ATOL)
+    if case in LABELLED:  # in fp32: upstream rounds the result to bf16, ours keeps it
+        assert output.loss.dtype == torch.float32
+        assert output.loss.item() == pytest.approx(want["loss_fp32"].item(), abs=BF16_LOSS_ATOL)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -180,21 +167,21 @@ def vision_stages(model, images: torch.Tensor) -> dict[str, torch.Tensor]:
     return stages
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_fp32_vision_stages(implementation):
-    inputs, want, _ = golden_case("vision.fp32")
-    got = vision_stages(model_for(torch.float32, implementation), inputs["images"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "implementation"),
+    [
+        ("fp32", torch.float32, "eager"),
+        ("fp32", torch.float32, "sdpa"),
+        ("bf16", torch.bfloat16, "sdpa"),
+    ],
+)
+def test_vision_stages(kind, dtype, implementation):
+    inputs, want, _ = golden_case(f"vision.{kind}")
+    got = vision_stages(model_for(dtype, implementation), inputs["images"].to(dtype))
     assert got.keys() == want.keys()
-    found = {name: largest_difference(got[name], want[name]) for name in want}
-    assert max(found.values()) <= ATOL, found
-
-
-def test_bf16_vision_stages():
-    inputs, want, _ = golden_case("vision.bf16")
-    got = vision_stages(model_for(torch.bfloat16), inputs["images"].bfloat16())
-    assert got.keys() == want.keys()
-    found = {name: bf16_units(got[name], want[name]) for name in want}
-    assert max(found.values()) <= 1, found
+    difference = largest_difference if kind == "fp32" else bf16_units
+    found = {name: difference(got[name], want[name]) for name in want}
+    assert max(found.values()) <= (ATOL if kind == "fp32" else 1), found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -223,18 +210,11 @@ def test_generated_tokens_are_the_same(case, form, dtype):
 
 
 def test_parameters_have_the_published_names_shapes_and_order():
-    want = golden_json("param_shapes.json")
-    got = {name: list(value.shape) for name, value in model_for(torch.float32).state_dict().items()}
-    assert list(got) == list(want)
-    assert got == want
-
-
-def test_golden_weights_load_without_a_rest():
-    model = model_for(torch.float32)
-    assert list(model.state_dict()) == list(golden_json("param_shapes.json"))
+    model, want = model_for(torch.float32), golden_json("param_shapes.json")
+    got = {name: list(value.shape) for name, value in model.state_dict().items()}
+    assert list(got) == list(want) and got == want
     rest = model.load_state_dict(golden_weights(), strict=False)
     assert rest.unexpected_keys == []
     assert rest.missing_keys in ([], ["transformer.rotary_pos_emb.inv_freq"])
-    buffers = load(golden_bytes("buffer_inv_freq.safetensors"))
-    (inv_freq,) = buffers.values()
+    (inv_freq,) = load(golden_bytes("buffer_inv_freq.safetensors")).values()
     assert torch.equal(model.transformer.rotary_pos_emb.inv_freq, inv_freq)

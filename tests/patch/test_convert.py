@@ -5,7 +5,6 @@ The stand-in for the published code is tests/helpers/legacy.
 
 import copy
 import inspect
-import json
 from functools import partial
 from types import MethodType
 
@@ -14,14 +13,12 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from glm4v_patched.patch.convert import patch_model
-from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import computes_loss
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
 from tests.helpers.legacy_repository import image_row
@@ -114,12 +111,11 @@ def count_runs(model, monkeypatch) -> dict[str, int]:
 # Numbers
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", FORWARD)
-def test_logits_loss_and_gradients_are_the_published_ones(case, training, legacy):
+def test_logits_loss_and_gradients_are_the_published_ones(case, legacy):
     inputs, want, want_gradients = golden_case(f"{case}.fp32")
     mask = inputs.get("attention_mask_expanded", inputs.get("attention_mask"))
-    model = patch_model(legacy.train(training))
+    model = patch_model(legacy.train())
     output = model(**golden_inputs(case))
     valid = ... if mask is None else mask.bool()
     torch.testing.assert_close(output.logits[valid], want["logits"][valid], rtol=0, atol=ATOL)
@@ -139,8 +135,8 @@ def test_generated_tokens_are_the_published_ones(case, legacy):
     assert torch.equal(got[:, inputs["input_ids"].shape[1] :], want["sequences"][:, -8:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_cast_before_computes_what_ours_does(dtype, legacy):
+def test_a_model_cast_before_computes_what_ours_does(legacy):
+    dtype = torch.bfloat16
     want = tiny_model(dtype).train()
     model = patch_model(legacy.to(dtype).train())
     assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
@@ -148,17 +144,6 @@ def test_a_model_cast_before_computes_what_ours_does(dtype, legacy):
     assert torch.equal(got.logits, wanted.logits) and got.logits.dtype == dtype
     assert torch.equal(got.loss, wanted.loss) and got.loss.dtype == torch.float32
     assert_equal(gradients(model), gradients(want))
-
-
-def test_padded_training_batches_lose_their_images_before_and_not_after(legacy):
-    model = legacy.train()
-    inputs = {name: value for name, value in padded_images().items() if name != "labels"}
-    others = inputs | {"images": pictures(2, seed=9)}
-    assert torch.equal(logits(model, inputs), logits(model, others))
-    patch_model(model)
-    assert not torch.equal(logits(model, inputs), logits(model, others))
-    tower = {name for name in gradients(model) if "vision" in name}
-    assert len(tower) == len([*model.transformer.vision.parameters()])
 
 
 # What stays
@@ -178,20 +163,6 @@ def test_the_same_object_comes_back_with_our_classes_and_the_same_tensors(legacy
     assert got == golden_json("param_shapes.json")
     ours = {name: type(module) for name, module in tiny_model().named_modules()}
     assert {name: type(module) for name, module in legacy.named_modules()} == ours
-
-
-def test_an_optimizer_made_before_trains_the_model_after(legacy):
-    optimizer = torch.optim.SGD(legacy.parameters(), lr=0.1)
-    patch_model(legacy.train())
-    ours = tiny_model().train()
-    reference = torch.optim.SGD(ours.parameters(), lr=0.1)
-    for _ in range(2):
-        for model, stepped in ((legacy, optimizer), (ours, reference)):
-            model(**padded_images()).loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-    assert_equal(legacy.state_dict(), ours.state_dict())
-    assert not torch.equal(legacy.transformer.vision.boi, tiny_model().transformer.vision.boi)
 
 
 def test_training_mode_and_frozen_parameters_of_each_module_stay(legacy):
@@ -229,14 +200,12 @@ def test_attributes_and_methods_that_others_set_stay(legacy):
     legacy.hf_device_map = {"": "cpu"}
     legacy.get_memory_footprint = MethodType(lambda self: 7, legacy)
     generation_config = legacy.generation_config = tiny_model().generation_config
+    other = copy.deepcopy(legacy)
+    other.generation_config = None
     patch_model(legacy)
     assert legacy.hf_device_map == {"": "cpu"} and legacy.get_memory_footprint() == 7
     assert legacy.generation_config is generation_config
-
-
-def test_a_model_without_generation_config_gets_that_of_its_config(legacy):
-    legacy.generation_config = None
-    assert patch_model(legacy).generation_config.eos_token_id == legacy.config.eos_token_id
+    assert patch_model(other).generation_config.eos_token_id == other.config.eos_token_id
 
 
 def test_the_config_is_ours_with_its_values_wherever_it_is_held(legacy):
@@ -261,13 +230,6 @@ def test_attention_is_sdpa_as_published_unless_another_than_eager_is_configured(
 ):
     legacy.config._attn_implementation = theirs
     assert patch_model(legacy).config._attn_implementation == ours
-
-
-def test_a_patched_model_can_be_copied_and_pickled(legacy, tmp_path):
-    want = logits(patch_model(legacy))
-    torch.save(legacy, tmp_path / "model.pt")
-    for other in (copy.deepcopy(legacy), torch.load(tmp_path / "model.pt", weights_only=False)):
-        assert torch.equal(logits(other), want)
 
 
 def test_what_only_the_published_modules_have_is_dropped(legacy):
@@ -318,41 +280,7 @@ def test_checkpointing_stays_as_it_was_and_can_be_switched_after(
     assert set(runs.values()) == {3 if was_on else 2}
 
 
-def test_inputs_still_require_gradients_where_that_was_asked_for(legacy):
-    legacy.requires_grad_(False).enable_input_require_grads()
-    patch_model(legacy)
-    assert legacy.get_input_embeddings()(torch.tensor([1])).requires_grad
-    legacy.disable_input_require_grads()
-    assert not legacy.get_input_embeddings()(torch.tensor([1])).requires_grad
-
-
 # Saving
-
-
-def test_saving_writes_our_code_and_the_published_names(legacy, tmp_path):
-    patch_model(legacy.bfloat16()).save_pretrained(tmp_path / "patched")
-    tiny_model(torch.bfloat16).save_pretrained(tmp_path / "ours")
-    code = sorted(path.name for path in (tmp_path / "ours").glob("*.py"))
-    assert len(code) > 5
-    for name in [*code, "model.safetensors"]:
-        ours, theirs = tmp_path / "ours" / name, tmp_path / "patched" / name
-        assert theirs.read_bytes() == ours.read_bytes(), name
-    saved = load_file(tmp_path / "patched" / "model.safetensors")
-    assert {n: list(t.shape) for n, t in saved.items()} == golden_json("param_shapes.json")
-    config = json.loads((tmp_path / "patched" / "config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["GLM4VForCausalLM"]
-    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
-
-
-def test_a_model_of_our_code_from_a_saved_folder_becomes_that_of_this_package(tmp_path, loaded):
-    """Its code may be older than ours."""
-    tiny_model().save_pretrained(tmp_path / "saved")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
-    assert not isinstance(model, GLM4VForCausalLM)
-    model.gradient_checkpointing_enable()
-    assert isinstance(patch_model(model), GLM4VForCausalLM)
-    assert model.is_gradient_checkpointing
-    assert torch.equal(logits(model.eval()), logits(tiny_model()))
 
 
 # peft
@@ -393,21 +321,6 @@ def test_an_adapter_on_it_before_computes_what_it_does_on_ours(options, generati
         assert torch.equal(logits(GLM4VForCausalLM.from_pretrained(tmp_path)), logits(merged))
 
 
-@pytest.mark.parametrize("generated_before", [False, True])
-def test_generation_through_the_wrapper_of_peft(generated_before, generating):
-    model, ours = adapted(generating), adapted(tiny_model())
-    if generated_before:
-        # What PeftModelForCausalLM.generate leaves behind.
-        model.base_model.prepare_inputs_for_generation = (
-            model.base_model_prepare_inputs_for_generation
-        )
-    patch_model(model)
-    assert torch.equal(generated(model), generated(ours))
-    assert not torch.equal(generated(model), generated(tiny_model()))
-    method = model.base_model_prepare_inputs_for_generation
-    assert method.__func__ is GLM4VForCausalLM.prepare_inputs_for_generation
-
-
 def test_copies_that_peft_trains_whole_become_ours(generating):
     """Also the output layer, and a module inside a copy."""
     options = {"modules_to_save": ["vision.linear_proj", "output_layer"]}
@@ -422,15 +335,6 @@ def test_copies_that_peft_trains_whole_become_ours(generating):
     assert_equal(got, want)
     for inputs in (padded_images(), padded_images() | {"skip_logits": True}):
         assert torch.equal(model(**inputs).loss, ours(**inputs).loss)
-
-
-def test_an_adapter_and_checkpointing_before_get_plain_gradients(generating, monkeypatch):
-    switch_on(generating)
-    generating.enable_input_require_grads()
-    model, ours = patched_and_ours(generating)
-    runs = count_runs(model, monkeypatch)
-    assert_equal(gradients(model.train()), gradients(ours.train()))
-    assert set(runs.values()) == {2}
 
 
 # accelerate
@@ -467,19 +371,6 @@ def test_device_hooks_stay_and_run_our_code(how, legacy):
     assert torch.equal(generated(legacy), generated(tiny_model()))
     remove_hook_from_module(legacy, recurse=True)
     assert torch.equal(logits(legacy), logits(tiny_model()))
-
-
-def test_device_hooks_taken_off_before_leave_no_published_forward(legacy):
-    accelerate.cpu_offload(legacy, execution_device=torch.device("cpu"))
-    remove_hook_from_module(legacy, recurse=True)
-    assert "forward" in vars(legacy)
-    assert torch.equal(logits(patch_model(legacy)), logits(tiny_model()))
-
-
-def test_an_adapter_on_a_model_with_device_hooks(generating):
-    dispatch(generating)
-    model, ours = patched_and_ours(generating, modules_to_save=["vision.linear_proj"])
-    assert_equal(gradients(model.train()), gradients(ours.train()))
 
 
 # Quantised
@@ -525,27 +416,6 @@ def test_quantised_layers_stay_and_compute_the_same(legacy):
     assert torch.equal(skipped.loss, model(**padded_images()).loss)
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_model_of_bitsandbytes_trains_an_adapter(bits, generating):
-    reason = "needs bitsandbytes, which is no requirement of ours: pip install bitsandbytes"
-    pytest.importorskip("bitsandbytes", reason=reason)
-    # The tower of the stand-in is narrower than one block of 64 weights.
-    options = {bits: True, "llm_int8_skip_modules": ["vision", "transformer.vision"]}
-    options["bnb_4bit_compute_dtype"] = torch.float32
-    loading = {"quantization_config": BitsAndBytesConfig(**options), "device_map": "cpu"}
-    folder = generating.name_or_path
-    model = type(generating).from_pretrained(folder, dtype=torch.float32, **loading)
-    model.train()  # on a CPU, a 4-bit layer that ran in eval mode cannot be trained any more
-    quantisation = model.config.quantization_config
-    want = logits(model)
-    patch_model(model)
-    assert model.config.quantization_config is quantisation
-    torch.testing.assert_close(logits(model), want, rtol=0, atol=ATOL)
-    model = adapted(model, **LANGUAGE_LORA)
-    got = gradients(model)
-    assert len(got) == 4 and all(gradient.norm() > 0 for gradient in got.values())
-
-
 # Refused, with nothing changed
 
 
@@ -557,20 +427,9 @@ def test_a_model_that_is_ours_is_returned_unchanged(legacy):
         assert snapshot_of(model) == before
 
 
-def without_a_layer(model):
-    del model.transformer.encoder.layers[1]
-
-
 def with_other_parameters(model):
     model.transformer.vision.scale = nn.Parameter(torch.ones(1))
     del model.transformer.rotary_pos_emb.inv_freq
-
-
-def with_more_parameters_everywhere(model):
-    for layer in model.transformer.encoder.layers:
-        for part in (layer.self_attention, layer.mlp, layer, layer.input_layernorm):
-            part.more = nn.Parameter(torch.ones(1))
-    model.transformer.vision.more = nn.Parameter(torch.ones(1))
 
 
 def with_a_hook_on_what_would_be_dropped(model):
@@ -590,27 +449,17 @@ def compiled(model):
     layers[1] = torch.compile(layers[1])
 
 
-def with_its_norm_replaced(model):
-    model.transformer.encoder.final_layernorm = nn.RMSNorm(64)
-
-
 def derived(model):
     model.__class__ = type("Reader", (type(model),), {"__module__": "reader"})
-
-
-def resized(model):
-    model.resize_token_embeddings(520)
 
 
 LAYER = "transformer.encoder.layers.0"
 REFUSED = {
     "another model": (lambda model: nn.Linear(2, 2), ["this Linear holds 0 glm-4v models"]),
-    "its inside alone": (lambda model: model.transformer, ["this ChatGLMModel holds 0"]),
     "two": (lambda model: nn.ModuleList([model, tiny_model()]), ["ModuleList holds 2 glm-4v"]),
-    "cogagent": (lambda model: setattr(model.config, "original_rope", False), ["holds 0 glm-4v"]),
-    "text model": (lambda model: setattr(model.config, "vision_config", None), ["holds 0 glm-4v"]),
+    "its inside alone": (lambda model: model.transformer, ["this ChatGLMModel holds 0"]),
     "no model": (lambda model: "glm-4v-9b", ["this str holds 0 glm-4v models"]),
-    "a layer missing": (without_a_layer, ["encoder.layers.1 is missing, with 7 tensors"]),
+    "cogagent": (lambda model: setattr(model.config, "original_rope", False), ["holds 0 glm-4v"]),
     "more parameters": (
         with_other_parameters,
         [
@@ -618,18 +467,8 @@ REFUSED = {
             "rotary_pos_emb.inv_freq has shape None, and (4,) by its config",
         ],
     ),
-    "many problems": (with_more_parameters_everywhere, ["\n- and 1 more"]),
     "a hook": (with_a_hook_on_what_would_be_dropped, ["act1", "with 0 tensors and 1 hooks"]),
-    "resized": (resized, ["output_layer.weight has shape (512, 64), and (520, 64) by its config"]),
-    "dropout": (
-        lambda model: setattr(model.config, "hidden_dropout", 0.1),
-        ["hidden_dropout=0.1 is not supported"],
-    ),
     "a method in use": (with_a_method_in_a_wrapper, ["image_span is in use"]),
-    "a module of torch": (
-        with_its_norm_replaced,
-        ["encoder.final_layernorm is a RMSNorm of torch"],
-    ),
     "compiled": (compiled, [f"{LAYER}._compiled_call_impl", "layers.1 is a OptimizedModule"]),
     "derived": (derived, ["the model is a Reader of reader, where a GLM4VForCausalLM of"]),
 }
@@ -656,20 +495,13 @@ def hook(module, forward) -> None:
     add_hook_to_module(module, ModelHook())
 
 
-def hook_and_wrap(module, forward) -> None:
-    add_hook_to_module(module, ModelHook())
-    module.forward = partial(forward, module)
-
-
 @pytest.mark.parametrize(
     "replace, attribute",
     [
-        (lambda module, f: setattr(module, "forward", MethodType(f, module)), "forward"),
         (lambda module, f: setattr(module, "forward", partial(f, module)), "forward"),
         (hook, "_old_forward"),
-        (hook_and_wrap, "forward"),
     ],
-    ids=["method", "partial", "behind a device hook", "before a device hook"],
+    ids=["partial", "behind a device hook"],
 )
 def test_a_forward_that_someone_replaced_is_refused(replace, attribute, legacy):
     def forward(self, *inputs):

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.helpers.tiny import BOI, text
+from tests.helpers.tiny import grown_image, padded, pictures, text
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 
@@ -19,8 +19,12 @@ def rows_with(image: list[int]) -> list[list[int]]:
     ]
 
 
-def number_of_images(rows: list[list[int]]) -> int:
-    return sum(row.count(BOI) for row in rows)
+def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
+    """One with an image, grown unless it is given, and a shorter one of text; all is learned."""
+    image = grown_image() if image is None else image
+    inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return inputs | {"pixel_values": pictures(1) if image else None, "labels": labels}
 
 
 def labels_for(batch: dict[str, torch.Tensor]) -> torch.Tensor:

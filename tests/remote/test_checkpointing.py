@@ -9,13 +9,15 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from glm4v_patched.remote.checkpointing import frozen_parameters_held
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
-from tests.helpers.tiny import BOI, grown_image, padded, pictures, text, tiny_model
-from tests.remote.rows import assert_equal, gradients
+from tests.helpers.tiny import grown_image, pictures, tiny_model
+from tests.remote.rows import assert_equal, gradients, two_rows
 
 # transformers has it under another name, and with these options, from 5.23 on.
 NAME = next(
@@ -23,37 +25,10 @@ NAME = next(
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     if hasattr(transformers.PreTrainedModel, name)
 )
-LAYER_OPTIONS = {"every_n_layers": 2, "offload": True}
-PARAMETERS = inspect.signature(getattr(transformers.PreTrainedModel, NAME)).parameters
-TAKEN = LAYER_OPTIONS.keys() & PARAMETERS.keys()
-
-
-def with_option(name: str) -> pytest.MarkDecorator:
-    reason = f"transformers is too old for {name}: pip install -U transformers"
-    return pytest.mark.skipif(name not in TAKEN, reason=reason)
+TAKEN = inspect.signature(getattr(transformers.PreTrainedModel, NAME)).parameters
 
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False])
-
-
-def batch(with_image: bool = True) -> dict[str, torch.Tensor]:
-    image = grown_image() if with_image else []
-    rows = [[*text(3, seed=1), *image, *text(6, seed=2)], text(7, seed=3)]
-    inputs = padded(rows, "left")
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    return inputs | ({"pixel_values": pictures(1)} if with_image else {}) | {"labels": labels}
-
-
-def packed_batch() -> dict[str, torch.Tensor]:
-    row = [*text(3), *grown_image(), *text(4)]
-    ids = torch.tensor([row + row])
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(ids == BOI, -100),
-        "position_ids": torch.arange(len(row)).repeat(2)[None],
-        "pixel_values": pictures(2),
-        "skip_logits": True,
-    }
 
 
 def layers(model) -> dict[str, torch.nn.Module]:
@@ -76,33 +51,21 @@ def counted_runs(model) -> dict[str, int]:
     return runs
 
 
-INPUTS = {
-    "an image": batch(),
-    "text": batch(with_image=False),
-    "a cache asked for": batch() | {"use_cache": True},
-    "packed, without logits": packed_batch(),
-}
-
-
 @REENTRANT
-@pytest.mark.parametrize("enable", sorted({NAME, "gradient_checkpointing_enable"}))
-@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
-def test_every_layer_is_recomputed_and_gradients_are_equal(inputs, enable, use_reentrant):
+@pytest.mark.parametrize("image", [grown_image(), []], ids=["an image", "text"])
+def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant):
+    inputs = two_rows(image)
     model = tiny_model().train()
     want = gradients(model, **inputs)
-    getattr(model, enable)({"use_reentrant": use_reentrant})
+    # Either name: transformers 5.23 keeps the older one.
+    method = NAME if use_reentrant else "gradient_checkpointing_enable"
+    getattr(model, method)({"use_reentrant": use_reentrant})
     assert model.is_gradient_checkpointing
     runs = counted_runs(model)
     assert_equal(gradients(model, **inputs), want)
-    idle = "vision" if "pixel_values" not in inputs else None
-    assert all(number == (0 if idle and idle in name else 2) for name, number in runs.items())
-
-
-def test_enabling_says_nothing_of_an_old_checkpointing_format(warned):
-    model = tiny_model().train()
-    model.gradient_checkpointing_enable()
-    gradients(model, **batch())
-    assert "checkpointing format" not in warned.text
+    assert all(
+        number == (2 if image or "vision" not in name else 0) for name, number in runs.items()
+    )
 
 
 @REENTRANT
@@ -110,11 +73,11 @@ def test_nothing_is_recomputed_in_eval_mode_without_gradients_or_once_disabled(u
     model = tiny_model()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     runs = counted_runs(model)
-    gradients(model, **batch())
+    gradients(model, **two_rows())
     with torch.no_grad():
-        model.train()(**batch())
+        model.train()(**two_rows())
     model.gradient_checkpointing_disable()
-    gradients(model, **batch())
+    gradients(model, **two_rows())
     assert set(runs.values()) == {3}  # once each
 
 
@@ -130,7 +93,7 @@ def test_a_replaced_checkpointing_function_gets_a_bound_method_and_hidden_states
         return checkpoint(function, *inputs, use_reentrant=False)
 
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=spy)
-    gradients(model, **batch())
+    gradients(model, **two_rows())
     assert {id(f.__self__) for f, _ in calls} == {id(layer) for layer in layers(model).values()}
     for function, inputs in calls:
         assert inspect.ismethod(function)
@@ -144,173 +107,188 @@ def adapted(target: str):
     return get_peft_model(tiny_model(), config).train()
 
 
-BOTH = r".*query_key_value"
-LANGUAGE = r".*encoder.*query_key_value"
-LAST_VISION = r".*vision.*layers\.1.*query_key_value"
+def half_frozen():
+    """Below the first layer that is trained no input needs a gradient, which reentrant checkpoints
+    alone would not survive."""
+    model = tiny_model().train().requires_grad_(False)
+    model.transformer.encoder.layers[1].requires_grad_(True)
+    model.transformer.vision.transformer.layers[1].requires_grad_(True)
+    return model
+
+
+FROZEN = {
+    "all but adapters": lambda: adapted(r".*encoder.*query_key_value"),
+    "all but adapters of the tower": lambda: adapted(r".*vision.*layers\.1.*query_key_value"),
+    "the first layers": half_frozen,
+}
 
 
 @REENTRANT
-@pytest.mark.parametrize("inputs_require_grads", [True, False])
-@pytest.mark.parametrize("target", [BOTH, LANGUAGE, LAST_VISION])
-def test_adapters_on_frozen_weights_get_plain_gradients(
-    target, inputs_require_grads, use_reentrant
-):
-    want = gradients(adapted(target), **batch())
-    model = adapted(target)
+@pytest.mark.parametrize("make", FROZEN.values(), ids=FROZEN)
+def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_reentrant):
+    want = gradients(make(), **two_rows())
+    model = make()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if inputs_require_grads:
+    if make is FROZEN["all but adapters"]:
         model.enable_input_require_grads()
-    got = gradients(model, **batch())
+    runs = counted_runs(model)
+    got = gradients(model, **two_rows())
     assert_equal(got, want)
     assert all(gradient.norm() > 0 for gradient in got.values())
     assert set(got) == {"loss", *(n for n, p in model.named_parameters() if p.requires_grad)}
+    if make is half_frozen:
+        assert runs["transformer.vision.transformer.layers.0"] == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_a_frozen_tower_is_neither_recomputed_nor_kept(use_reentrant):
     model = tiny_model().train()
     model.transformer.vision.requires_grad_(False)
-    want = gradients(model, **batch())
+    want = gradients(model, **two_rows())
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     runs, outputs = counted_runs(model), []
     model.transformer.vision.register_forward_hook(lambda *call: outputs.append(call[2]))
-    assert_equal(gradients(model, **batch()), want)
+    assert_equal(gradients(model, **two_rows()), want)
     assert not outputs[0].requires_grad
     for name, number in runs.items():
         assert number == (1 if "vision" in name or use_reentrant is None else 2), name
     # What a caller asks for is another matter.
     pixels = pictures(1).requires_grad_()
-    model(**batch() | {"pixel_values": pixels}).loss.backward()
+    model(**two_rows() | {"pixel_values": pixels}).loss.backward()
     assert pixels.grad.norm() > 0
 
 
-@REENTRANT
-def test_a_layer_above_frozen_ones_alone_is_recomputed(use_reentrant):
-    """Its input needs no gradient, which reentrant checkpoints alone would not survive."""
-
-    def half_frozen():
-        model = tiny_model().train().requires_grad_(False)
-        model.transformer.encoder.layers[1].requires_grad_(True)
-        model.transformer.vision.transformer.layers[1].requires_grad_(True)
-        return model
-
-    want = gradients(half_frozen(), **batch())
-    model = half_frozen()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    runs = counted_runs(model)
-    assert_equal(gradients(model, **batch()), want)
-    first = {name: number for name, number in runs.items() if "layers.0" in name}
-    assert first.pop("transformer.vision.transformer.layers.0") == 1 and len(first) == 1
-
-
-def enable(model, options=None, **layer_options) -> None:
-    getattr(model, NAME)(options, **layer_options)
-
-
-@with_option("every_n_layers")
-def test_every_n_layers_is_honoured():
+@pytest.mark.skipif(
+    "every_n_layers" not in TAKEN, reason="transformers is too old: pip install -U transformers"
+)
+def test_layer_options_are_honoured_and_refused_where_they_have_no_effect():
     model = tiny_model().train()
-    want = gradients(model, **batch())
-    enable(model, every_n_layers=2)
+    want = gradients(model, **two_rows())
+    getattr(model, NAME)(every_n_layers=2)
     runs = counted_runs(model)
-    assert_equal(gradients(model, **batch()), want)
+    assert_equal(gradients(model, **two_rows()), want)
     assert sorted(runs.values()) == [1, 1, 2, 2], runs
-
-
-@with_option("offload")
-@REENTRANT
-def test_offload_moves_what_goes_into_every_layer_of_both_towers(use_reentrant, monkeypatch):
-    offloaded = set()
-
-    class Recorded(torch.autograd.graph.save_on_cpu):
-        """As torch's, without pinned memory, which only an accelerator has."""
-
-        def __init__(self, pin_memory, **options):
-            super().__init__(pin_memory=False, **options)
-            pack = self.pack_hook
-
-            def record(tensor):
-                offloaded.add(tensor.data_ptr())
-                return pack(tensor)
-
-            self.pack_hook = record
-
-    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", Recorded)
     model = tiny_model().train()
-    want = gradients(model, **batch())
-    enable(model, {"use_reentrant": use_reentrant}, offload=True)
-    inputs = {}
-    for name, layer in layers(model).items():
-        layer.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
-    assert_equal(gradients(model, **batch()), want)
-    assert len(inputs) == 4
-    for name, hidden in inputs.items():
-        assert hidden.data_ptr() in offloaded, name
+    model.gradient_checkpointing_enable({"use_reentrant": False, "every_n_layers": 2})
+    with pytest.raises((TypeError, ValueError), match="every_n_layers"):
+        gradients(model, **two_rows())
 
 
-@pytest.mark.parametrize("option", LAYER_OPTIONS)
-def test_layer_options_are_refused_where_they_have_no_effect(option):
-    """Among those for torch, and where this transformers lacks them."""
-    given = {option: LAYER_OPTIONS[option]}
-    if option not in TAKEN:
-        with pytest.raises(TypeError, match=option):
-            tiny_model().train().gradient_checkpointing_enable(**given)
-    for use_reentrant in (True, False):
-        model = tiny_model().train()
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant, **given})
-        with pytest.raises((TypeError, ValueError), match=option):
-            gradients(model, **batch())
-
-
-def test_checkpointing_keeps_less_memory():
-    """Bytes that autograd keeps for one step; the point of it all."""
-
-    def kept(model) -> int:
-        sizes = {}
-
-        def keep(tensor):
-            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        parameters = {p.data_ptr() for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(**batch(), skip_logits=True).loss
-        del loss
-        return sum(size for pointer, size in sizes.items() if pointer not in parameters)
-
-    model = tiny_model().train()
-    plain = kept(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert kept(model) < plain / 2
-
-
-@REENTRANT
-def test_a_cache_is_refused_if_filled_and_else_stays_empty(use_reentrant):
-    """Recomputed layers would enter their keys a second time."""
+def test_a_cache_is_refused_if_filled_and_else_stays_empty():
     model = tiny_model()
     ids = torch.tensor([[1, 2, 3]])
     filled = model(input_ids=ids, use_cache=True).past_key_values
-    model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.train().gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="holds 3 positions.*disable one"):
         model(input_ids=ids, past_key_values=filled)
     cache = DynamicCache(config=model.config)
-    output = model(**batch(), past_key_values=cache, use_cache=True)
-    output.loss.backward()
+    output = model(**two_rows(), past_key_values=cache, use_cache=True)
     assert output.past_key_values is None and cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
-def test_embeddings_of_a_caller_stay_as_they_were(use_reentrant):
-    """What goes into a layer is made to require grad; the caller's own tensor is not."""
-    model = tiny_model().train()
-    if use_reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    ids = torch.tensor([[1, 2, 3, 4]])
-    embeds = model.get_input_embeddings()(ids).detach()
-    before = embeds.clone()
-    model(inputs_embeds=embeds, labels=ids).loss.backward()
-    assert not embeds.requires_grad and embeds.grad is None and embeds.is_leaf
-    assert torch.equal(embeds, before)
-    assert model.transformer.encoder.layers[0].mlp.dense_h_to_4h.weight.grad.norm() > 0
+# What it does to ZeRO-3's bookkeeping, on parameters that only look like ZeRO-3's
+
+OUTER_MODULE = 99  # the id of a module outside of the layer
+
+
+@pytest.fixture
+def layer() -> nn.Sequential:
+    """Frozen, with the attributes that ZeRO-3 gives to modules and their parameters."""
+    layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
+    for number, part in enumerate(layer.modules()):
+        part.ds_id = number
+        part.ds_recompute_parameters = set()
+        for parameter in part.parameters(recurse=False):
+            parameter.ds_active_sub_modules = set()
+    return layer
+
+
+def users(layer: nn.Module) -> list[set[int]]:
+    return [set(parameter.ds_active_sub_modules) for parameter in layer.parameters()]
+
+
+def enter(module_id: int, parameters) -> None:
+    for parameter in parameters:
+        parameter.ds_active_sub_modules.add(module_id)
+
+
+def in_backward(function) -> None:
+    """Call ``function`` where a checkpoint recomputes: inside a running backward pass."""
+    called = []
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            called.append(True)
+            function()
+            return gradient
+
+    Recompute.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert called
+
+
+def test_frozen_parameters_stay_gathered_through_the_recomputation_and_no_longer(layer):
+    """ZeRO-3 partitions a parameter after a module's forward unless it still has a user."""
+
+    def recompute():
+        with frozen_parameters_held(layer):
+            for module in layer:
+                enter(module.ds_id, module.parameters())  # as ZeRO-3's hooks do around a forward
+                for parameter in module.parameters():
+                    parameter.ds_active_sub_modules.discard(module.ds_id)
+                assert all(users(module))
+
+    in_backward(recompute)
+    assert users(layer) == [set()] * 4
+    enter(OUTER_MODULE, [layer[0].weight])
+    with frozen_parameters_held(layer):  # outside of a backward pass
+        assert users(layer) == [{OUTER_MODULE}, set(), set(), set()]
+
+
+def test_trainable_parameters_are_left_alone(layer):
+    trainable = layer[0].weight.requires_grad_(True)
+
+    def recompute():
+        enter(OUTER_MODULE, [trainable])
+        with frozen_parameters_held(layer):
+            assert trainable.ds_active_sub_modules == {OUTER_MODULE}
+
+    in_backward(recompute)
+    assert trainable.ds_active_sub_modules == {OUTER_MODULE}
+    layer.requires_grad_(True)[0].ds_recompute_parameters.add(trainable)
+    in_backward(recompute)
+    assert layer[0].ds_recompute_parameters == {trainable}
+
+
+def test_modules_outside_of_the_layer_do_not_keep_its_parameters_but_their_owners_do(layer):
+    """DeepSpeed 0.19.3 enters the module whose backward is under way, and keeps a list there."""
+
+    def recompute():
+        with frozen_parameters_held(layer):
+            for module in layer:
+                enter(module.ds_id, module.parameters())
+                enter(OUTER_MODULE, module.parameters())
+                module.ds_recompute_parameters.update(module.parameters())
+
+    in_backward(recompute)
+    assert users(layer) == [{module.ds_id} for module in layer for _ in range(2)]
+    assert [module.ds_recompute_parameters for module in layer.modules()] == [set()] * 3
+
+
+def test_it_lets_go_when_the_layer_raises(layer):
+    def recompute():
+        with frozen_parameters_held(layer):
+            enter(OUTER_MODULE, [layer[0].weight])
+            layer[0].ds_recompute_parameters.add(layer[0].weight)
+            raise RuntimeError("in the layer")
+
+    with pytest.raises(RuntimeError, match="in the layer"):
+        in_backward(recompute)
+    assert users(layer) == [set()] * 4
+    assert layer[0].ds_recompute_parameters == set()

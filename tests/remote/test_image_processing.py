@@ -2,11 +2,8 @@
 
 import base64
 import io
-import json
 import os
-import stat
 import struct
-import sys
 import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from glm4v_patched.remote import image_processing_chatglm
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 
 
@@ -51,8 +49,6 @@ def test_images_are_stacked_in_order(image_processor, pixels, picture):
     other = Image.new("RGB", (30, 20), "red")
     both = pixels([[picture], [other, picture]])
     assert torch.equal(both, torch.cat([pixels(image) for image in (picture, other, picture)]))
-    array = np.stack([np.asarray(picture)] * 2)
-    assert torch.equal(pixels(array), pixels([picture, picture]))
     assert isinstance(image_processor(other, return_tensors="np")["pixel_values"], np.ndarray)
 
 
@@ -63,25 +59,6 @@ def test_size_is_a_square_and_that_of_the_published_model_by_default(words):
         ChatGLMImageProcessor(size={"height": 56, "width": 70})
     with pytest.raises(ValueError, match="square, got height None and width None"):
         ChatGLMImageProcessor(size={"shortest_edge": 56})
-
-
-def test_saved_fields(image_processor, pixels, picture, tmp_path):
-    image_processor.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    wanted = {
-        "size": {"height": 56, "width": 56},
-        "patch_size": 14,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "auto_map": {"AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor"},
-    }
-    assert {name: config[name] for name in wanted} == wanted
-    assert (tmp_path / "image_processing_chatglm.py").is_file()
-    again = ChatGLMImageProcessor.from_pretrained(tmp_path)
-    assert torch.equal(again(picture)["pixel_values"], pixels(picture))
-
-
-# The same pixels whichever way a picture comes
 
 
 @pytest.fixture
@@ -101,7 +78,7 @@ def serve(tmp_path):
 
     handler = partial(Handler, directory=str(tmp_path))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -117,12 +94,7 @@ def encoded(image: Image.Image, suffix: str, **options) -> bytes:
 TURNS = {
     1: None,
     2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
     6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
 }
 
 
@@ -139,28 +111,15 @@ def test_every_way_of_giving_a_picture_turns_it_upright(
     text = base64.b64encode(data).decode()
     with Image.open(path) as opened:
         for image in [
-            str(path),
-            path,
-            f"{serve}/held.png",
-            f"{serve}/to?{serve}/held.png",
-            data,
-            bytearray(data),
-            memoryview(data),
-            text,
-            f"data:image/png;base64,{text}",
-            base64.encodebytes(data).decode(),
-            opened,
-            opened.convert("RGB"),
-            np.asarray(upright),
-            torch.from_numpy(np.array(upright)),
+            *(str(path), path, f"{serve}/held.png", f"{serve}/to?{serve}/held.png"),
+            *(data, bytearray(data), memoryview(data)),
+            *(text, f"data:image/png;base64,{text}", base64.encodebytes(data).decode()),
+            *(opened, opened.convert("RGB"), np.asarray(upright), torch.tensor(np.array(upright))),
         ]:
             assert torch.equal(pixels(image), pixels(upright)), type(image)
 
 
-MODES = ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "RGBX"]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["1", "P", "RGB", "LA", "PA", "CMYK", "YCbCr"])
 def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
     image_processor, pixels, picture, mode
 ):
@@ -171,47 +130,25 @@ def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
             image_processor(image, do_convert_rgb=False)
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-@pytest.mark.parametrize("kind", ["uint8", "int64", "float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["L", "RGBA"])
+@pytest.mark.parametrize("kind", ["uint8", "int64", "float32", "bfloat16"])
 def test_arrays_have_the_pixels_of_their_picture(pixels, picture, mode, kind):
     image = picture.convert(mode)
     tensor = torch.from_numpy(np.array(image))
     tensor = (tensor / 255 if "float" in kind else tensor).to(getattr(torch, kind))
     first = tensor if mode == "L" else tensor.permute(2, 0, 1)
-    given = [tensor, first, tensor[None] if mode != "L" else first]
+    given = [tensor, first]
     given += [t.numpy() for t in given if kind != "bfloat16"]
     for array in given:
         assert torch.equal(pixels(array), pixels(image))
 
 
 def test_numbers_of_floating_point_and_of_truth_are_rounded_to_8_bits(pixels):
-    for value, level in [(0.999, 255), (0.001, 0), (0.4999, 127), (0.5001, 128), (True, 255)]:
+    for value, level in [(0.4999, 127), (0.5001, 128), (True, 255), (np.float32(200), 200)]:
         want = pixels(np.full((8, 8, 3), level, dtype=np.uint8))
         assert torch.equal(pixels(np.full((8, 8, 3), value)), want)
-    whole = np.full((8, 8, 3), 200, dtype=np.float32)
-    assert torch.equal(pixels(whole), pixels(whole.astype(np.uint8)))
-
-
-DEEP = {
-    "I;16": np.full((9, 7), 40_000, dtype=np.uint16),
-    "I": np.full((9, 7), 70_000, dtype=np.int32),
-    "F": np.full((9, 7), 0.5, dtype=np.float32),
-}
-
-
-@pytest.mark.parametrize("mode", DEEP)
-@pytest.mark.parametrize("as_file", [False, True])
-def test_pictures_that_do_not_say_what_is_white_are_refused(
-    image_processor, tmp_path, mode, as_file
-):
-    image = Image.fromarray(DEEP[mode])
-    assert image.mode == mode
-    if as_file:
-        path = tmp_path / ("deep.png" if mode == "I;16" else "deep.tiff")
-        image.save(path)
-        image = path
-    with pytest.raises(ValueError, match="image 1 of 2: .* has mode '[IF].*which number is white"):
-        image_processor([Image.new("RGB", (9, 9)), image])
+    of_width_4 = torch.rand(3, 9, 4)
+    assert torch.equal(pixels(of_width_4), pixels(of_width_4.permute(1, 2, 0)))
 
 
 def of_16_bits_a_channel() -> bytes:
@@ -227,25 +164,26 @@ def of_16_bits_a_channel() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-def test_files_of_16_bits_a_channel_are_refused(image_processor):
+@pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("I", np.int32), ("F", "f4")])
+def test_pictures_that_do_not_say_what_is_white_are_refused(image_processor, tmp_path, mode, kind):
+    image, path = Image.fromarray(np.full((9, 7), 40_000, dtype=kind)), tmp_path / "deep.tiff"
+    assert image.mode == mode
+    image.save(path)
+    told = "image 1 of 2: .* has mode '[IF].*which number is white"
+    for given in (image, path):
+        with pytest.raises(ValueError, match=told):
+            image_processor([Image.new("RGB", (9, 9)), given])
     with pytest.raises(ValueError, match="has mode 'RGB;16B', of more than 8 bits"):
         image_processor(of_16_bits_a_channel())
 
 
 UNCLEAR = {
     "above 255": (np.full((9, 7, 3), 300, dtype=np.int64), "int64 from 300 to 300"),
-    "below 0": (np.full((9, 7, 3), -1, dtype=np.int16), "int16 from -1 to -1"),
-    "of 16 bits": (np.full((9, 7, 3), 65535, dtype=np.uint16), "uint16 from 65535 to 65535"),
-    "above 1": (np.full((9, 7, 3), 1.5, dtype=np.float32), "float32 from 1.5 to 1.5"),
-    "below 0.0": (np.full((9, 7, 3), -0.1), "float64 from -0.1 to -0.1"),
     "nan": (np.full((9, 7, 3), np.nan), "float64 from nan to nan"),
     "complex": (np.full((9, 7, 3), 1j), "complex128"),
     "of two sides": (np.full((3, 9, 3), 5, dtype=np.uint8), "(3, 9, 3)"),
-    "of two channels": (np.full((9, 7, 2), 5, dtype=np.uint8), "(9, 7, 2)"),
     "empty": (np.zeros((0, 7, 3), dtype=np.uint8), "(0, 7, 3)"),
-    "a line": (np.zeros(5, dtype=np.uint8), "(5,)"),
     "a number": (5, "a int"),
-    "a dict": ({"image": "a.png"}, "a dict"),
 }
 
 
@@ -262,47 +200,36 @@ def test_what_is_no_clear_picture_is_refused(image_processor, case, words):
         image_processor([])
 
 
-def test_files_that_cannot_be_read_are_named(image_processor, picture, tmp_path, serve):
+def test_files_that_cannot_be_read_are_named(
+    image_processor, picture, tmp_path, serve, monkeypatch
+):
     (tmp_path / "cut.jpg").write_bytes(encoded(picture, "JPEG")[:300])
-    (tmp_path / "text.png").write_text("no picture")
     for given, named in [
         (tmp_path / "cut.jpg", "cut.jpg cannot be read as a picture"),
-        (str(tmp_path / "text.png"), "text.png cannot be read as a picture"),
-        (tmp_path / "none.png", "there is no file .*none.png"),
         ("none.png", "there is no file 'none.png'"),
         ("a b" * 1000, "there is no file '.{77}\\.\\.\\.'"),
-        (b"no picture", "what the bytes hold cannot be read"),
         (encoded(picture, "PNG")[:200], "cannot be read"),
         (f"{serve}/to?ftp://127.0.0.1:9/a", "it leads to 'ftp://127.0.0.1:9/a'; expected http"),
-        (f"{serve}/to?file:///etc/passwd", "cannot be fetched"),
         (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be fetched: .*404"),
-        ("http://127.0.0.1:9/a.png", "127.0.0.1:9/a.png cannot be fetched"),
-        (f"{serve}/text.png", "text.png cannot be read as a picture"),
     ]:
         with pytest.raises(ValueError, match=f"image 0 of 1: .*{named}"):
             image_processor(given)
+    # An answer without end is not read to its end.
+    monkeypatch.setattr(image_processing_chatglm, "MOST_BYTES_FETCHED", 100)
+    for length, told in ((101, "has more than 100 bytes, which is no"), (100, "cannot be read")):
+        (tmp_path / "long.png").write_bytes(b"x" * length)
+        with pytest.raises(ValueError, match=f"long.png {told}"):
+            image_processor(f"{serve}/long.png")
 
 
 def test_no_other_program_is_run_for_a_picture(image_processor, picture, tmp_path, monkeypatch):
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'was-run'}\n")
-    ghostscript.chmod(ghostscript.stat().st_mode | stat.S_IXUSR)
+    ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    data = encoded(picture, "EPS")
-    (tmp_path / "disguised.png").write_bytes(data)
-    with Image.open(tmp_path / "disguised.png") as opened:
-        for image in (tmp_path / "disguised.png", data, opened, base64.b64encode(data).decode()):
-            with pytest.raises(ValueError, match="is EPS, .* convert it to PNG"):
-                image_processor(image)
+    data, path = encoded(picture, "EPS"), tmp_path / "disguised.png"
+    path.write_bytes(data)
+    for image in (path, data, base64.b64encode(data).decode()):
+        with pytest.raises(ValueError, match="is EPS, .* convert it to PNG"):
+            image_processor(image)
     assert not (tmp_path / "was-run").exists()
-
-
-def test_an_answer_without_end_is_not_read_to_its_end(
-    image_processor, serve, tmp_path, monkeypatch
-):
-    module = sys.modules[ChatGLMImageProcessor.__module__]
-    monkeypatch.setattr(module, "MOST_BYTES_FETCHED", 100)
-    for length, told in ((101, "has more than 100 bytes, which is no"), (100, "cannot be read")):
-        (tmp_path / "long.png").write_bytes(b"x" * length)
-        with pytest.raises(ValueError, match=f"long.png {told}"):
-            image_processor(f"{serve}/long.png")

@@ -1,25 +1,24 @@
 """Whatever transformers hands over under another name is an error, or makes no difference."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
-import transformers
-from transformers import DynamicCache, GenerationMixin, StaticCache
+from transformers import DynamicCache, GenerationMixin
 
 from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OLD_CACHE
-from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image
-from tests.remote.rows import GREEDY
+from tests.helpers.tiny import grown_image, text
+from tests.remote.rows import GREEDY, two_rows
 
 # What a release might call something: a name of its own, and each that is known for something else.
 OTHER_NAMES = ["of_a_future_release", *sorted(ATTENTION_KEYWORDS), "cache_position", "seq_idx"]
 OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OLD_CACHE]
 
 
-def rows(image: list[int]) -> dict[str, torch.Tensor]:
+def rows(image: list[int]) -> dict:
     """One row is padded, so that a lost mask changes tokens."""
-    inputs = padded([[*text(6, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], "left")
-    return inputs | {"pixel_values": pictures(1)}
+    return {name: value for name, value in two_rows(image).items() if name != "labels"}
 
 
 def answer(model, inputs, method: str, old: str = "", new: str = ""):
@@ -45,34 +44,22 @@ def answer(model, inputs, method: str, old: str = "", new: str = ""):
     return tokens, len(runs), names
 
 
-@pytest.fixture(scope="module", params=["three ids", "grown"])
-def rows_and_tokens(request, model):
-    inputs = rows(three_id_image() if request.param == "three ids" else grown_image())
-    tokens, runs, _ = answer(model, inputs, "forward")
-    assert runs == 1
-    return inputs, tokens
-
-
 @pytest.mark.parametrize("method", ["prepare_inputs_for_generation", "forward"])
-def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(
-    model, rows_and_tokens, method
-):
-    inputs, want = rows_and_tokens
-    _, _, names = answer(model, inputs, method)
-    assert {CACHE, "attention_mask"} <= names
+def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, image, method):
+    want, runs, names = answer(model, rows(image), method)
+    assert {CACHE, "attention_mask"} <= names and runs == 1
     refused, same = set(), set()
-    for old in sorted(names):
-        for new in OTHER_NAMES:
-            if new == old or new in names:
-                continue
-            try:
-                tokens, runs, _ = answer(model, inputs, method, old, new)
-            except (ValueError, TypeError) as error:
-                assert new in str(error) or old in str(error), (old, new, error)
-                refused.add((old, new))
-            else:
-                assert torch.equal(tokens, want) and runs == 1, f"{old} under {new}"
-                same.add((old, new))
+    for old, new in product(sorted(names), OTHER_NAMES):
+        if new in names:
+            continue
+        try:
+            tokens, runs, _ = answer(model, rows(image), method, old, new)
+        except (ValueError, TypeError) as error:
+            assert new in str(error) or old in str(error), (old, new, error)
+            refused.add((old, new))
+        else:
+            assert torch.equal(tokens, want) and runs == 1, f"{old} under {new}"
+            same.add((old, new))
     assert (CACHE, "of_a_future_release") in refused
     assert ("attention_mask", "of_a_future_release") in refused
     # Either name of the cache will do, and what generate keeps account of is not needed.
@@ -82,43 +69,14 @@ def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(
     assert (CACHE, OLD_CACHE) in same
 
 
-@pytest.mark.parametrize("name", sorted({*OTHER_NAMES, "labels"} - {OLD_CACHE, "cache"}))
-def test_a_cache_under_a_name_of_something_else_is_refused_with_name_version_and_cure(model, name):
-    said = f"{name}.*{transformers.__version__}.*pip install"
-    given = {name: DynamicCache(config=model.config)}
-    with pytest.raises(ValueError, match=said):
-        model.prepare_inputs_for_generation(torch.tensor([text(4)]), **given, use_cache=True) and (
-            model(input_ids=torch.tensor([text(4)]), **given)
-        )
-
-
-@pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, 64)])
-@torch.no_grad()
-def test_the_cache_has_two_names_in_every_forward(model, make):
-    ids = torch.tensor([text(6)])
-    for called in (model, model.transformer):
-        states = []
-        for name in (CACHE, OLD_CACHE):
-            cache = make(config=model.config)
-            called(input_ids=ids[:, :4], **{name: cache})
-            output = called(input_ids=ids[:, 4:], **{name: cache})
-            assert getattr(output, CACHE) is cache
-            states.append(output[0])
-        assert torch.equal(*states)
-
-
 def test_two_caches_are_refused(model):
     caches = {name: DynamicCache(config=model.config) for name in (CACHE, OLD_CACHE)}
     with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE}"):
         model(input_ids=torch.tensor([text(4)]), **caches)
-
-
-def test_generate_takes_the_cache_by_its_own_name_alone(model):
-    if CACHE == "cache":
-        pytest.skip("generate of this transformers takes both")
-    with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is {CACHE}"):
+    if CACHE != "cache":  # else generate takes both
         given = {OLD_CACHE: DynamicCache(config=model.config)}
-        model.generate(torch.tensor([text(4)]), **given, **GREEDY)
+        with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is"):
+            model.generate(torch.tensor([text(4)]), **given, **GREEDY)
 
 
 def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch):
@@ -134,34 +92,21 @@ def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch)
     model.generate(**rows(grown_image()), **GREEDY, use_cache=False)
 
 
-@pytest.mark.parametrize("name", ["_expand_inputs_for_generation", "_get_logits_processor"])
-def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch, name):
-    kept = getattr(GenerationMixin, name)
+def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch):
+    name = "_expand_inputs_for_generation"
+    monkeypatch.setattr(GenerationMixin, "renamed", getattr(GenerationMixin, name), raising=False)
     monkeypatch.delattr(GenerationMixin, name)
-    monkeypatch.setattr(GenerationMixin, "renamed", kept, raising=False)
     with pytest.raises((RuntimeError, AttributeError), match=name):
         model.generate(torch.tensor([text(4)]), **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("seq_idx", "position_ids", "is_right"),
-    [
-        ([0, 0, 0, 0], None, True),
-        ([0, 0, 1, 1], [0, 1, 0, 1], True),
-        ([0, 0, 1, 1], None, False),
-        ([0, 0, 0, 1], [0, 1, 0, 1], False),
-        ([7, 6, 6, 6], [0, 0, 1, 2], False),
-    ],
-)
-def test_numbers_of_samples_must_be_those_that_positions_tell_apart(
-    model, seq_idx, position_ids, is_right
-):
-    given = {"seq_idx": torch.tensor([seq_idx], dtype=torch.int32)}
-    if position_ids is not None:
-        given["position_ids"] = torch.tensor([position_ids])
-    ids = torch.tensor([text(4)])
-    if is_right:
-        model(input_ids=ids, **given)
-        return
-    with pytest.raises(ValueError, match="seq_idx .* numbers other samples than position_ids"):
-        model(input_ids=ids, **given)
+def test_numbers_of_samples_must_be_those_that_positions_tell_apart(model):
+    def run(seq_idx, *positions):
+        seq_idx = torch.tensor([seq_idx], dtype=torch.int32)
+        places = torch.tensor([positions]) if positions else None
+        model(torch.tensor([text(4)]), position_ids=places, seq_idx=seq_idx)
+
+    run([0, 0, 1, 1], 0, 1, 0, 1)
+    for wrong in (([0, 0, 1, 1],), ([0, 0, 0, 1], 0, 1, 0, 1), ([7, 6, 6, 6], 0, 0, 1, 2)):
+        with pytest.raises(ValueError, match="seq_idx .* numbers other samples than position_ids"):
+            run(*wrong)

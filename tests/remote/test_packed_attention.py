@@ -20,15 +20,9 @@ ATOL, RTOL = 2e-5, 1e-5
 
 def samples(image: list[int]) -> list[list[int]]:
     """Of lengths that make more than one group, the first and the last with no filling."""
-    return [
-        [*text(4, seed=1), *image, *text(40, seed=2)],
-        text(3, seed=3),
-        [*image, *text(6, seed=4), *image, *text(2, seed=5)],
-        text(5, seed=6),
-        text(1, seed=7),
-        [*text(30, seed=8), *image],
-        text(3, seed=9),
-    ]
+    rows = [*text(4, seed=1), *image, *text(40, seed=2)], text(3, seed=3)
+    two = [*image, *text(6, seed=4), *image, *text(2, seed=5)]
+    return [*rows, two, text(1, seed=7), [*text(30, seed=8), *image], text(3, seed=9)]
 
 
 def pack(*rows: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -69,10 +63,8 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
-@pytest.mark.parametrize(
-    "image", [[], three_id_image(), grown_image()], ids=["text", "three ids", "grown"]
-)
+@pytest.mark.parametrize("use_reentrant", [None, False])
+@pytest.mark.parametrize("image", [three_id_image(), grown_image()], ids=["three ids", "grown"])
 def test_packed_samples_have_the_logits_and_gradients_of_samples_alone(
     image, use_reentrant, implementation
 ):
@@ -85,18 +77,6 @@ def test_packed_samples_have_the_logits_and_gradients_of_samples_alone(
     assert_close(got, want)
 
 
-def test_several_packed_rows_equal_one():
-    model = tiny_model().train()
-    rows = [text(7, seed=1), text(2, seed=2)], [text(4, seed=3), text(5, seed=4)]
-    want, want_gradients = run(model, **pack(sum(rows, [])))
-    logits, got = run(model, **pack(*rows))
-    assert (logits.flatten(0, 1) - want[0]).abs().max() <= ATOL
-    assert_close(got, want_gradients)
-
-
-# What is allocated
-
-
 class LargestTensor(TorchDispatchMode):
     """Number of elements of the largest tensor that any operation returned."""
 
@@ -104,13 +84,12 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
+        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
         return output
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "sdpa, checkpointed", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa, checkpointed", "eager"])
 def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
     # 1,520 positions: a row by row tensor is three times the logits, the largest of the others.
     rows = [[*text(30, seed=i), *grown_image(), *text(40, seed=-i)] for i in range(20)]
@@ -126,17 +105,15 @@ def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
         assert largest.elements == length * 512
 
 
-def drawn_lengths(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(30, generator=generator) * 9).exp2().long()
+LENGTHS = [torch.tensor([900, 1, *[20] * 50, 7, *[400] * 3, *[2] * 100]), torch.tensor([3, 2])]
+for seed in range(20):
+    drawn = torch.rand(30, generator=torch.Generator().manual_seed(seed))
+    LENGTHS.append((drawn * 9).exp2().long())
 
 
-LENGTHS = [drawn_lengths(seed) for seed in range(20)]
-LENGTHS += [torch.tensor([900, 1, *[20] * 50, 7, *[400] * 3, *[2] * 100])]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} samples")
+@pytest.mark.parametrize("lengths", LENGTHS, ids=len)
 def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_most(lengths):
+    assert group_samples(torch.arange(5).expand(2, 5)) is None  # of one sample each
     starts = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
     packed = group_samples(torch.cat([torch.arange(n) for n in lengths])[None])
@@ -149,18 +126,6 @@ def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_
         start: list(range(start, start + length))
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
     }
-
-
-def test_rows_of_one_sample_each_are_not_gathered_and_a_default_device_moves_nothing():
-    for rows in (1, 2):
-        assert group_samples(torch.arange(5).expand(rows, 5)) is None
-    position_ids = torch.tensor([[0, 1, 2, 0, 1]])
-    with torch.device("meta"):
-        packed = group_samples(position_ids)
-    assert packed.places.tolist() == [0, 1, 2, 3, 4]
-
-
-# Where attention is only causal, no mask is made
 
 
 @pytest.fixture
@@ -177,47 +142,17 @@ def masks(monkeypatch):
     return seen
 
 
-def unlike_rows(side: str) -> dict[str, torch.Tensor]:
-    return padded([text(9, seed=1), text(5, seed=2)], side)
-
-
-ROW = {"input_ids": torch.tensor([text(9)])}
-ONLY_CAUSAL = {
-    "no mask": ROW,
-    "ones": ROW | {"attention_mask": torch.ones(1, 9)},
-    "positions": ROW | {"position_ids": torch.arange(9)[None]},
-    "padded on the right": unlike_rows("right"),
-    "packed": pack([text(9), text(5)]) | {"pixel_values": None},
-}
-
-
-@pytest.mark.parametrize("inputs", ONLY_CAUSAL.values(), ids=ONLY_CAUSAL)
-def test_training_makes_no_mask_where_no_token_comes_after_padding(masks, inputs):
-    tiny_model().train()(**inputs)
-    assert len(masks) >= 2 and set(masks) == {None}
-
-
-@pytest.mark.parametrize("holes", [unlike_rows("left")["attention_mask"], torch.ones(2, 9)])
-def test_padding_before_a_token_is_masked(masks, holes):
-    mask = holes.clone()
-    mask[1, 3] = 0
-    tiny_model().train()(input_ids=unlike_rows("left")["input_ids"], attention_mask=mask)
-    assert masks == [(2, 1, 9, 9)] * 2
-
-
-def test_a_batch_padded_on_the_right_has_the_logits_and_gradients_of_its_rows():
-    model = tiny_model().train()
-    rows = [row for row in samples(grown_image()) if len(row) > 1]
-    want_logits, want = run_alone(model, rows)
-    inputs = padded(rows, "right") | {"pixel_values": torch.cat(images_of(rows))}
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    batch, got = run(model, **inputs, labels=labels, num_items_in_batch=1)
-    for row, logits in zip(batch, want_logits, strict=True):
-        assert (row[: len(logits)] - logits).abs().max() <= ATOL
-    assert_close(got, want)
-
-
-# torch.compile
+def test_training_makes_no_mask_where_no_token_comes_after_padding(masks):
+    model, rows = tiny_model().train(), [text(9, seed=1), text(5, seed=2)]
+    model(torch.tensor(rows[:1]), attention_mask=torch.ones(1, 9))
+    model(**padded(rows, "right"))
+    model(**pack(rows) | {"pixel_values": None})
+    assert len(masks) >= 6 and set(masks) == {None}
+    masks.clear()
+    hole = torch.ones(1, 9)
+    hole[0, 3] = 0
+    model(torch.tensor(rows[:1]), attention_mask=hole)
+    assert masks == [(1, 1, 9, 9)] * 2
 
 
 def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths():
@@ -228,23 +163,10 @@ def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths
         layer.compile(backend=counter, fullgraph=True)
     frames = []
     of_lengths = [[text(n, seed=n) for n in of] for of in ((9, 7), (12, 8, 11), (30, 25, 20, 28))]
-    for rows in (*of_lengths, samples(grown_image()), samples([])[:2]):
+    for rows in of_lengths:
         want, want_gradients = run(tiny_model().train(), **pack(rows))
         logits, got = run(model, **pack(rows))
         assert (logits - want).abs().max() <= ATOL
         assert_close(got, want_gradients)
         frames.append(counter.frame_count)
     assert frames[1] == frames[2]
-
-
-# A cache
-
-
-@torch.no_grad()
-def test_packed_samples_may_fill_an_empty_cache():
-    model = tiny_model()
-    inputs = pack(samples(grown_image()))
-    want = model(**inputs, use_cache=False).logits
-    output = model(**inputs, use_cache=True)
-    assert torch.equal(output.logits, want)
-    assert output.past_key_values.get_seq_length() == want.shape[1]

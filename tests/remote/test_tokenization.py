@@ -1,7 +1,6 @@
 """The tokenizer: upstream's ids, chat format, safety of user text, saving and loading."""
 
 import json
-import operator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from glm4v_patched.remote.tokenization_chatglm import (
     CHAT_TEMPLATE,
@@ -19,16 +18,13 @@ from glm4v_patched.remote.tokenization_chatglm import (
     ChatGLM4Tokenizer,
     convert_ranks,
 )
-from tests.remote.chats import IMAGE, picture, printed_without_package, user
+from tests.remote.chats import IMAGE, picture, user
 
 
 def chat_ids(tokenizer, conversation, **kwargs):
     """The ids of one conversation."""
     (row,) = tokenizer.apply_chat_template(conversation, return_dict=False, **kwargs)
     return row
-
-
-# The real vocabulary against upstream's ids
 
 
 def assert_upstreams(tokenizer, expected) -> None:
@@ -49,20 +45,17 @@ def assert_upstreams(tokenizer, expected) -> None:
         assert raw == case["raw_tiktoken_no_special"], text
 
 
-def test_ids_are_upstreams_also_of_a_saved_folder(real_tokenizer, expected, tmp_path):
+def test_ids_are_upstreams(real_tokenizer, expected):
     assert_upstreams(real_tokenizer, expected)
-    real_tokenizer.save_pretrained(tmp_path)
-    assert not (tmp_path / "tokenizer.model").exists()
-    assert_upstreams(ChatGLM4Tokenizer.from_pretrained(tmp_path), expected)
-
-
-def test_decoding_equals_upstream(real_tokenizer, expected):
     for case in expected["decode"]:
         assert real_tokenizer.decode(case["ids"], skip_special_tokens=True) == case["skip"]
         assert real_tokenizer.decode(case["ids"]) == case["text"]
+    # One merge a token would lose the first two, and no sequence of merges gives the third.
+    for text, last in (("函数", 102481), ("的参数", 100955), (" 王", 102322)):
+        assert real_tokenizer.encode(text, add_special_tokens=False)[-1] == last
 
 
-def test_chats_equal_upstream(real_tokenizer, expected):
+def test_chats_equal_upstream_also_as_a_padded_batch(real_tokenizer, expected, monkeypatch):
     for case in expected["chat"]:
         kwargs = {"add_generation_prompt": case["add_generation_prompt"]}
         messages = case["conversation"]
@@ -70,18 +63,6 @@ def test_chats_equal_upstream(real_tokenizer, expected):
         text = real_tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         # Upstream's string lacks the image.
         assert text.replace(IMAGE, "") == case["string"], case["name"]
-        if any("image" in m or "tools" in m for m in messages):
-            continue
-        row = real_tokenizer.get_prefix_tokens()
-        for m in (m for m in messages if m.get("content")):
-            row += real_tokenizer.build_single_message(
-                m["role"], m.get("metadata", ""), m["content"]
-            )
-        speaks = [real_tokenizer.convert_tokens_to_ids("<|assistant|>")]
-        assert row + speaks * case["add_generation_prompt"] == case["ids"], case["name"]
-
-
-def test_left_padded_batch_equals_upstream(real_tokenizer, expected, monkeypatch):
     want = dict(expected["batch_left_pad"])
     monkeypatch.setattr(real_tokenizer, "image_size", want["images"][-1])
     out = real_tokenizer.apply_chat_template(
@@ -95,57 +76,6 @@ def test_left_padded_batch_equals_upstream(real_tokenizer, expected, monkeypatch
     assert {name: out[name].tolist() for name in out if name != "images"} == want
 
 
-def test_pieces_are_looked_up_whole_and_merged_below_the_ranks_of_their_parts(real_tokenizer):
-    """One merge a token would lose the first two, and no sequence of merges gives the third."""
-    for text, last in (("函数", 102481), ("的参数", 100955), (" 王", 102322)):
-        assert real_tokenizer.encode(text, add_special_tokens=False)[-1] == last
-
-
-# Vocabulary and padding
-
-
-def test_ids_follow_the_vocabulary(tokenizer, reversed_tokenizer):
-    for tok in (tokenizer, reversed_tokenizer):
-        prefix = [tok.convert_tokens_to_ids(t) for t in ("[gMASK]", "<sop>")]
-        assert tok.encode("hello")[:2] == chat_ids(tok, user("hello"))[:2] == prefix
-        assert tok.decode(tok.encode("hello"), skip_special_tokens=True) == "hello"
-    assert tokenizer.convert_tokens_to_ids("<sop>") == 4
-    assert reversed_tokenizer.convert_tokens_to_ids("<sop>") == 9
-
-
-def test_missing_special_tokens_are_added(small_backend):
-    data = json.loads(small_backend.to_str())
-    data["added_tokens"] = []
-    for token in SPECIAL_TOKENS:
-        del data["model"]["vocab"][token]
-    ids = {i: new for new, i in enumerate(sorted(data["model"]["vocab"].values()))}
-    data["model"]["vocab"] = {t: ids[i] for t, i in data["model"]["vocab"].items()}
-    bare = type(small_backend).from_str(json.dumps(data))
-    size = bare.get_vocab_size()
-    tok = ChatGLM4Tokenizer(tokenizer_object=bare)
-    wanted = [size + i for i in range(len(SPECIAL_TOKENS))]
-    assert tok.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == wanted
-    assert tok.encode("") == [size + 2, size + 4]
-
-
-def test_both_padding_sides(tokenizer):
-    texts = ["hello", "hello to the dog and the cat"]
-    rows = [tokenizer.encode(text) for text in texts]
-    pad = len(rows[1]) - len(rows[0])
-    for side, filled in (("left", slice(None, pad)), ("right", slice(-pad, None))):
-        tokenizer.padding_side = side
-        batch = tokenizer(texts, padding=True)
-        assert set(batch) == {"input_ids", "attention_mask"}
-        assert batch["attention_mask"][0][filled] == [0] * pad
-        fill = [tokenizer.pad_token_id] * pad
-        assert batch["input_ids"][0] == (fill + rows[0] if side == "left" else rows[0] + fill)
-
-
-def test_a_pair_is_prefixed_once(tokenizer):
-    ids = tokenizer.encode("hello", "cat")
-    assert ids == tokenizer.encode("hello") + tokenizer.encode("cat", add_special_tokens=False)
-
-
 def test_a_vocabulary_that_is_missing_or_anothers_is_refused(tmp_path, words):
     with words.refused(ValueError, "tokenizer.json"):
         ChatGLM4Tokenizer()
@@ -153,9 +83,6 @@ def test_a_vocabulary_that_is_missing_or_anothers_is_refused(tmp_path, words):
     ranks.write_text("IQ== 0\nIg== 1\n")
     with words.refused(ValueError, "<sop>", "id 7", "as 2"):
         convert_ranks(str(ranks), {7: "<sop>"})
-
-
-# The chat format
 
 
 def test_images_stand_in_the_string_and_the_ids_in_every_form(tokenizer):
@@ -171,55 +98,22 @@ def test_images_stand_in_the_string_and_the_ids_in_every_form(tokenizer):
     assert text == (f"[gMASK]<sop><|user|>\n{IMAGE}{IMAGE}a<|assistant|>\nb<|user|>\n{IMAGE}c")
 
 
-def test_empty_messages_are_left_out(tokenizer):
-    conversation = [*user(""), *user([]), {"role": "user"}, *user(None, image=None), *user("x")]
-    assert chat_ids(tokenizer, conversation) == chat_ids(tokenizer, user("x"))
-    assert tokenizer.apply_chat_template(conversation, tokenize=False).count("<|user|>") == 1
-
-
-def test_tools_argument_equals_tools_in_a_system_message(tokenizer):
-    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
-    want = chat_ids(tokenizer, [{"role": "system", "content": "", "tools": tools}, *user("x")])
-    assert len(want) > len(chat_ids(tokenizer, user("x"))) + 50
-    for given in (tools, [tools[0]["function"]]):
-        assert chat_ids(tokenizer, user("x"), tools=given) == want
-    with_content = [{"role": "system", "content": "Be brief.", "tools": tools}]
-    text = tokenizer.apply_chat_template(with_content, tokenize=False)
-    assert text.endswith("参数。<|system|>\nBe brief.")
-
-
-def test_content_is_encoded_apart_from_the_line_above(tokenizer):
-    newline = tokenizer.convert_tokens_to_ids("Ċ")
-    assert tokenizer.encode("\n\n", add_special_tokens=False) != [newline] * 2
-    assert chat_ids(tokenizer, user("\n"))[3:] == [newline] * 2
-
-
-def test_what_has_no_value_is_dropped_and_enum_members_are_their_values(tokenizer):
+def test_messages_without_content_are_left_out_and_objects_are_read(tokenizer):
     class Role(str, Enum):  # noqa: UP042  # StrEnum has another str()
         USER = "user"
 
-    template = "{% if 'metadata' in messages[0] %}None{% endif %}cat"
-    ids = chat_ids(tokenizer, user("x", metadata=None), chat_template=template)
-    assert tokenizer.decode(ids) == "cat"
-    ids = chat_ids(tokenizer, [{"role": Role.USER, "content": "x"}])
-    assert ids == chat_ids(tokenizer, user("x"))
-
-
-def test_truncation_keeps_either_side(tokenizer):
-    whole = chat_ids(tokenizer, user("the cat and the dog"))
-    kwargs = {"truncation": True, "max_length": 4}
-    assert chat_ids(tokenizer, user("the cat and the dog"), **kwargs) == whole[:4]
-    tokenizer.truncation_side = "left"
-    assert chat_ids(tokenizer, user("the cat and the dog"), **kwargs) == whole[-4:]
+    want = chat_ids(tokenizer, user("x"))
+    conversation = [*user(""), {"role": "user"}, *user(None, image=None), *user("x")]
+    assert chat_ids(tokenizer, conversation) == want
+    assert chat_ids(tokenizer, [{"role": Role.USER, "content": "x"}]) == want
+    chat = SimpleNamespace(messages=user("x"))  # as pipelines pass them
+    assert tokenizer.apply_chat_template([chat, chat]) == [want, want]
 
 
 BAD_CHATS = {
     "a role": ([{"role": "tool", "content": "x"}], {}, "role tool"),
-    "a part": (user([{"type": "video"}]), {}, "type video"),
-    "a tool": (user("x"), {"tools": [{"type": "python"}]}, "type python"),
     "nothing": ([], {}, "0 messages"),
     "a string": (["hello"], {}, "got str"),
-    "an option": (user("x"), {"tokenizer_kwargs": {"pad": 1}}, "['pad']"),
     "a mask of a string": (user("x"), {"return_assistant_tokens_mask": True}, "return_dict=True"),
     "no size": (user("x", image=picture()), {"return_dict": True}, "image_size None"),
 }
@@ -230,84 +124,33 @@ def test_chats_that_cannot_be_rendered_are_refused(tokenizer, case, words):
     conversation, options, named = BAD_CHATS[case]
     with words.refused(Exception, named):  # what a template raises is Jinja's
         tokenizer.apply_chat_template(conversation, **options)
-    if case in ("a role", "a part", "a tool"):
-        with pytest.raises(Exception, match=named):
-            tokenizer.apply_chat_template(conversation, tokenize=False, **options)
 
 
-def test_batches_are_those_of_transformers(tokenizer, small_backend):
-    stock = PreTrainedTokenizerFast(
-        tokenizer_object=small_backend, pad_token="<|endoftext|>", padding_side="left"
-    )
-    two = [user("hello"), user("hello to the cat")]
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for kwargs in [
-        {"return_dict": False},
-        {"padding": True, "return_dict": False, "return_tensors": "pt"},
-        {"padding": True, "return_dict": True, "return_tensors": "pt"},
-        {"padding": "max_length", "max_length": 20, "return_dict": True},
-        {"truncation": True, "max_length": 3, "return_dict": True},
-        {"tokenize": False, "return_dict": False},
-    ]:
-        kwargs["chat_template"] = template
-        want = stock.apply_chat_template(two, **kwargs)
-        got = tokenizer.apply_chat_template(two, **kwargs)
-        assert type(got) is type(want), kwargs
-        if not hasattr(want, "keys"):
-            want, got = {"input_ids": want}, {"input_ids": got}
-        for name in want.keys() - {"token_type_ids"}:
-            assert type(got[name]) is type(want[name]), kwargs
-            same = torch.equal if isinstance(want[name], torch.Tensor) else operator.eq
-            assert same(got[name], want[name]), kwargs
-
-
-# What the published tokenizer gives and takes
-
-
-def test_one_conversation_is_a_batch(tokenizer, expected):
-    assert all(case["returned_as_batch"] for case in expected["chat"])
-    (row,) = ids = tokenizer.apply_chat_template(user("hello"))
-    assert row[:2] == tokenizer.get_prefix_tokens()
-    assert tokenizer.apply_chat_template([user("hello")] * 2) == [row, row]
-    want = {
-        "input_ids": ids,
-        "attention_mask": [[1] * len(row)],
-        "position_ids": [[*range(len(row))]],
-    }
-    assert dict(tokenizer.apply_chat_template(user("hello"), return_dict=True)) == want
-    out = tokenizer.apply_chat_template(user("hello"), return_dict=True, return_tensors="pt")
+def test_one_conversation_is_a_batch(tokenizer):
+    (row,) = ids = tokenizer.apply_chat_template(user("\n"))
+    newline = tokenizer.convert_tokens_to_ids("Ċ")
+    assert row[:2] == tokenizer.get_prefix_tokens() and row[3:] == [newline] * 2  # not merged
+    assert tokenizer.apply_chat_template([user("\n")] * 2) == [row, row]
+    want = {"input_ids": ids, "attention_mask": [[1] * len(row)]}
+    want["position_ids"] = [[*range(len(row))]]
+    assert dict(tokenizer.apply_chat_template(user("\n"), return_dict=True)) == want
+    out = tokenizer.apply_chat_template(user("\n"), return_dict=True, return_tensors="pt")
     assert {name: value.tolist() for name, value in out.items()} == want
-    assert {value.dtype for value in out.values()} == {torch.int64}
     # As in transformers 5; 4.57 and the published code refuse it.
     text = tokenizer.apply_chat_template(user("hello"), tokenize=False, return_dict=True)
     assert text == "[gMASK]<sop><|user|>\nhello"
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_positions_begin_where_the_row_does(side, tokenizer):
-    out = tokenizer.apply_chat_template(
-        [user("hello"), user("hello to the cat")],
-        padding="max_length",
-        max_length=20,
-        return_dict=True,
-        return_tensors="pt",
-        tokenizer_kwargs={"padding_side": side},
-    )
-    for mask, positions in zip(out["attention_mask"], out["position_ids"], strict=True):
-        assert positions[mask == 1].tolist() == [*range(int(mask.sum()))]
-        assert not positions[mask == 0].any()
+    with pytest.raises(ValueError, match="continue_final_message excludes"):
+        chat_ids(tokenizer, user("x"), continue_final_message=True, add_generation_prompt=True)
 
 
 def test_pictures_are_the_image_processors(tokenizer, image_processor):
     tokenizer.image_size = 56
-    one, two, three = picture(), picture((0, 90, 5)), picture((9, 9, 250), (300, 20))
+    one, two, three = picture(), np.asarray(picture((0, 90, 5))), picture((9, 9, 250), (300, 20))
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": two}]
     conversations = [
         user("What?", image=one),
         user("hello"),
-        [
-            *user([{"type": "text", "text": "a"}, {"type": "image", "image": two}]),
-            *user("", image=three),
-        ],
+        [*user(parts), *user("", image=three)],
     ]
     want = image_processor([one, two, three])["pixel_values"]
     begin = tokenizer.convert_tokens_to_ids("<|begin_of_image|>")
@@ -315,98 +158,52 @@ def test_pictures_are_the_image_processors(tokenizer, image_processor):
         out = tokenizer.apply_chat_template(
             conversations, padding=True, return_dict=True, return_tensors=tensors
         )
-        images = out["images"]
-        assert isinstance(images, np.ndarray) is (tensors == "np")
-        assert torch.equal(torch.as_tensor(images), want) and want.dtype == torch.float32
+        assert isinstance(out["images"], np.ndarray) is (tensors == "np")
+        assert torch.equal(torch.as_tensor(out["images"]), want) and want.dtype == torch.float32
         assert [[*row].count(begin) for row in out["input_ids"]] == [1, 0, 2]
-
-
-def test_pictures_are_opened_for_a_dict_alone_and_may_be_kept_elsewhere(tokenizer):
-    tokenizer.image_size = 56
-    message = user("What?", image="no such file")
-    assert len(chat_ids(tokenizer, message)) > 6
+    # They are opened where they are asked for, and image parts may keep them elsewhere.
+    assert len(chat_ids(tokenizer, user("What?", image="no such file"))) > 6
     with pytest.raises(Exception, match="no such file"):
-        tokenizer.apply_chat_template(message, return_dict=True)
+        tokenizer.apply_chat_template(user("What?", image="no such file"), return_dict=True)
     part = {"type": "image"}
     out = tokenizer.apply_chat_template(user([part, part]), return_dict=True)
     assert set(out) == {"input_ids", "attention_mask", "position_ids"}
     with pytest.raises(ValueError, match="message 0 has an image part with 0 images"):
-        tokenizer.apply_chat_template(user([part, part | {"image": picture()}]), return_dict=True)
+        tokenizer.apply_chat_template(user([part, part | {"image": one}]), return_dict=True)
 
 
-@pytest.mark.parametrize("empty", ["", b"", [], {}, False, 0, np.bool_(False)], ids=repr)
-def test_what_is_not_true_is_no_picture(tokenizer, empty):
-    """As in the published code: tables have it in rows of text."""
+def test_truncation_keeps_either_side_and_cuts_no_picture(tokenizer):
     tokenizer.image_size = 56
-    for tokenize in (True, False):
-        want = tokenizer.apply_chat_template(user("hello"), tokenize=tokenize)
-        got = tokenizer.apply_chat_template(user("hello", image=empty), tokenize=tokenize)
-        batch = tokenizer.apply_chat_template([user("hello", image=empty)], tokenize=tokenize)
-        assert got == want and batch == (want if tokenize else [want])
-    chat = [*user("", image=empty), *user("hello", image=picture())]
-    out = tokenizer.apply_chat_template(chat, return_dict=True)
-    assert out["input_ids"] == tokenizer.apply_chat_template(user("hello", image=1))
-    assert len(out["images"]) == 1
-    if not isinstance(empty, dict):
-        with pytest.raises(ValueError, match="part 0, is an image, but under 'image' it has"):
-            tokenizer.apply_chat_template(user([{"type": "image", "image": empty}]))
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_arrays_are_pictures_though_they_may_have_no_truth(tokenizer, kind):
-    tokenizer.image_size = 56
-    message = user("hello", image=kind(np.zeros((8, 8, 3), dtype=np.uint8)))
-    out = tokenizer.apply_chat_template(message, return_dict=True)
-    assert out["input_ids"] == tokenizer.apply_chat_template(user("hello", image=picture()))
-    assert out["images"].shape == (1, 3, 56, 56)
-    assert tokenizer.apply_chat_template(message, tokenize=False).count(IMAGE) == 1
+    message, options = user("What?", image=picture()), {"truncation": True}
+    whole = chat_ids(tokenizer, message)
+    # [gMASK] <sop> <|user|> \n begin placeholder end
+    for length, name in [(4, "begin"), (6, "end")]:
+        with pytest.raises(ValueError, match=rf"holds 1 images, but .* 0 times <.{name}_of_image"):
+            tokenizer.apply_chat_template(message, max_length=length, return_dict=True, **options)
+    out = tokenizer.apply_chat_template(message, max_length=7, return_dict=True, **options)
+    assert out["input_ids"] == [whole[:7]] and len(out["images"]) == 1
+    tokenizer.truncation_side = "left"
+    assert chat_ids(tokenizer, message, max_length=4, **options) == whole[-4:]
 
 
 def test_arguments_by_place_may_be_in_the_published_order(tokenizer):
     speaks = tokenizer.convert_tokens_to_ids("<|assistant|>")
     apply = tokenizer.apply_chat_template
     assert apply(user("hello"), True) == [[*chat_ids(tokenizer, user("hello")), speaks]]
-    assert apply(user("hello"), True, False) == "[gMASK]<sop><|user|>\nhello<|assistant|>"
     out = apply([user("a"), user("the cat")], False, True, "max_length", True, 12, "pt", True)
     options = {"padding": "max_length", "truncation": True, "max_length": 12}
-    options |= {"return_tensors": "pt", "return_dict": True}
-    want = apply([user("a"), user("the cat")], **options)
+    want = apply([user("a"), user("the cat")], **options, return_tensors="pt", return_dict=True)
     assert all(torch.equal(out[name], want[name]) for name in ("input_ids", "position_ids"))
     (row,) = apply(user("a"), False, True, False, False, None, None, False, None, False)
     assert row == chat_ids(tokenizer, user("a"))[2:]
-    with pytest.raises(TypeError, match="add_generation_prompt"):
-        apply(user("hello"), True, add_generation_prompt=True)
     with pytest.raises(TypeError, match="given 11 arguments by place, and takes 10: conversation"):
         apply(user("a"), True, True, False, False, None, None, False, None, True, None)
     # In the order of transformers, too.
     tools = [{"name": "f", "description": "d"}]
-    assert apply(user("hello"), tools) == apply(user("hello"), tools=tools)
-
-
-def test_a_picture_that_truncation_cuts_is_an_error(tokenizer):
-    tokenizer.image_size = 56
-    message = user("What?", image=picture())
-    options = {"return_dict": True, "truncation": True}
-    # [gMASK] <sop> <|user|> \n begin placeholder end
-    for length, name in [(4, "begin"), (6, "end")]:
-        with pytest.raises(ValueError, match=rf"holds 1 images, but .* 0 times <.{name}_of_image"):
-            tokenizer.apply_chat_template(message, max_length=length, **options)
-    out = tokenizer.apply_chat_template(message, max_length=7, **options)
-    assert len(out["input_ids"][0]) == 7 and len(out["images"]) == 1
-
-
-def test_chats_without_the_prefix(tokenizer):
-    whole = tokenizer.apply_chat_template(
-        user("hello"), return_dict=True, return_assistant_tokens_mask=True
-    )
-    bare = tokenizer.apply_chat_template(
-        user("hello"), return_dict=True, return_assistant_tokens_mask=True, add_special_tokens=False
-    )
-    for name in ("input_ids", "attention_mask", "assistant_masks"):
-        assert bare[name][0] == whole[name][0][2:], name
-    for conversation, want in [(user("x"), "<|user|>\nx"), ([user("x")], ["<|user|>\nx"])]:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_special_tokens=False)
-        assert text == want
+    want = chat_ids(tokenizer, [{"role": "system", "content": "", "tools": tools}, *user("x")])
+    assert apply(user("x"), tools) == apply(user("x"), tools=tools) == [want]
+    options = {"tokenize": False, "add_special_tokens": False}
+    assert apply(user("x"), **options) == "<|user|>\nx"
 
 
 def test_single_messages_make_up_a_chat(tokenizer):
@@ -420,6 +217,9 @@ def test_single_messages_make_up_a_chat(tokenizer):
     assert build("observation", "a", "b", tokenize=False) == "<|observation|>a\nb"
     with pytest.raises(ValueError, match="has the role 'tool': use system, user"):
         build("tool", "", "x")
+    # What tiktoken's users ask for: frameworks take an object with a tokenizer for a processor.
+    with pytest.raises(AttributeError, match="tiktoken's, which is not used here: encode"):
+        tokenizer.tokenizer.encode("hello")
 
 
 def test_names_of_transformers_4_are_there(tokenizer):
@@ -428,80 +228,24 @@ def test_names_of_transformers_4_are_there(tokenizer):
     assert dict(tokenizer.encode_plus("hello")) == dict(tokenizer("hello"))
     pairs = tokenizer.batch_encode_plus([("hello", "cat"), ("a", "dog")])
     assert pairs["input_ids"][0] == tokenizer.encode("hello", "cat")
-    # Words are no pairs, but lists of words may be.
-    rows = [["the", "cat"], ["a", "dog"]]
+    rows = [["the", "cat"], ["a", "dog"]]  # words are no pairs
     split = tokenizer.batch_encode_plus(rows, is_split_into_words=True)["input_ids"]
     assert split == [tokenizer.encode(row, is_split_into_words=True) for row in rows]
-    (pair,) = tokenizer.batch_encode_plus([tuple(rows)], is_split_into_words=True)["input_ids"]
-    assert pair == [*split[0], *split[1][2:]]
 
 
-def test_the_tokenizer_of_tiktoken_is_missed_with_a_word(tokenizer):
-    """Frameworks take an object that has a tokenizer for a processor."""
-    assert getattr(tokenizer, "tokenizer", tokenizer) is tokenizer
-    with pytest.raises(AttributeError, match="tiktoken's, which is not used here: encode"):
-        tokenizer.tokenizer.encode("hello")
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = tokenizer.no_such_name
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("as_tensors", [False, True])
-def test_collators_pad_positions(side, as_tensors, tokenizer):
-    tokenizer.padding_side = side
-    rows = [[7, 8, 9, 10], [11, 12]]
-    kind = torch.tensor if as_tensors else list
-    features = [
-        {
-            "input_ids": kind(row),
-            "attention_mask": kind([1] * len(row)),
-            "labels": kind(row),
-            "position_ids": kind([*range(len(row))]),
-        }
-        for row in rows
-    ]
-    batch = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=6)(features)
-    assert batch["position_ids"].shape == batch["labels"].shape == (2, 6)
-    for row, mask, positions in zip(
-        rows, batch["attention_mask"], batch["position_ids"], strict=True
-    ):
-        assert positions[mask == 1].tolist() == [*range(len(row))]
-        assert not positions[mask == 0].any()
-
-
+# Where fix_mistral_regex fails, whatever the tokenizer.
 WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
 
 
-@pytest.mark.parametrize("advice", [{}, {"fix_mistral_regex": True}])
-@pytest.mark.parametrize("version", ["4.57.6", "4.44.2", None])
-def test_nobody_takes_it_for_mistrals(version, advice, real_tokenizer, expected, tmp_path, warned):
-    if advice and WITHOUT_ADVICE:
-        pytest.skip("fix_mistral_regex fails in these transformers, whatever the tokenizer")
+def test_nobody_takes_it_for_mistrals(real_tokenizer, expected, tmp_path, warned):
     real_tokenizer.save_pretrained(tmp_path)
-    config = {"model_type": "chatglm", "vision_config": {}}
-    if version is not None:
-        config["transformers_version"] = version
+    config = {"model_type": "chatglm", "vision_config": {}, "transformers_version": "4.57.6"}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    advice = {} if WITHOUT_ADVICE else {"fix_mistral_regex": True}
     assert_upstreams(ChatGLM4Tokenizer.from_pretrained(tmp_path, **advice), expected)
     assert "regex" not in warned.text
     # If transformers renames the method that asks, ours does nothing.
     assert hasattr(PreTrainedTokenizerFast, "_patch_mistral_regex")
-
-
-def test_objects_with_messages_are_conversations(tokenizer):
-    """Pipelines pass such objects."""
-    chat = SimpleNamespace(messages=user("hello"))
-    want = chat_ids(tokenizer, user("hello"))
-    assert tokenizer.apply_chat_template([chat, chat]) == [want, want]
-    assert chat_ids(tokenizer, chat) == want
-
-
-def test_the_final_message_is_continued(tokenizer):
-    conversation = [*user("hi"), {"role": "assistant", "content": "A cat "}]
-    whole = chat_ids(tokenizer, conversation)
-    assert chat_ids(tokenizer, conversation, continue_final_message=True) == whole
-    with pytest.raises(ValueError, match="continue_final_message excludes"):
-        chat_ids(tokenizer, user("x"), continue_final_message=True, add_generation_prompt=True)
 
 
 def test_assistant_mask_covers_what_the_model_writes(tokenizer):
@@ -510,14 +254,11 @@ def test_assistant_mask_covers_what_the_model_writes(tokenizer):
     options = {"padding": True, "return_dict": True, "return_tensors": "pt"}
     out = tokenizer.apply_chat_template(conversations, return_assistant_tokens_mask=True, **options)
     mask = out["assistant_masks"].bool()
-    assert mask.shape == out["input_ids"].shape
     assert tokenizer.decode(out["input_ids"][0][mask[0]]) == "tool\non <|user|> it"
     assert not mask[1].any() and not (mask & (out["attention_mask"] == 0)).any()
     want = tokenizer.apply_chat_template(conversations, **options)
     assert torch.equal(out["input_ids"], want["input_ids"])
-
-
-def test_assistant_mask_with_a_template_that_starts_inside_a_piece(tokenizer):
+    # A template that begins to speak inside of a piece.
     template = (
         "{% for m in messages %}{{ m['role'] }}:"
         "{% generation %}{{ m['content'] }}{% endgeneration %}|{% endfor %}"
@@ -532,9 +273,6 @@ def test_assistant_mask_with_a_template_that_starts_inside_a_piece(tokenizer):
     pairs = zip(out["input_ids"][0], out["assistant_masks"][0], strict=True)
     marked = "".join(tokenizer.decode([i]) if m else "_" for i, m in pairs)
     assert [part for part in marked.split("_") if part] == ["<|user|> cat", "dog<|user|>"]
-
-
-# User text never becomes a special token
 
 
 def special_ids(tokenizer, ids) -> list[int]:
@@ -579,16 +317,13 @@ def test_user_text_is_safe_in_any_template(tokenizer):
     ids = chat_ids(tokenizer, user("  <|x|> [MASK]<|"), chat_template=template)
     assert special_ids(tokenizer, ids) == tokenizer.convert_tokens_to_ids(["<sop>", "<eop>"])
     assert tokenizer.decode(ids) == "<sop> <|X|> [MASK]<| <eop>"
-    for template, message, more in [
-        ("{{ evil }}{{ messages[0]['content'] }}", user("x"), {"evil": "<sop>"}),
-        ("{{ messages[0]['metadata'] }}", user("x", metadata=Evil()), {}),
-    ]:
-        ids = chat_ids(tokenizer, message, chat_template=template, **more)
-        assert special_ids(tokenizer, ids) == []
+    template = "{{ evil }}{{ messages[0]['metadata'] }}"
+    message = user("x", metadata=Evil())
+    ids = chat_ids(tokenizer, message, chat_template=template, evil="<sop>")
+    assert special_ids(tokenizer, ids) == []
 
 
 def test_text_comes_back_unchanged(tokenizer):
-    """Also the characters that the escaping itself uses, and tokens that overlap."""
     texts = ["\ufdd0\ufdd1", "\ufdd00000060", "a\ufdd1b", "<<|<|user|>|>", "[[gMASK[gMASK]"]
     more = ["abab", "☃"]
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS, *more]})
@@ -598,73 +333,34 @@ def test_text_comes_back_unchanged(tokenizer):
         assert tokenizer.decode(ids, skip_special_tokens=True) == "\n" + text
 
 
-def test_added_tokens_that_are_not_special_are_found(tokenizer):
-    tokenizer.add_tokens(["<think>"])
-    number = tokenizer.convert_tokens_to_ids("<think>")
-    assert number == len(tokenizer) - 1
-    assert chat_ids(tokenizer, user("a<think>b")).count(number) == 1
-
-
 def test_chats_leave_the_tokenizer_as_it_is(tokenizer):
     before = tokenizer.backend_tokenizer.to_str()
-    conversation = user("say <|user|>")
-    want, plain = chat_ids(tokenizer, conversation), tokenizer.encode("a<|user|>b")
+    calls = [(chat_ids, tokenizer, user("say <|user|>")), (tokenizer.encode, "a<|user|>b")]
+    want = [function(*given) for function, *given in calls]
     with ThreadPoolExecutor(4) as pool:
-        chats = [pool.submit(chat_ids, tokenizer, conversation) for _ in range(40)]
-        texts = [pool.submit(tokenizer.encode, "a<|user|>b") for _ in range(40)]
-        assert all(job.result() == want for job in chats)
-        assert all(job.result() == plain for job in texts)
+        jobs = [pool.submit(*call) for _ in range(40) for call in calls]
+        assert [job.result() for job in jobs] == want * 40
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
-# Saving and loading
-
-
-def test_a_saved_folder_holds_all_that_loading_needs(tokenizer, tmp_path):
-    tokenizer.image_size = 56
-    tokenizer.save_pretrained(tmp_path / "saved")
-    config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
-    assert config["auto_map"]["AutoTokenizer"][0] == "tokenization_chatglm.ChatGLM4Tokenizer"
-    assert config["image_size"] == 56
-    template = tmp_path / "saved" / "chat_template.jinja"
-    assert template.read_text(encoding="utf-8") == CHAT_TEMPLATE
-    again = ChatGLM4Tokenizer.from_pretrained(tmp_path / "saved")
-    assert (again.image_size, again.model_max_length, again.padding_side) == (56, 8192, "left")
-    assert again.encode("a<|user|>b") == tokenizer.encode("a<|user|>b")
-    out = printed_without_package(
-        """
-        import json
-        from transformers import AutoTokenizer
-
-        tok = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        assert type(tok).__module__.startswith("transformers_modules."), type(tok)
-        tok.save_pretrained(folder + "-again")
-        tok = AutoTokenizer.from_pretrained(folder + "-again", trust_remote_code=True)
-        messages = [{"role": "user", "content": "say <|user|>", "image": "x"}]
-        (ids,) = tok.apply_chat_template(messages)
-        print(json.dumps([type(tok).__name__, tok.image_size, ids, tok.encode("hello")]))
-        """,
-        tmp_path / "saved",
-        tmp_path,
-    )
-    ids = chat_ids(tokenizer, user("say <|user|>", image="x"))
-    assert json.loads(out) == ["ChatGLM4Tokenizer", 56, ids, tokenizer.encode("hello")]
-    template.write_text("hello")
-    assert ChatGLM4Tokenizer.from_pretrained(tmp_path / "saved").chat_template == "hello"
-
-
 @pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
-def test_folders_of_either_major_version_load(tokenizer, tmp_path, key):
-    """5.x saves the special tokens under one name, 4.57 under the other."""
+def test_a_saved_folder_loads_with_its_sizes_and_its_template(tokenizer, tmp_path, key):
+    """Special tokens under the name of either major version."""
+    tokenizer.image_size = 56
     tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
+    path, template = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
     config = json.loads(path.read_text())
+    assert config["auto_map"]["AutoTokenizer"][0] == "tokenization_chatglm.ChatGLM4Tokenizer"
+    assert template.read_text(encoding="utf-8") == CHAT_TEMPLATE
     for name in ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"):
         config.pop(name, None)
     path.write_text(json.dumps(config | {key: list(SPECIAL_TOKENS)}))
+    template.write_text("hello")
     again = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-    assert again.all_special_ids == tokenizer.all_special_ids
-    assert len(again) == len(tokenizer)
+    assert (again.image_size, again.model_max_length, again.padding_side) == (56, 8192, "left")
+    assert again.all_special_ids == tokenizer.all_special_ids and len(again) == len(tokenizer)
+    assert again.encode("a<|user|>b") == tokenizer.encode("a<|user|>b")
+    assert again.chat_template == "hello"
 
 
 def test_a_template_beside_the_ranks_is_used_only_if_it_has_images(

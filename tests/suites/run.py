@@ -46,18 +46,17 @@ class Results:
 
     def pytest_runtest_logreport(self, report) -> None:
         suite, _, test = report.nodeid.rpartition("/")[2].partition("::")
-        suite = suite.removeprefix("suite_").removesuffix(".py")
-        name = f"{suite}::{test}"
-        if report.when == "call" or report.outcome != "passed":
-            # A failed subtest is reported before its test, which then passes.
-            if self.of_test.get(name, {}).get("outcome") == "failed":
-                return
-            reason = ""
-            if report.outcome == "failed":
-                reason = str(getattr(report.longrepr, "reprcrash", report.longrepr))
-            elif report.outcome == "skipped":
-                reason = str(report.longrepr[2])
-            self.of_test[name] = {"outcome": report.outcome, "reason": reason[:500]}
+        name = f"{suite.removeprefix('suite_').removesuffix('.py')}::{test}"
+        # A failed subtest is reported before its test, which then passes.
+        has_failed = self.of_test.get(name, {}).get("outcome") == "failed"
+        if has_failed or (report.when != "call" and report.outcome == "passed"):
+            return
+        reason = ""
+        if report.outcome == "failed":
+            reason = str(getattr(report.longrepr, "reprcrash", report.longrepr))
+        elif report.outcome == "skipped":
+            reason = str(report.longrepr[2])
+        self.of_test[name] = {"outcome": report.outcome, "reason": reason[:500]}
 
 
 def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
@@ -96,16 +95,10 @@ def nearest_checkout(folder: Path) -> tuple[Path, str]:
         said = re.search(r'^__version__ = "(.+)"', text, re.MULTILINE)
         if said and (each / "tests" / "generation").is_dir():
             found[Version(said[1])] = each
-
-    def distance(version: Version) -> tuple[int, int]:
-        return abs(version.minor - installed.minor), abs(version.micro - installed.micro)
-
-    if not (near := [version for version in found if version.major == installed.major]):
-        raise SystemExit(
-            f"{folder} holds checkouts of {', '.join(map(str, found)) or 'nothing'}, installed is "
-            f"{installed}: give one of transformers {installed.major}, or a folder of some"
-        )
-    version = min(near, key=distance)
+    near = [version for version in found if version.major == installed.major]
+    if not near:
+        raise SystemExit(f"{folder} holds no checkout of transformers {installed.major}: give one")
+    version = min(near, key=lambda of: abs(of.minor - installed.minor))
     return found[version], str(version)
 
 

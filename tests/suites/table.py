@@ -1,4 +1,4 @@
-"""Write docs/suites.md from the results of ``run.py``: ``table.py RESULTS.json... --out FILE.md``.
+"""Renew the tables of docs/suites.md by results of ``run.py``: ``table.py RESULTS.json... --out``.
 
 Exits with 1 if a test fails without a reason in reasons.json, or has one and does not fail.
 """
@@ -12,43 +12,7 @@ from pathlib import Path
 
 REASONS = Path(__file__).with_name("reasons.json")
 OUTCOMES = ("passed", "failed", "skipped")
-
-HEAD = """# transformers' own shared suites
-
-transformers tests each of its models with suites that all models share. \
-`nox -f tests/noxfile.py -s suites` takes them from the sdist of each end of the supported \
-versions and runs them on this package's classes. It also writes this page; it fails if a test \
-fails that is not listed below, or if a listed one does not fail any more.
-
-The models' suite runs four times: with rows of text, with an image in every row in the grown \
-form, with two, and with the published three ids.
-
-The suites of generation (`GenerationTesterMixin`) and of export (`ExportTesterMixin`) are in \
-folders below `tests` of transformers' repository, of which an sdist has only the files directly \
-in `tests`. `nox -f tests/noxfile.py -s suites -- --checkout FOLDER` takes them from a checkout of \
-the repository or of a fork, whose version need only be near: `FOLDER` is one, or holds some. \
-{checkouts}
-
-What the suite of generation is about has tests of this repository's own, in \
-`tests/remote/test_generation.py`, `test_generation_modes.py`, `test_caches.py` and \
-`test_transformers_interface.py`: greedy search, sampling, beams and sampled beams, each with and \
-without a cache and with images; the scores, logits, hidden states, attentions and caches that \
-they give; assistant models, early exit and prompt lookup; padding on the left; embeddings in the \
-place of ids; going on from a cache; static, quantized and compiled caches; the last logits alone. \
-Without a test are offloaded caches, which need a GPU, the rounding of quantized ones, which is \
-of other packages, and contrastive search, DoLa, group and constrained beams, which transformers \
-4.57 has moved to repositories of the Hub.
-"""
-
-
-def checkouts(documents: list[dict]) -> str:
-    """What the suites of generation came from."""
-    said = [
-        f"{document['transformers']} by a checkout of {document['generation']}"
-        for document in documents
-        if document["generation"] is not None
-    ]
-    return f"Below: {', '.join(said)}." if said else "**Below they were not run.**"
+BEGIN = "The suites of generation are those of "  # what stands above is written by hand
 
 
 def reason_for(name: str, version: str, reasons: list[dict]) -> int | None:
@@ -61,11 +25,11 @@ def reason_for(name: str, version: str, reasons: list[dict]) -> int | None:
     return None
 
 
-def surprises(
-    version: str, results: dict[str, dict], reasons: list[dict], has_generation: bool = True
-) -> list[str]:
+def surprises(document: dict, reasons: list[dict]) -> list[str]:
     """What is not as reasons.json says."""
-    reasons = [one for one in reasons if has_generation or one.get("suite") != "generation"]
+    version, results = document["transformers"], document["results"]
+    if document["generation"] is None:
+        reasons = [one for one in reasons if one.get("suite") != "generation"]
     found = []
     for name, result in results.items():
         is_expected = reason_for(name, version, reasons) is not None
@@ -83,28 +47,27 @@ def surprises(
     return found
 
 
-def page(documents: list[dict], reasons: list[dict]) -> str:
-    """The page, with a column for every version."""
-    all_results = {document["transformers"]: document["results"] for document in documents}
-    counts = defaultdict(Counter)
-    failures = defaultdict(Counter)
-    skips = Counter()
-    for version, results in all_results.items():
-        for name, result in results.items():
+def tables(documents: list[dict], reasons: list[dict]) -> str:
+    """With a column for every version."""
+    counts, failures, skips = defaultdict(Counter), defaultdict(Counter), Counter()
+    versions = [document["transformers"] for document in documents]
+    for version, document in zip(versions, documents, strict=True):
+        for name, result in document["results"].items():
             suite, of_class, _ = name.split("::", 2)
-            counts[suite, of_class, version][result["outcome"]] += 1
+            counts[suite, of_class][version, result["outcome"]] += 1
             index = reason_for(name, version, reasons)
             if result["outcome"] == "failed" and index is not None:
                 failures[index][version] += 1
             if result["outcome"] == "skipped":
                 skips[result["reason"].removeprefix("Skipped: ").partition("\n")[0]] += 1
-    versions = list(all_results)
-    head = [f"{version} {outcome}" for version in versions for outcome in OUTCOMES]
-    lines = ["| suite | rows or part | " + " | ".join(head) + " |"]
-    lines.append("|---|---|" + "---:|" * len(head))
-    for suite, of_class in dict.fromkeys(key[:2] for key in counts):
-        numbers = [counts[suite, of_class, v][outcome] for v in versions for outcome in OUTCOMES]
-        lines.append(f"| {suite} | {of_class} | " + " | ".join(map(str, numbers)) + " |")
+    columns = [(version, outcome) for version in versions for outcome in OUTCOMES]
+    checkouts = [f"{one['generation'] or 'none'} for {one['transformers']}" for one in documents]
+    lines = [f"{BEGIN}checkouts: {', '.join(checkouts)}.", ""]
+    lines += ["| suite | rows or part | " + " | ".join(map(" ".join, columns)) + " |"]
+    lines.append("|---|---|" + "---:|" * len(columns))
+    for (suite, of_class), numbers in counts.items():
+        cells = " | ".join(str(numbers[column]) for column in columns)
+        lines.append(f"| {suite} | {of_class} | {cells} |")
     lines += ["", "## Failures, and why they are right", ""]
     lines += ["| tests | " + " | ".join(versions) + " | reason |"]
     lines.append("|---|" + "---:|" * len(versions) + "---|")
@@ -114,11 +77,9 @@ def page(documents: list[dict], reasons: list[dict]) -> str:
         lines.append(f"| {tests} | {numbers} | {entry['reason']} |")
     lines += ["", "## Why tests were skipped", ""]
     lines += [f"- {number}: {reason[:150]}" for reason, number in skips.most_common(15)]
-    if len(skips) > 15:
-        rest = sum(number for _, number in skips.most_common()[15:])
+    if rest := sum(number for _, number in skips.most_common()[15:]):
         lines.append(f"- {rest}: {len(skips) - 15} more reasons")
-    head = HEAD.replace("{checkouts}", checkouts(documents))
-    return head + "\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -128,14 +89,9 @@ def main() -> None:
     options = parser.parse_args()
     reasons = json.loads(REASONS.read_text())
     documents = [json.loads(path.read_text()) for path in options.results]
-    options.out.write_text(page(documents, reasons))
-    found = [
-        line
-        for one in documents
-        for line in surprises(
-            one["transformers"], one["results"], reasons, one["generation"] is not None
-        )
-    ]
+    above = options.out.read_text().partition(BEGIN)[0]
+    options.out.write_text(above + tables(documents, reasons))
+    found = [line for document in documents for line in surprises(document, reasons)]
     print("\n".join(found) or "every failure has its reason")
     sys.exit(bool(found))
 

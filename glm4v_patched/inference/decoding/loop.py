@@ -59,13 +59,16 @@ def draw_ahead(
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
     tokens_to: Any = None,
+    step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Draw tokens: for ``generate(custom_generate=draw_ahead)``, which gives all but ``tokens_to``.
+    """Draw tokens: for ``generate(custom_generate=draw_ahead)``, which gives the first ones.
 
     Args:
         tokens_to: A streamer, in the place of generate's ``streamer``. It is given each token up to
             :data:`LATE` tokens later.
+        step: Called in the place of the model from the second token on
+            (:class:`step_graph.StepGraph`); it is not compiled then.
 
     Returns:
         What ``generate`` returns without ``custom_generate``.
@@ -83,7 +86,7 @@ def draw_ahead(
         )
     drawing = _Drawing(
         model, input_ids, logits_processor, stopping_criteria, generation_config, tokens_to,
-        model_kwargs,
+        step, model_kwargs,
     )  # fmt: skip
     if tokens_to is not None:
         tokens_to.put(input_ids.cpu())
@@ -159,7 +162,10 @@ class _Drawing:
             these alone.
     """
 
-    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
+    def __init__(
+        self, model, input_ids, processors, criteria, config, streamer, step, model_kwargs
+    ):
+        self.recorded = step
         self.model, self.config, self.model_kwargs = model, config, model_kwargs
         self.prompt, self.input_ids = model_kwargs["grown_prompt"], input_ids
         self.cache: Any = None
@@ -184,8 +190,9 @@ class _Drawing:
     def read_prompt(self) -> None:
         """The first step; transformers does not compile it, either."""
         model, given = self.model, self.model_kwargs
-        self.forward: Any = model.__call__
-        if _private(model, "_valid_auto_compile_criteria")(given, self.config):
+        self.forward: Any = self.recorded or model.__call__
+        compiles = _private(model, "_valid_auto_compile_criteria")
+        if self.recorded is None and compiles(given, self.config):
             os.environ["TOKENIZERS_PARALLELISM"] = "0"  # as transformers does: inductor forks
             self.forward = model.get_compiled_call(self.config.compile_config)
         inputs = model.prepare_inputs_for_generation(

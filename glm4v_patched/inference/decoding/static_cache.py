@@ -1,4 +1,4 @@
-"""A cache of fixed size for ``generate``, whose steps are then compiled and replayed as one graph.
+"""A cache of fixed size for ``generate``, whose steps are then recorded or compiled as one graph.
 
 transformers compiles a step for every number of rows and every size of the cache, and makes a new
 cache for every call, for which a CUDA graph is recorded again. Here sizes are rounded up, and a
@@ -12,9 +12,10 @@ from transformers import CompileConfig, StaticCache
 from ...models.quantised_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
+from .step_graph import StepGraph
 
-# A step is compiled in about a minute, in which some 2,000 are made without.
-STEPS_THAT_REPAY = 4000
+# A step is compiled in about a minute, in which so many are made that are only recorded.
+STEPS_THAT_REPAY = 8000
 
 
 class StaticCaches:
@@ -23,21 +24,31 @@ class StaticCaches:
     A cache that is handed out again is emptied: what was answered with it must not be needed.
     """
 
-    def __init__(self, model: Any, step: int, draws_ahead: bool = False, **compiled: Any):
+    def __init__(
+        self,
+        model: Any,
+        step: int,
+        draws_ahead: bool = False,
+        records: bool = False,
+        **compiled: Any,
+    ):
         """
         Args:
             step: Sizes are multiples of it: what is not filled is read, too, but each size is
                 compiled.
             draws_ahead: Whether ``generate`` is given :func:`loop.draw_ahead`.
+            records: Whether steps are recorded (:mod:`step_graph`) and not compiled; then
+                ``draws_ahead``, too.
             compiled: For :func:`compiling`.
         """
         self.model, self.step, self.compiled = model, step, compiled
-        self.draws_ahead = draws_ahead
+        self.draws_ahead, self.records = draws_ahead or records, records
         if model.device.type == "cuda":
             from .small_batch_matmul import takes_layers_of
 
             self.compiled = {"own_products": takes_layers_of(model)} | compiled
         self._caches: dict[int, tuple[int, StaticCache]] = {}
+        self._graphs: dict[int, StepGraph] = {}
 
     def of(self, rows: int, positions: int) -> StaticCache:
         """An empty cache with room for so many positions of each row."""
@@ -51,12 +62,16 @@ class StaticCaches:
         return cache
 
     def options(self, rows: int, positions: int) -> dict[str, Any]:
-        """What ``generate`` is given beside the rows; on a CPU nothing is compiled."""
+        """What ``generate`` is given beside the rows; on a CPU nothing is compiled or recorded."""
         given = named_cache(self.of(rows, positions))
-        if self.model.device.type == "cuda":
-            given["compile_config"] = compiling(rows, **self.compiled)
         if self.draws_ahead:
             given["custom_generate"] = draw_ahead
+        if self.model.device.type != "cuda":
+            return given
+        if self.records:
+            given["step"] = self._graphs.setdefault(rows, StepGraph(self.model))
+        else:
+            given["compile_config"] = compiling(rows, **self.compiled)
         return given
 
 
@@ -95,6 +110,7 @@ def compiling(
 
 
 def chosen(cache: str, device: str, steps: int, weights: str | None = None) -> str:
-    """``static`` or ``dynamic``; ``auto`` is ``static`` where so many steps repay compilation."""
-    pays = device != "cpu" and steps >= STEPS_THAT_REPAY
-    return kept_cache(cache, weights, "static" if pays else "dynamic")
+    """``static``, ``graph`` or ``dynamic``; ``auto`` is ``static`` on a GPU where so many steps
+    repay compilation, and else ``graph``."""
+    fixed = "static" if steps >= STEPS_THAT_REPAY else "graph"
+    return kept_cache(cache, weights, "dynamic" if device == "cpu" else fixed)

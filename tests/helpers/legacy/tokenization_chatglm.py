@@ -2,10 +2,10 @@
 
 import base64
 import os
+import shutil
 
 import regex
 from transformers import PreTrainedTokenizer
-from transformers.utils import PaddingStrategy
 
 SPLIT_PATTERN = regex.compile(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -37,10 +37,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizer):
 
     def save_vocabulary(self, save_directory, filename_prefix=None):
         path = os.path.join(save_directory, self.vocab_files_names["vocab_file"])
-        with open(self.vocab_file, "rb") as source:
-            content = source.read()
-        with open(path, "wb") as target:
-            target.write(content)
+        shutil.copyfile(self.vocab_file, path)
         return (path,)
 
     def _tokenize(self, text, **kwargs):
@@ -95,49 +92,3 @@ class ChatGLM4Tokenizer(PreTrainedTokenizer):
             image = ["<|begin_of_image|>", "<|endoftext|>", "<|end_of_image|>"]
             ids += self.convert_tokens_to_ids(image)
         return ids + self.convert_tokens_to_ids(self._tokenize(message.get("content") or ""))
-
-    def apply_chat_template(
-        self,
-        conversation,
-        add_generation_prompt=False,
-        padding=False,
-        return_tensors=None,
-        return_dict=False,
-        **kwargs,
-    ):
-        """The ids of one conversation, as a batch. The pictures are not prepared."""
-        ids = self.get_prefix_tokens()
-        for message in conversation:
-            ids += self._encode_message(message)
-        if add_generation_prompt:
-            ids += self.convert_tokens_to_ids(["<|assistant|>"])
-        batch = self.batch_encode_plus(
-            [ids],
-            padding=padding,
-            return_tensors=return_tensors,
-            is_split_into_words=True,
-            add_special_tokens=False,
-        )
-        return batch if return_dict else batch["input_ids"]
-
-    def _pad(
-        self,
-        encoded_inputs,
-        max_length=None,
-        padding_strategy=PaddingStrategy.DO_NOT_PAD,
-        pad_to_multiple_of=None,
-        return_attention_mask=None,
-    ):
-        assert self.padding_side == "left"
-        ids = encoded_inputs["input_ids"]
-        if padding_strategy == PaddingStrategy.LONGEST:
-            max_length = len(ids)
-        if max_length is not None and pad_to_multiple_of is not None:
-            max_length = -(-max_length // pad_to_multiple_of) * pad_to_multiple_of
-        missing = 0
-        if padding_strategy != PaddingStrategy.DO_NOT_PAD:
-            missing = max_length - len(ids)
-        encoded_inputs["attention_mask"] = [0] * missing + [1] * len(ids)
-        encoded_inputs["position_ids"] = [0] * missing + list(range(len(ids)))
-        encoded_inputs["input_ids"] = [self.pad_token_id] * missing + ids
-        return encoded_inputs

@@ -1,14 +1,11 @@
-"""The kernel of :mod:`small_batch_matmul`.
-
-Importing it takes Triton, which torch for GPUs brings.
-"""
+"""The kernel of :mod:`few_rows`; importing it takes Triton, which torch for GPUs brings."""
 
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-# Blocks of weights on their way at a time, of 16 KiB with the rows' 4.
+# Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
 STAGES = 4
 
 
@@ -39,14 +36,56 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
         # Each weight is read once: what else is cached is to stay.
         weights = tl.load(weights_at + block * block_width, eviction_policy="evict_first")
         values = tl.load(rows_at + block * block_width, mask=row < rows, other=0.0)
-        total = tl.dot(weights, values.T, total)
+        # Of fp8, tensor cores keep 14 bits of a sum: it is added to fp32 after each block.
+        total = tl.dot(weights, values.T, total, max_num_imprecise_acc=block_width)
     tl.store(out + (part * rows + row) * columns + column[None, :], total.T, mask=row < rows)
+
+
+@triton.jit
+def triton_sum_of_parts(
+    parts,
+    left_scale,
+    right_scale,
+    bias,
+    out,
+    number,
+    rows,
+    columns,
+    has_bias: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(1)
+    column = tl.program_id(0) * block + tl.arange(0, block)
+    inside = column < columns
+    total = tl.zeros((block,), tl.float32)
+    for part in range(number):
+        total += tl.load(parts + (part * rows + row) * columns + column, mask=inside, other=0.0)
+    total *= tl.load(left_scale + row) * tl.load(right_scale + column, mask=inside, other=0.0)
+    if has_bias:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_of_parts(
+    parts: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """bf16 ``(M, N)`` of :func:`parts_of_product`'s ``(parts, M, N)``, scaled by ``(M, 1)`` and
+    ``(N, 1)``, and a bias ``(N,)``."""
+    number, rows, columns = parts.shape
+    out = parts.new_empty(rows, columns, dtype=torch.bfloat16)
+    block = 512
+    with torch.cuda.device_of(parts):
+        triton_sum_of_parts[triton.cdiv(columns, block), rows](
+            parts, left_scale, right_scale, parts if bias is None else bias.contiguous(), out,
+            number, rows, columns, bias is not None, block,
+        )  # fmt: skip
+    return out
 
 
 def parts_of_product(
     x: Tensor, weight: Tensor, parts: int, blocks: int, sizes: tuple[int, int, int]
 ) -> Tensor:
-    """As :func:`small_batch_matmul.parts_of_product`.
+    """As :func:`few_rows.parts_of_product`.
 
     Args:
         blocks: Of the width, in each part.

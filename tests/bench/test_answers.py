@@ -1,0 +1,60 @@
+"""``glm4v-patched bench --answers``: from files to a file of answers."""
+
+import json
+
+import pytest
+
+from glm4v_patched.bench import answers
+from glm4v_patched.cli import main
+from tests.helpers.tiny import golden_json
+
+
+def test_a_row_has_what_the_second_start_of_answer_printed(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def run(timeout, command, environment, file=None):
+        started.append(command)
+        if file is not None:
+            later = 10 * len(started)
+            file.write(f"64 rows answered in 9 s: the first 8 after {later}.5 s, then 4.25 rows/s")
+        return 0
+
+    monkeypatch.setattr(answers, "run_within", run)
+    out = tmp_path / "rows.json"
+    asked = ["--answers", "56x56", "--device", "cpu", "--batch", "8", "--new-tokens", "4"]
+    assert not main(["bench", *asked, "--config", "none.json", "--out", str(out)])
+    [row] = json.loads(out.read_text())
+    assert row["answers_per_s"] == 4.25 and row["first_answer_s"] == 30.5  # the third process
+    assert (row["batch"], row["rows"], row["new_tokens"]) == (8, 64, 4)
+    assert row["weights"] == "bf16" and row["gpu_idle"] is None
+    made, first, second = started
+    assert made[-4] == "glm4v_patched.bench.from_files" and first == second
+    assert "--batch-size 8 --max-new-tokens 4 --cache auto" in " ".join(second)
+    assert "| cpu | bf16 | 56x56 | 8 | 64 of 4 | 4.25 | 30.5 |" in capsys.readouterr().out
+    assert not main(["bench", "--answers", "56x56", "--rows", str(out)])
+    assert "64 of 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--answer-rows", "15"], "expected at least 16"),
+        (["--trained", "lm"], "--trained is not of --answers"),
+        (["--repeats", "2"], "--repeats is not of --answers"),
+        (["--weights", "fp8"], "--weights fp8 needs a GPU"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(refused, monkeypatch, arguments, named):
+    monkeypatch.setattr(answers, "run_within", lambda *_: pytest.fail("a process was started"))
+    refused(["bench", "--answers", "56x56", "--device", "cpu", "--batch", "8", *arguments], named)
+
+
+@pytest.mark.slow
+def test_answers_from_files_are_measured_at_tiny_size(tmp_path):
+    config, out = tmp_path / "config.json", tmp_path / "rows.json"
+    config.write_text(json.dumps(golden_json("config.json")))
+    asked = ["--answers", "56x56", "--device", "cpu", "--batch", "2", "--answer-rows", "6"]
+    asked += ["--new-tokens", "4", "--config", str(config), "--out", str(out)]
+    assert not main(["bench", *asked])
+    [row] = json.loads(out.read_text())
+    assert row["answers_per_s"] > 0 and row["command_s"] > row["first_answer_s"] > 0

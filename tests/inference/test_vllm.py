@@ -1,0 +1,329 @@
+"""vLLM: the command that starts it, and the plug-in; test_vllm_model.py has what needs it."""
+
+import importlib.util
+import json
+import os
+import pkgutil
+import socket
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference import vllm_plugin
+from glm4v_patched.inference.serving import serve, vllm
+from glm4v_patched.inference.serving.guard import Guard
+from glm4v_patched.inference.serving.limits import VARIABLE
+from glm4v_patched.inference.serving.serve import hold_address
+from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
+from glm4v_patched.remote.image_checks import ImageFormat
+from glm4v_patched.remote.image_layout import GivenRows, grow_rows
+from glm4v_patched.terminal_text import own_command, pip_install
+from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
+
+
+@pytest.fixture
+def executed(monkeypatch, tmp_path) -> list:
+    """What vLLM is started with, on a machine that has it and a GPU."""
+    program = tmp_path / "vllm"
+    program.touch()
+    found: list = []
+    plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.GROUP)
+    monkeypatch.setattr(vllm, "entry_points", lambda group: [plugin] if group == vllm.GROUP else [])
+    monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
+    monkeypatch.setattr(serve, "place", lambda processes, device: None)
+    monkeypatch.setattr(serve, "listen", lambda host, port: open(os.devnull))  # noqa: SIM115
+    # The port is vLLM's own, and tests of other processes hold it, too.
+    own = f"127.0.0.1, process {os.getpid()}"
+    monkeypatch.setattr(serve, "hold_address", lambda host, port: hold_address(own, port))
+    monkeypatch.setattr(os, "execve", lambda *given: found.append(given))
+    monkeypatch.delenv("GLM4V_PATCHED_API_KEY", raising=False)
+    return found
+
+
+LANGUAGE = "transformer.encoder.layers.0"
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def options(command: list[str], name: str) -> list[str]:
+    after = command[command.index(name) + 1 :]
+    return after[: next(n for n, each in enumerate([*after, "--"]) if each.startswith("--"))]
+
+
+def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path):
+    arguments = ["--api-key", "secret", "--max-body-mb", "3", "--max-new-tokens", "7"]
+    assert main(["serve", str(files.model), *arguments]) == 0
+    [(program, command, environment)] = executed
+    assert command[:3] == [str(tmp_path / "vllm"), "serve", str(files.model)]
+    assert program == command[0]
+    assert options(command, "--served-model-name") == [str(files.model), "glm-4v", "glm-4v-9b"]
+    defaults = json.loads(option(command, "--override-generation-config"))
+    assert defaults == {"max_new_tokens": 7, "temperature": 0}
+    assert option(command, "--generation-config") == "vllm"
+    assert option(command, "--allowed-media-domains").endswith(".invalid")
+    module, _, name = option(command, "--middleware").rpartition(".")
+    assert (module, name) == (Guard.__module__, "Guard")
+    # Not in the command, which other users of the machine see.
+    assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
+    limits = json.loads(environment[VARIABLE])
+    assert limits["max_body_bytes"] == 3_000_000 and limits["most_at_once"] is None
+
+
+def write_adapters(folder: Path, model: Path, name: str, rank: int, **more) -> None:
+    LoraConfig(r=rank, base_model_name_or_path=str(model), **more).save_pretrained(folder)
+    weights = {f"base_model.model.{name}.lora_A.weight": torch.ones(1)}
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def test_adapters_are_served_beside_their_model(files, executed, tmp_path, refused):
+    folder, other = tmp_path / "adapters", tmp_path / "other"
+    write_adapters(folder, files.model, LANGUAGE, 4)
+    write_adapters(other, files.model, LANGUAGE, 9)
+    assert main(["serve", str(folder), "--served-model-name", "mine", "--temperature", "2"]) == 0
+    by_name = ["--adapter", f"b={other}", "--adapter", f"glm-4v={folder}"]
+    assert main(["serve", str(files.model), *by_name]) == 0
+    [(_, mine, _), (_, both, _)] = executed
+    assert mine[2] == str(files.model) and "--enable-lora" in mine
+    assert option(mine, "--lora-modules") == f"mine={folder}"
+    assert option(mine, "--max-lora-rank") == "8"  # vLLM takes no 4
+    assert json.loads(option(mine, "--override-generation-config"))["temperature"] == 2
+    assert options(both, "--lora-modules") == [f"b={other}", f"glm-4v={folder}"]
+    assert option(both, "--max-lora-rank") == "16" and option(both, "--max-loras") == "2"
+    assert options(both, "--served-model-name") == [str(files.model), "glm-4v-9b"]
+    write_adapters(folder, files.model, "transformer.vision.layers.0", 4)
+    refused(["serve", folder], "1 of the adapters' weights", program=own_command())
+
+
+def test_the_rank_is_the_next_that_vllm_takes_and_others_are_refused(
+    files, executed, tmp_path, refused
+):
+    folder = tmp_path / "adapters"
+    for rank, taken in ((8, 8), (9, 16), (512, 512)):
+        write_adapters(folder, files.model, LANGUAGE, rank)
+        assert main(["serve", str(folder)]) == 0
+        assert option(executed.pop()[1], "--max-lora-rank") == str(taken)
+    for rank, more, named in (
+        (513, {}, "rank 513"),
+        (4, {"alpha_pattern": {"dense": 2}}, "alpha_pattern"),
+        (4, {"rank_pattern": {"dense": 2}}, "rank_pattern"),
+    ):
+        write_adapters(folder, files.model, LANGUAGE, rank, **more)
+        refused(["serve", folder], named, program=own_command())
+    assert not executed
+
+
+def test_what_vllm_cannot_do_is_refused(files, executed, refused, monkeypatch, words):
+    for arguments, named in (
+        (["--seed", "4294967296"], "--seed 4294967296"),
+        (["--engine", "vllm", "--device", "cpu"], "--device cpu"),
+        (["--engine", "vllm", "--port", "0"], "--port 0"),
+    ):
+        refused(["serve", files.model, *arguments], named)
+    monkeypatch.setattr(vllm, "entry_points", lambda group: [])  # without the plug-in
+    refused(["serve", files.model], "other positions")
+    assert not executed
+    with words.refused(ValueError, "--port 48123"):  # which is not called taken
+        hold_address("h" * 200, 48123)
+
+
+def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(executed, monkeypatch):
+    def chosen(**changes) -> str:
+        return serve.choose_engine(serve.ServeOptions(model="m", name="m", **changes))[0]
+
+    assert chosen() == "vllm"
+    assert chosen(device="cpu") == chosen(engine="transformers") == "transformers"
+    monkeypatch.setattr(serve, "find_vllm", lambda: None)
+    assert chosen() == "transformers"
+    with pytest.raises(RuntimeError, match="vllm is not installed"):
+        chosen(engine="vllm")
+
+
+def test_of_two_that_start_at_once_the_second_is_refused(files, executed, monkeypatch, capsys):
+    """vLLM listens only when it has loaded, and lets others bind the address until then."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command, held = ["serve", str(files.model), "--port", str(port)], []
+
+    def become_vllm(*given):
+        assert held[0].get_inheritable()  # by what this process becomes
+        assert main(command) == 1
+        there = f"--port {port}: another glm4v-patched serve is starting or running there"
+        assert there in capsys.readouterr().err
+
+    hold = lambda *address: held.append(hold_address(*address)) or held[-1]  # noqa: E731
+    monkeypatch.setattr(serve, "hold_address", hold)
+    monkeypatch.setattr(os, "execve", become_vllm)
+    assert main(command) == 0
+    monkeypatch.setattr(os, "execve", lambda *given: None)
+    assert main(command) == 0  # that one has ended
+
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+class FakeModel:
+    hf_to_vllm_mapper = None
+
+    def forward(
+        self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs
+    ): ...
+
+    def get_mrope_input_positions(self, input_tokens, mm_features): ...
+
+    def compute_logits(self, hidden_states): ...
+
+
+class FakeVllm:
+    """The modules of a vLLM that has what the plug-in wants."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, str] = {}
+        self.hooks: dict[str, object] = {}
+        registry = SimpleNamespace(register_model=self.registered.__setitem__)
+        self.vllm = SimpleNamespace(__version__=vllm_plugin.NEWEST, ModelRegistry=registry)
+        self.config = SimpleNamespace(MODELS_CONFIG_MAP=self.hooks)
+        self.glm4v = SimpleNamespace(
+            GLM4VForCausalLM=FakeModel,
+            GLM4VProcessingInfo=SimpleNamespace(get_supported_mm_limits=lambda self: {}),
+            GLM4VMultiModalProcessor=object,
+            GLM4VDummyInputsBuilder=object,
+        )
+        processors = SimpleNamespace(register_processor=lambda processor, info, dummy_inputs: None)
+        self.multimodal = SimpleNamespace(MULTIMODAL_REGISTRY=processors)
+        mapper = SimpleNamespace(_map_name=lambda self, key: key)
+        self.modules = {
+            "vllm": self.vllm,
+            "vllm.model_executor.models.config": self.config,
+            "vllm.transformers_utils.config": SimpleNamespace(uses_mrope=lambda config: True),
+            "vllm.model_executor.models.glm4v": self.glm4v,
+            "vllm.model_executor.models.utils": SimpleNamespace(WeightsMapper=mapper),
+            "vllm.multimodal": self.multimodal,
+        }
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeVllm:
+    fake = FakeVllm()
+    for name, module in fake.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+@pytest.fixture
+def logged(caplog):
+    vllm_plugin.logger.addHandler(caplog.handler)
+    yield caplog
+    vllm_plugin.logger.removeHandler(caplog.handler)
+
+
+def settings(**fields) -> SimpleNamespace:
+    """vLLM's settings of a model."""
+    config = SimpleNamespace(kv_channels=128, **fields)
+    return SimpleNamespace(hf_config=config, uses_mrope=True)
+
+
+@pytest.mark.parametrize("inner", [2, 1600])
+@pytest.mark.parametrize("parts", ["7", "i i 7", "7 8 i 9 9 9 i 5 6 7"])
+def test_positions_are_those_of_the_model(parts, inner):
+    row, images = [], []
+    for part in parts.split():
+        ids = [BOI, *[FILL] * inner, EOI] if part == "i" else [int(part)]
+        images += [(len(row), len(ids))] if part == "i" else []
+        row += ids
+    form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
+    grown = grow_rows(GivenRows(torch.tensor([row])), form, num_images=len(images))
+    assert grown.input_ids[0].tolist() == row
+    assert shared_positions(len(row), images).tolist() == grown.position_ids[0].tolist()
+
+
+def test_the_entry_point_and_the_model_that_it_names_are_there():
+    [(name, place)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
+    assert name == "glm4v_patched" and pkgutil.resolve_name(place) is register
+    module, _, name = vllm_plugin.MODEL.partition(":")
+    assert f"class {name}(" in Path(importlib.util.find_spec(module).origin).read_text()
+    # The extra asks for what was tested.
+    oldest, newest = [part.split(".") for part in (vllm_plugin.OLDEST, vllm_plugin.NEWEST)]
+    above = f"{newest[0]}.{int(newest[1]) + 1}"
+    assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm>={'.'.join(oldest[:2])},<{above}"]
+
+
+def test_a_vllm_that_has_moved_serves_other_models_and_no_glm4v(fake, logged, words):
+    fake.hooks["Qwen3ForCausalLM"] = other = object()
+    register()
+    register()
+    assert fake.hooks == {"Qwen3ForCausalLM": other, "GLM4VForCausalLM": SharedPositions}
+    registry = fake.vllm.__dict__.pop("ModelRegistry")
+    register()
+    assert "other positions than it has" in logged.text and "ModelRegistry" in logged.text
+    fake.vllm.ModelRegistry = registry
+    del fake.config.MODELS_CONFIG_MAP
+    register()
+    assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL}
+    with words.refused(RuntimeError, "models.config.MODELS_CONFIG_MAP", pip=pip_install()):
+        vllm_plugin.check_vllm()
+    fake.config.MODELS_CONFIG_MAP = others = {"GLM4VForCausalLM": dict}  # of somebody else
+    register()
+    assert others == {"GLM4VForCausalLM": dict}
+    with pytest.raises(RuntimeError, match="MODELS_CONFIG_MAP has <class 'dict'>"):
+        vllm_plugin.check_vllm()
+
+
+def test_names_that_have_moved_are_all_said_with_version_and_cure(fake, words):
+    register()
+    vllm_plugin.check_vllm()
+    del fake.glm4v.GLM4VProcessingInfo, fake.multimodal.MULTIMODAL_REGISTRY
+    fake.glm4v.GLM4VForCausalLM = type("Moved", (FakeModel,), {"compute_logits": lambda grid: 0})
+    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes ('grid',)", vllm_plugin.NEWEST)
+    with words.refused(RuntimeError, *moved, pip=pip_install()):
+        vllm_plugin.check_vllm()
+
+
+def test_an_older_vllm_is_refused_and_a_newer_one_that_fits_taken_with_a_word(fake, logged):
+    for version, is_said in (("0.33.0+cpu", False), ("0.33.1", True)):
+        fake.vllm.__version__ = version
+        register()
+        vllm_plugin.check_vllm()
+        assert ("tested with vLLM up to 0.33.0" in logged.text) == is_said
+    fake.vllm.__version__ = "0.25.1"
+    register()
+    with pytest.raises(RuntimeError, match="in vLLM 0.25.1: tests run with"):
+        SharedPositions.verify_and_update_model_config(settings())
+
+
+def test_vllm_will_ask_the_model_for_positions(fake):
+    register()
+    for kept in (None, {"a": 1}):
+        model = settings(rope_parameters=kept)
+        SharedPositions.verify_and_update_model_config(model)
+        wanted = {"rope_type": "default", "mrope_section": [32, 0, 0]}
+        assert model.hf_config.rope_parameters == (kept or {}) | wanted
+    model.uses_mrope = False
+    with pytest.raises(RuntimeError, match="uses_mrope stays False"):
+        SharedPositions.verify_and_update_model_config(model)
+
+
+def test_adapters_on_the_tower_are_refused(words):
+    for lora in (None, SimpleNamespace(enable_tower_connector_lora=False)):
+        SharedPositions.verify_and_update_config(SimpleNamespace(lora_config=lora))
+    asked = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=True))
+    with words.refused(ValueError, "--enable-tower-connector-lora", program=own_command()):
+        SharedPositions.verify_and_update_config(asked)
+
+
+def test_it_draws_no_id_that_our_model_does_not():
+    for fill in (None, 7):
+        model = tiny_model(image_token_id=fill)
+        assert vllm_plugin.never_drawn(model.config) == model._image_ids()
+        published = vars(model.config) | {}
+        published.pop("image_token_id")
+        assert vllm_plugin.never_drawn(SimpleNamespace(**published)) == model._image_ids()[:2]
