@@ -71,7 +71,6 @@ ELSEWHERE = {
     "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 python -m glm4v_patched.run": "nox: llamafactory",
     "NPROC_PER_NODE=2 python -m glm4v_patched.run swift": "nox: ms_swift",
     "python sft_script.py": "nox: frameworks, which sees how it fails without the package",
-    "python train.py": "pytest -m two_gpu: tests/frameworks/test_jobs.py",
     "torchrun --nproc_per_node 2 train.py": "nox: jobs",
 }
 RUN: list[str] = []
