@@ -2,8 +2,9 @@
 
 Started by matrix.py on every rank with a folder that holds ``cells.json`` (what to train),
 ``references.pt`` and ``model``. Every rank appends to ``rows.<rank>.jsonl`` before and after a
-cell. A cell that raises or hangs ends the processes, because what it leaves behind may spoil the
-next one; matrix.py starts new ones for the rest.
+cell; losses and gradients go to the folder ``gradients``, if there is one. A cell that raises or
+hangs ends the processes, because what it leaves behind may spoil the next one; matrix.py starts new
+ones for the rest.
 """
 
 import faulthandler
@@ -61,10 +62,9 @@ def start(cell: Cell, folder: Path) -> Training:
     )
     model = select_weights(model, cell.weights)
     model.config.skip_logits = cell.skip_logits
-    if cell.use_reentrant == "unset":
-        model.gradient_checkpointing_enable()
-    elif cell.use_reentrant != "off":
-        model.gradient_checkpointing_enable({"use_reentrant": cell.use_reentrant})
+    if cell.use_reentrant != "off":
+        told = {"use_reentrant": cell.use_reentrant} if cell.use_reentrant != "unset" else None
+        model.gradient_checkpointing_enable(told)
     model = model if config else model.to(device())
     return Training(model, cell.strategy, config, LEARNING_RATE)
 
@@ -76,10 +76,8 @@ def with_or_without_cure(cell: Cell) -> AbstractContextManager:
 
 
 def train(cell: Cell, folder: Path) -> dict:
-    """``losses``, averaged over the ranks, and ``gradients``: one of each a step.
-
-    ``gathers`` is the number of all-gathers of ZeRO in the last step.
-    """
+    """``losses``, averaged over the ranks, and ``gradients``, one of each a step; how often ZeRO
+    gathered in the last one."""
     training, rank = start(cell, folder), torch.distributed.get_rank()
     with_deepspeed = training.engine is not None
     result: dict = {"losses": [], "gradients": []}
@@ -97,10 +95,8 @@ def train(cell: Cell, folder: Path) -> dict:
 
 
 def differences(got: dict, want: dict) -> dict[str, float]:
-    """The largest ones over all steps, relative to the loss and to the step's largest gradient.
-
-    A parameter without a gradient counts as one whose gradient is zero.
-    """
+    """The largest ones over all steps, relative to the loss and to the step's largest gradient. A
+    parameter without a gradient counts as one whose gradient is zero."""
     loss = max(abs(g - w) / abs(w) for g, w in zip(got["losses"], want["losses"], strict=True))
     gradient = 0.0
     for got_step, want_step in zip(got["gradients"], want["gradients"], strict=True):
@@ -111,9 +107,18 @@ def differences(got: dict, want: dict) -> dict[str, float]:
     return {"loss_difference": loss, "gradient_difference": gradient}
 
 
+def train_and_compare(cell: Cell, folder: Path, references: dict, note) -> None:
+    with with_or_without_cure(cell):
+        result = train(cell, folder)
+    if torch.distributed.get_rank() == 0:
+        figures = differences(result, references[reference_name(cell)])
+        note({"done": cell.name, "gathers": result["gathers"]} | figures)
+        if (folder / "gradients").is_dir():
+            torch.save(result, folder / "gradients" / f"{cell.name}.pt")
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
-    rank = int(os.environ["RANK"])
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     cells = [Cell(**cell) for cell in json.loads((folder / "cells.json").read_text())]
     references = torch.load(folder / "references.pt") if rank == 0 else {}
     if torch.cuda.is_available():
@@ -122,32 +127,23 @@ def main() -> None:
         start_deepspeed()
     else:
         torch.distributed.init_process_group("nccl" if device() == "cuda" else "gloo")
-    keep = folder / "gradients"
-    with open(folder / f"rows.{rank}.jsonl", "a") as rows:
 
-        def note(row: dict) -> None:
+    def note(row: dict) -> None:
+        with open(folder / f"rows.{rank}.jsonl", "a") as rows:
             rows.write(json.dumps(row) + "\n")
-            rows.flush()
 
-        for cell in cells:
-            note({"started": cell.name})
-            faulthandler.dump_traceback_later(SECONDS_FOR_ONE_CELL, exit=True)
-            try:
-                with with_or_without_cure(cell):
-                    result = train(cell, folder)
-                if rank == 0:
-                    want = references[reference_name(cell)]
-                    figures = differences(result, want) | {"gathers": result["gathers"]}
-                    note({"done": cell.name} | figures)
-                    if keep.is_dir():
-                        torch.save(result, keep / f"{cell.name}.pt")
-            except Exception as error:
-                note({"failed": cell.name, "reason": f"{type(error).__name__}: {error}"})
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            gc.collect()
-            gc.freeze()  # what was imported by now costs half a second in each later collection
+    for cell in cells:
+        note({"started": cell.name})
+        faulthandler.dump_traceback_later(SECONDS_FOR_ONE_CELL, exit=True)
+        try:
+            train_and_compare(cell, folder, references, note)
+        except Exception as error:
+            note({"failed": cell.name, "reason": f"{type(error).__name__}: {error}"})
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        gc.collect()
+        gc.freeze()  # what was imported by now costs half a second in each later collection
     faulthandler.cancel_dump_traceback_later()
     torch.distributed.destroy_process_group()
 

@@ -1,8 +1,7 @@
 """Two processes train the stand-in for the published code, and ours, under ZeRO-3.
 
-Started by test_failures.py with a folder that holds ``runs.json`` (what to run), ``ours`` (weights)
-and ``legacy`` (a repository). Rank 0 writes losses and full gradients, or the error that both
-processes met, to ``<name>.pt`` in that folder.
+Started by test_failures.py with a folder that holds ``runs.json``, ``ours`` (weights) and
+``legacy`` (a repository). Rank 0 writes there what :func:`train` returns for each run.
 """
 
 import json
@@ -31,36 +30,30 @@ from tests.helpers.start_deepspeed import start_deepspeed
 STEPS = 2
 
 
-def load(which: str, dtype: torch.dtype, folder: Path):
+def load(which: str, weights: str, dtype: torch.dtype, folder: Path):
     """The model, whole in every process: what is tested begins where DeepSpeed shards it."""
-    if which != "legacy":
-        return GLM4VForCausalLM.from_pretrained(
+    if which == "legacy":
+        for rank in range(torch.distributed.get_world_size()):
+            if rank == torch.distributed.get_rank():  # both copy the code to the same place
+                model = AutoModel.from_pretrained(
+                    folder / "legacy", trust_remote_code=True, dtype=dtype
+                )
+            torch.distributed.barrier()
+        count_labels_of_small_images(model)
+    else:
+        model = GLM4VForCausalLM.from_pretrained(
             folder / "ours", attn_implementation="sdpa", dtype=dtype
         )
-    for rank in range(torch.distributed.get_world_size()):
-        if rank == torch.distributed.get_rank():  # both copy the code to the same place
-            model = AutoModel.from_pretrained(
-                folder / "legacy", trust_remote_code=True, dtype=dtype
-            )
-        torch.distributed.barrier()
-    count_labels_of_small_images(model)
-    return model
-
-
-def freeze(model, weights: str):
-    """What is trained: see SETTINGS in test_failures.py."""
     if weights == "adapters":
         torch.manual_seed(0)  # the same adapters on every process
         lora = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
         # In the dtype of the weights: DeepSpeed 0.19.2 cannot gather fp32 adapters beside bf16.
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
-    if weights == "frozen norms":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("encoder" not in name or "layernorm" not in name)
     return model
 
 
 def train(model, dtype: str) -> dict:
+    """Losses and full gradients, or the error that both processes met."""
     config = zero_config() | {"bf16": {"enabled": dtype == "bf16"}}
     training, rank = Training(model, "zero3", config), torch.distributed.get_rank()
     losses, gradients = [], []
@@ -87,11 +80,12 @@ def main(folder: Path) -> None:
     uncured = mock.patch.object(checkpointing, "frozen_parameters_held", nullcontext)
     for run in json.loads((folder / "runs.json").read_text()):
         code, weights, dtype, checkpoints = run
-        model = load(code, torch.bfloat16 if dtype == "bf16" else torch.float32, folder).train()
-        if checkpoints != "plain":
-            model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
+        types = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        model = load(code, weights, types[dtype], folder).train()
+        if checkpoints == "nonreentrant":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         with uncured if code == "ours without the cure" else nullcontext():
-            save_on_first(train(freeze(model, weights), dtype), folder / f"{'-'.join(run)}.pt")
+            save_on_first(train(model, dtype), folder / f"{'-'.join(run)}.pt")
     torch.distributed.destroy_process_group()
 
 

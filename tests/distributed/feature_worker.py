@@ -1,8 +1,8 @@
 """Two processes train with and without reused features, on batches unlike each other's.
 
-Started by test_reused_features.py with a folder that holds ``runs.json`` (what to run) and
-``model``. Rank 0 writes, for each run, both ranks' losses, the gradients, how often the tower ran
-in every step on each rank, and the digest of the tower's weights, to ``<name>.pt`` in that folder.
+Started by test_reused_features.py with a folder that holds ``runs.json`` and ``model``. For each
+run rank 0 writes there both ranks' losses, the gradients, how often the tower ran in every step on
+each rank, and the digest of the tower's weights.
 """
 
 import json
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_weights
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -33,31 +32,22 @@ def rank_batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids} | images
 
 
-def load(weights: str, folder: Path):
+def train(name: str, weights: str, strategy: str, keep: str | None, folder: Path) -> None:
     model = GLM4VForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
     model = select_weights(model, weights)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def train(run: dict, folder: Path) -> dict:
-    model = load(run["weights"], folder)
     # Made before the model is sharded, as a recipe does; used after it.
-    features = None
-    if run["keep"] is not None:
-        features = TowerFeatures(model, None if run["keep"] == "memory" else folder / run["keep"])
+    features = keep and TowerFeatures(model, None if keep == "memory" else folder / keep)
     tower = next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
     runs = []
     tower.register_forward_hook(lambda module, inputs, output: runs.append(len(output)))
-    training = Training(model, run["strategy"], zero_config())
+    training = Training(model, strategy, zero_config())
     losses, gradients, counts = [], [], []
     digest = digest_weights(tower)
     for step in range(len(PICTURES)):
         inputs = rank_batch(step)
-        if features is not None:
-            inputs = features.replace_pictures(inputs)
-        output = training(**inputs)
-        if features is not None:
+        output = training(**features.replace_pictures(inputs) if features else inputs)
+        if features:
             features.keep(output)
         training.backward(output.loss)
         gradients.append(training.gradients())
@@ -67,31 +57,14 @@ def train(run: dict, folder: Path) -> dict:
         training.update()
     training.close()
     losses, counts = zip(*of_both_ranks((losses, counts)), strict=True)
-    return {"losses": losses, "runs": [*counts], "gradients": gradients, "digest": digest}
-
-
-def refusal_of_fsdp1(folder: Path) -> str:
-    model = load("frozen_vision", folder)
-    vision = model.transformer.vision
-    vision.conv = FullyShardedDataParallel(vision.conv, device_id=torch.device("cpu"))
-    features = TowerFeatures(model, folder / "unused")
-    # One parameter of it is left, a flat one, which is made to be trained.
-    vision.requires_grad_(False)
-    try:
-        features.replace_pictures(rank_batch(0))
-    except ValueError as error:
-        return str(error)
-    return "none"
-
-
-def main(folder: Path) -> None:
-    start_deepspeed()
-    for run in json.loads((folder / "runs.json").read_text()):
-        save_on_first(train(run, folder), folder / f"{run['name']}.pt")
-    (folder / "fsdp1.txt").write_text(refusal_of_fsdp1(folder))
-    torch.distributed.destroy_process_group()
+    found = {"losses": losses, "runs": [*counts], "gradients": gradients, "digest": digest}
+    save_on_first(found, folder / f"{name}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    start_deepspeed()
+    folder = Path(sys.argv[1])
+    for run in json.loads((folder / "runs.json").read_text()):
+        train(*run, folder)
+    torch.distributed.destroy_process_group()

@@ -1,14 +1,16 @@
-"""Two processes train with weights gathered in place, and copied out of a buffer.
+"""Two processes train with weights gathered in place, and copied out of a buffer; and in fp8.
 
-Started by test_gathering.py with a folder. Rank 0 writes ``gathers.pt`` there: for each of what is
-trained, and each way to gather, the losses of both ranks, the trained weights, and how many gathers
-were made in place and how many by DeepSpeed, whether what gathers was replaced once only, the norms
-of the gradients, which are taken in place where the gathers are, and who took them.
+Started by test_gathering.py with a folder that holds ``model``. Rank 0 writes to it
+
+- ``gathers.pt``: for each of what is trained, and each way to gather, what :func:`train` found
+- ``fp8.pt``: by what is trained and the stage of ZeRO the losses, the types of what each process
+  holds of the layers between two steps, and those of what is saved
 """
 
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,17 +22,25 @@ from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed import gather as gathering
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
-from glm4v_patched.engine.deepspeed.internals import Replacements
+from glm4v_patched.engine.deepspeed.internals import Replacements, shard_of
+from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.engine.prepare import start
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import of_both_ranks, save_on_first
+from tests.distributed.strategies import averaged, of_both_ranks, save_on_first
+from tests.helpers.fp8 import PLAIN, allow_on_cpu
 from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.steps import select_weights, trainable
 from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
 
 STEPS = 4
 HANDLES_OF_DEEPSPEED = (AllGatherCoalescedHandle, AllGatherHandle)
-TRAINED = ("all", "lora_both", "frozen_vision")
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    seed = 2 * seed + torch.distributed.get_rank()
+    ids = torch.tensor([[*grown_image(), *text(9, seed=seed)]])
+    return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1, seed=seed)}
 
 
 def model_with_odd_weights() -> GLM4VForCausalLM:
@@ -39,12 +49,6 @@ def model_with_odd_weights() -> GLM4VForCausalLM:
     vision = golden_json("config.json")["vision_config"] | {"intermediate_size": 97}
     config = tiny_config(initializer_range=0.05, vision_config=vision)
     return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa")
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    seed = 2 * step + torch.distributed.get_rank()
-    ids = torch.tensor([[*grown_image(), *text(9, seed=seed)]])
-    return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1, seed=seed)}
 
 
 def counted(kind: type):
@@ -97,8 +101,35 @@ def train(trained: str, in_place: bool) -> dict:
     }
 
 
+def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
+    """In every step the same batch. Under ZeRO-3 nothing stays gathered, so that all is gathered
+    twice a step."""
+    torch.manual_seed(3)  # adapters
+    inputs = batch(0)
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    live = 0.0 if policy == "full" else 1e9
+    options = replace(PLAIN, zero_stage=stage, trained=trained, tower=policy, language=policy)
+    engine = start(replace(options, stage3_max_live_parameters=live), load, 1, 0.01)
+    found = {"losses": [averaged(engine.step(inputs)) for _ in range(STEPS)]}
+    layers = [module for module in engine.model.modules() if isinstance(module, HeldLinear)]
+    found["held"] = {(shard_of(m.weight).dtype, m.weight_scale.dtype) for m in layers}
+    found["bytes"] = sum(shard_of(m.weight).nbytes for m in layers)
+    if stage == 3:
+        state = engine.engine._zero3_consolidated_16bit_state_dict()
+        found["saved"] = state and {name: tensor.dtype for name, tensor in state.items()}
+    engine.engine.destroy()
+    return found
+
+
 if __name__ == "__main__":
     start_deepspeed()
-    found = {(trained, way): train(trained, way) for trained in TRAINED for way in (True, False)}
-    save_on_first(found, Path(sys.argv[1], "gathers.pt"))
+    folder = Path(sys.argv[1])
+    trained = ("all", "lora_both")
+    found = {(of, in_place): train(of, in_place) for of in trained for in_place in (True, False)}
+    save_on_first(found, folder / "gathers.pt")
+    allow_on_cpu()
+    load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
+    runs = [(*of, stage) for of in (("lora_all", "full"), ("lm", "selective")) for stage in (2, 3)]
+    in_8_bits = {(of, stage): in_fp8(load, stage, of, policy) for of, policy, stage in runs}
+    save_on_first(in_8_bits, folder / "fp8.pt")
     torch.distributed.barrier()

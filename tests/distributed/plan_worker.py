@@ -2,70 +2,91 @@
 
 glm-4v has no dropout of its own; without it no random number would be drawn while training, and
 states of the generators that were lost would not show. ``--die-writing NAME``: half-way through a
-file whose path ends so the process dies. Beside each plan, ``tower.txt`` says how often rank 0 ran
-the tower.
+file whose path ends so the process dies. ``--diverging PLAN ...``: with what BREAKS has for the
+name of the plan's folder; how process N ends is in ``outcome-N.txt`` beside the plan.
 """
 
 import argparse
 import io
+import math
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from glm4v_patched.finetune import process, worker
+from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.remote.modeling_chatglm import Embedding
-from glm4v_patched.remote.visual import EVA2CLIPModel
 
 options = argparse.ArgumentParser()
 options.add_argument("plans", type=Path, nargs="*")
 options.add_argument("--with-dropout", type=Path, nargs="*", default=[])
+options.add_argument("--diverging", type=Path, nargs="*", default=[])
 options.add_argument("--die-writing")
-build_model = worker.build_model
-tower_runs: list[None] = []
+BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
+build_model, see = worker.build_model, DivergenceWatch.see
+save_model, save = worker.RecipeTrainer.save_model, torch.save
 
 
 def drop_out(module: torch.nn.Module, _, output: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.dropout(output, dropout, module.training)
+    return torch.nn.functional.dropout(output, 0.1, module.training)
 
 
-def build(*arguments) -> torch.nn.Module:
+def build_with_dropout(*arguments) -> torch.nn.Module:
     model = build_model(*arguments)
     for module in model.modules():
-        if isinstance(module, Embedding) and dropout:
+        if isinstance(module, Embedding):
             module.register_forward_hook(drop_out)
-        elif isinstance(module, EVA2CLIPModel):
-            module.register_forward_hook(lambda *call: tower_runs.append(None))
     return model
 
 
-def die_half_way(name: str) -> None:
-    save = torch.save
+def save_half(values, file, **settings):
+    if not str(file).endswith(asked.die_writing):
+        return save(values, file, **settings)
+    whole = io.BytesIO()
+    save(values, whole, **settings)
+    Path(file).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def save_or_die(values, file, **settings):
-        if not str(file).endswith(name):
-            return save(values, file, **settings)
-        whole = io.BytesIO()
-        save(values, whole, **settings)
-        Path(file).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = save_or_die
+def see_nan(self, loss, norm):
+    """From the second step on rank 1's loss is told to be NaN; the gradients are sound."""
+    self.steps_seen = getattr(self, "steps_seen", 0) + 1
+    is_nan = dist.get_rank() == 1 and self.steps_seen > 1
+    return see(self, loss * math.nan if is_nan else loss, norm)
 
+
+def break_and_save(self, *args, **kwargs):
+    """One number of rank 1's share of a weight."""
+    if dist.get_rank() == 1:
+        self.model.get_parameter(BROKEN).ds_tensor.data[0] = math.nan
+    save_model(self, *args, **kwargs)
+
+
+BREAKS = {
+    "told": mock.patch.object(DivergenceWatch, "see", see_nan),
+    "saved": mock.patch.object(worker.RecipeTrainer, "save_model", break_and_save),
+    "base": nullcontext(),
+}
 
 if __name__ == "__main__":
     asked = options.parse_args()
-    worker.build_model = build
     if asked.die_writing:
-        die_half_way(asked.die_writing)
+        torch.save = save_half
     for plan in asked.plans + asked.with_dropout:
-        dropout = 0.1 if plan in asked.with_dropout else 0.0
+        worker.build_model = build_with_dropout if plan in asked.with_dropout else build_model
         worker.train(Plan.read(plan))
         # transformers 4 leaves it there, for the next training.
         os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-        if process.is_first():
-            plan.with_name("tower.txt").write_text(str(len(tower_runs)))
-        tower_runs.clear()
+    for plan in asked.diverging:
+        with BREAKS[plan.parent.name]:
+            try:
+                worker.train(Plan.read(plan))
+            except Diverged as error:
+                plan.with_name(f"outcome-{os.environ['RANK']}.txt").write_text(str(error))
     process.leave()

@@ -1,7 +1,5 @@
 """A model trained under ZeRO, FSDP2 or DDP, a step at a time, whose gradients can be looked at."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,21 +24,11 @@ def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:
 
 
 class Training:
-    """Call it as the model, then ``backward`` the loss, look at ``gradients``, and ``update``.
-
-    Args:
-        model: With what is trained chosen.
-        strategy: "zero0" to "zero3_offload", "fsdp2", "ddp" or "ddp_static_graph".
-        config: DeepSpeed's, for ZeRO.
-    """
+    """Call it as the model, then ``backward`` the loss, look at ``gradients``, and ``update``. The
+    strategies are those of cells.py; for ZeRO with DeepSpeed's config."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        strategy: str,
-        config: dict | None = None,
-        rate: float = 0.001,
-        make_optimizer: Callable | None = None,
+        self, model: nn.Module, strategy: str, config: dict | None = None, rate: float = 0.001
     ):
         self.model, self.strategy, self.engine = model, strategy, None
         if strategy == "fsdp2":
@@ -52,8 +40,7 @@ class Training:
             static = strategy == "ddp_static_graph"
             self.called = DistributedDataParallel(model, static_graph=static)
         # Of weights that are sharded by now.
-        sgd = partial(torch.optim.SGD, trainable(model), lr=rate)
-        self.optimizer = (make_optimizer or sgd)()
+        self.optimizer = torch.optim.SGD(trainable(model), lr=rate)
         if strategy in ZERO_STAGES:
             import deepspeed
 
@@ -64,10 +51,7 @@ class Training:
         return self.called(**inputs)
 
     def backward(self, loss: Tensor) -> None:
-        if self.engine is not None:
-            self.engine.backward(loss)
-        else:
-            loss.backward()
+        loss.backward() if self.engine is None else self.engine.backward(loss)
 
     def gradients(self) -> dict[str, Tensor]:
         """Over all ranks, by name; of parameters that have one."""
@@ -85,15 +69,13 @@ class Training:
         # DeepSpeed 0.16.9 at stage 0 reduces and uses an fp32 copy of a bf16 gradient, but its
         # ``safe_get_full_grad`` returns the one of this rank.
         reduced = getattr(parameter, "_hp_grad", None)
-        return (
-            safe_get_full_grad(parameter) if reduced is None else reduced.reshape(parameter.shape)
-        )
+        if reduced is not None:
+            return reduced.reshape(parameter.shape)
+        return safe_get_full_grad(parameter)
 
     def update(self) -> None:
-        if self.engine is not None:
-            self.engine.step()
-        else:
-            self.optimizer.step()
+        (self.engine or self.optimizer).step()
+        if self.engine is None:
             self.optimizer.zero_grad()
 
     def close(self) -> None:

@@ -6,36 +6,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from glm4v_patched.finetune.checkpoints import last_complete_checkpoint, step_of
-from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
 from tests.helpers.recipes import drawn_recipe
 
-# On two busy cores a run takes a minute, nearly all of it imports; idle, some 12 seconds.
 SECONDS_TO_RUN = 300
-# torch's launcher gives processes that it ends 30 seconds before it kills them.
-SECONDS_TO_END = 45
+SECONDS_TO_END = 45  # torch's launcher kills after 30
+OPTIONS = ("--processes", "2", "--device", "cpu")
 
 
 class CommandLine:
-    """``glm4v-patched train`` in processes that can be found, killed and counted."""
+    """``glm4v-patched train`` without end, in processes that can be found, killed and counted."""
 
-    def __init__(self, recipe: Recipe, *options: str):
-        self.folder = Path(recipe.out)
-        self.folder.mkdir(exist_ok=True)
-        settings = self.folder / "mine.json"
-        recipe.write(settings)
-        self.log = self.folder / "output.txt"
+    def __init__(self, folder: Path, *options: str):
+        self.folder, self.log = folder, folder / "output.txt"
+        command = [sys.executable, "-m", "glm4v_patched.cli", "train", str(folder / "mine.json")]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "glm4v_patched.cli"]
-                + ["train", str(settings), "--processes", "2", "--device", "cpu", *options],
+                [*command, *OPTIONS, *options],
                 env=cpu_environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -55,37 +50,29 @@ class CommandLine:
             if any(str(self.folder) in argument for argument in process.info["cmdline"] or [])
         ]
 
-    def rank(self, number: int) -> psutil.Process | None:
+    def ranks(self) -> list[psutil.Process] | None:
+        """Both, in their order, once they are there."""
+        found = {}
         for process in self.alive():
-            try:
-                if process.environ().get("RANK") == str(number):
-                    return process
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
-                continue
-        return None
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
+                found[process.environ().get("RANK")] = process
+        return [found["0"], found["1"]] if {"0", "1"} <= found.keys() else None
 
-    def wait_for(self, condition: Callable, seconds: float):
-        end = time.monotonic() + seconds
+    def wait_for(self, condition: Callable):
+        end = time.monotonic() + SECONDS_TO_RUN
         while not (found := condition()):
             if time.monotonic() > end or self.process.poll() is not None:
                 pytest.fail(f"status {self.process.poll()}\n{self.output[-8000:]}")
             time.sleep(0.05)
         return found
 
-    def wait_for_checkpoint(self, after_step: int = 0) -> Path:
-        def newer() -> Path | None:
-            checkpoint = last_complete_checkpoint(self.folder)
-            return checkpoint if checkpoint and step_of(checkpoint) > after_step else None
+    def has_checkpoint(self, after_step: int = 0) -> bool:
+        checkpoint = last_complete_checkpoint(self.folder)
+        return checkpoint is not None and step_of(checkpoint) > after_step
 
-        return self.wait_for(newer, SECONDS_TO_RUN)
-
-    def status(self) -> int:
-        try:
-            return self.process.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"did not end within {SECONDS_TO_END} s\n{self.output[-8000:]}")
-
-    def require_none_alive(self) -> None:
+    def require_ended(self, status: int) -> None:
+        """With that status, and no process left."""
+        assert self.process.wait(SECONDS_TO_END) == status, self.output[-8000:]
         end = time.monotonic() + SECONDS_TO_END
         while alive := self.alive():
             assert time.monotonic() < end, f"still there: {alive}\n{self.output[-8000:]}"
@@ -93,13 +80,17 @@ class CommandLine:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., CommandLine]]:
-    started = []
+def start(tmp_path) -> Iterator[Callable[..., CommandLine]]:
+    steps = {"max_steps": 10**6, "save_steps": 2, "save_total_limit": 2}
+    recipe = drawn_recipe(tmp_path, {f"trainer.{name}": value for name, value in steps.items()})
+    folder, started = Path(recipe.out), []
+    folder.mkdir()
+    recipe.write(folder / "mine.json")
     # Under nohup, programs inherit that it is ignored.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-    def start(*arguments) -> CommandLine:
-        started.append(CommandLine(*arguments))
+    def start(*options: str) -> CommandLine:
+        started.append(CommandLine(folder, *options))
         return started[-1]
 
     yield start
@@ -110,65 +101,48 @@ def start() -> Iterator[Callable[..., CommandLine]]:
         run.process.wait()
 
 
-@pytest.fixture
-def endless(tmp_path) -> Recipe:
-    steps = {"max_steps": 10**6, "save_steps": 2, "save_total_limit": 2}
-    return drawn_recipe(tmp_path, {f"trainer.{name}": value for name, value in steps.items()})
-
-
 @pytest.mark.slow
-def test_a_killed_rank_and_a_killed_launcher_end_the_run_and_leave_no_process(
-    endless, start, monkeypatch
+def test_a_killed_rank_and_sigterm_end_the_run_say_how_to_continue_and_leave_no_process(
+    start, monkeypatch
 ):
-    run = start(endless)
-    run.wait_for_checkpoint()
-    worker = run.rank(1)
+    run = start()
+    run.wait_for(run.has_checkpoint)
+    _, worker = run.ranks()
     worker.kill()
-    assert run.status() == 1
-    run.require_none_alive()
+    run.require_ended(1)
     assert f"process 1 (PID {worker.pid}) was killed (SIGKILL), as the system does" in run.output
     assert "Traceback" not in run.output.rpartition("training on 2 processes failed")[2]
     checkpoint = last_complete_checkpoint(run.folder)
-    settings = str(run.folder / "recipe.json")
     monkeypatch.setenv("PATH", cpu_environment()["PATH"])  # where the run was started
-    resume = own_command("train", settings, *["--processes", "2", "--device", "cpu", "--resume"])
+    resume = own_command("train", str(run.folder / "recipe.json"), *OPTIONS, "--resume")
     assert run.output.endswith(f"to continue from {checkpoint}:\n  {resume}\n")
 
-    run = start(endless, "--resume")
-    run.wait_for_checkpoint(after_step=step_of(checkpoint))
+    run = start("--resume")
+    run.wait_for(lambda: run.has_checkpoint(after_step=step_of(checkpoint)))
     assert f"training continues from {checkpoint}, after step" in run.output
     assert len(run.alive()) == 3  # the command line, two ranks
-    run.process.kill()
-    assert run.status() == -signal.SIGKILL
-    run.require_none_alive()
-    assert last_complete_checkpoint(run.folder)
+    run.process.terminate()
+    run.require_ended(128 + signal.SIGTERM)
+    assert f"training was stopped by SIGTERM\nto continue from {run.folder}" in run.output
 
 
 @pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-    ],
+    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
-    number, endless, start
-):
-    run = start(endless)
-    run.wait_for(lambda: run.rank(0) and run.rank(1), SECONDS_TO_RUN)
+def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(number, start):
+    run = start()
+    run.wait_for(run.ranks)
     os.kill(run.process.pid, number)
-    assert run.status() == 128 + number
-    run.require_none_alive()
+    run.require_ended(128 + number)
     assert f"training was stopped by {number.name}\nto continue from the beginning" in run.output
     assert "--resume" in run.output and "Traceback" not in run.output
 
 
-def test_ranks_end_at_once_with_a_launcher_that_is_killed_while_they_import(endless, start):
-    run = start(endless)
-    ranks = run.wait_for(lambda: (a := run.rank(0)) and (b := run.rank(1)) and [a, b], 60)
+def test_ranks_end_at_once_with_a_launcher_that_is_killed_while_they_import(start):
+    run = start()
+    ranks = run.wait_for(run.ranks)
     run.process.kill()
     # 2 s on idle cores; an extension that is being loaded holds Python.
     _, alive = psutil.wait_procs(ranks, timeout=8)
     assert not alive, run.output[-2000:]
-    run.require_none_alive()
+    run.require_ended(-signal.SIGKILL)

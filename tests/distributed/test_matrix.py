@@ -1,17 +1,15 @@
 """A small part of the matrix, on the installed versions; tests/noxfile.py runs all of it.
 
-Also what the matrix itself relies on: that its limits tell right numbers from wrong ones, and that
-a cell which raises, dies or hangs is a failed cell.
+Also what the matrix relies on: its limits tell right numbers from wrong ones.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.distributed.cell_worker import differences
-from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, _outcomes, run_cells
+from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, run_cells
 from tests.helpers import unsharded
 from tests.helpers.cells import (
     PERSISTENCE,
@@ -22,11 +20,11 @@ from tests.helpers.cells import (
     ZERO_STAGES,
     Cell,
 )
-from tests.helpers.processes import Ended
 
 
 def every_value_of_each_axis() -> list[Cell]:
-    """Each strategy with each kind of weights; the other axes take turns."""
+    """ZeRO-3 with each kind of weights, the other strategies with half of them; the other axes take
+    turns."""
     strategies = (*ZERO_STAGES, *WITHOUT_DEEPSPEED)
     return [
         Cell(
@@ -38,51 +36,35 @@ def every_value_of_each_axis() -> list[Cell]:
         )
         for s, strategy in enumerate(strategies)
         for w, weights in enumerate(WEIGHTS)
+        if strategy == "zero3" or (s + w) % 2
     ]
 
 
 # To be compared bit for bit: the same training without checkpoints, and with both kinds.
 PLAIN = [
-    Cell(strategy, weights, "off", persistence="0" if strategy == "zero3" else None)
-    for strategy, weights in [
-        ("zero1", "all"),
-        ("zero2", "lora_both"),
-        ("zero3", "all"),
-        ("zero3", "lora_both"),
-        ("zero3", "frozen_vision"),
-        ("zero3", "frozen_language"),
-        ("fsdp2", "lora_both"),
-        ("ddp", "all"),
-    ]
+    Cell("zero1", "all", "off"),
+    Cell("fsdp2", "lora_both", "off"),
+    Cell("ddp", "all", "off"),
+    *(
+        Cell("zero3", weights, "off", persistence="0")
+        for weights in ("all", "lora_both", "frozen_vision", "frozen_language")
+    ),
 ]
 CHECKPOINTED = [replace(cell, use_reentrant=mode) for cell in PLAIN for mode in (True, False)]
-SKIPPING_LOGITS = [replace(PLAIN[3], use_reentrant=False, skip_logits=True)]
+SKIPPING_LOGITS = [Cell("zero3", "lora_both", False, persistence="0", skip_logits=True)]
 # 20 steps in which no, one or both ranks have an image.
 MIXED = [
-    Cell(
-        strategy,
-        weights,
-        use_reentrant,
-        persistence="0" if strategy == "zero3" else None,
-        steps=20,
-        images="changing",
-    )
-    for strategy, weights, use_reentrant in [
-        ("zero3", "all", False),
-        ("zero3", "lora_both", True),
-        ("fsdp2", "lora_both", False),
-    ]
+    Cell("zero3", "all", False, persistence="0", steps=20, images="changing"),
+    Cell("zero3", "lora_both", True, persistence="0", steps=20, images="changing"),
+    Cell("fsdp2", "lora_both", False, steps=20, images="changing"),
 ]
 WITHOUT_CURE = [
     replace(cell, cure=False)
     for cell in CHECKPOINTED
     if cell.is_zero3 and (cell.weights == "all" or cell.use_reentrant)
 ]
-SMALL = list(
-    dict.fromkeys(
-        every_value_of_each_axis() + PLAIN + CHECKPOINTED + SKIPPING_LOGITS + MIXED + WITHOUT_CURE
-    )
-)
+SMALL = every_value_of_each_axis() + PLAIN + CHECKPOINTED + SKIPPING_LOGITS + MIXED + WITHOUT_CURE
+SMALL = list(dict.fromkeys(SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +104,10 @@ def test_the_cure_gathers_no_more_often(without, trained):
     assert 0 < rows[replace(without, cure=True)]["gathers"] <= rows[without]["gathers"]
 
 
-BREAKAGES = [
-    (breakage, weights, precision)
-    for breakage in ("another image", "one rank only", "gradients summed")
-    for weights, precision in [*((w, "fp32") for w in WEIGHTS), *(("all", p) for p in PRECISIONS)]
-    # Three small steps move the gradients by less than bf16 tells apart.
-] + [("no optimizer step", weights, "fp32") for weights in WEIGHTS]
-
-
-@pytest.mark.parametrize("breakage, weights, precision", dict.fromkeys(BREAKAGES))
-def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypatch):
-    cell = Cell("zero3", weights, precision=precision)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("breakage", ["another image", "one rank only", "gradients summed"])
+def test_the_limits_refuse_wrong_numbers(breakage, precision, monkeypatch):
+    cell = Cell("zero3", "all", precision=precision)
     want = unsharded.unsharded_run(cell)
     batch = unsharded.rank_batch
 
@@ -144,8 +119,6 @@ def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypat
         monkeypatch.setattr(unsharded, "rank_batch", with_another_image)
     elif breakage == "one rank only":
         monkeypatch.setattr(unsharded, "rank_batch", lambda cell, rank, step: batch(cell, 0, step))
-    elif breakage == "no optimizer step":
-        monkeypatch.setattr(unsharded, "LEARNING_RATE", 0.0)
     got = unsharded.unsharded_run(cell)
     if breakage == "gradients summed":
         got["gradients"] = [{n: 2 * g for n, g in step.items()} for step in got["gradients"]]
@@ -154,21 +127,3 @@ def test_the_limits_refuse_wrong_numbers(breakage, weights, precision, monkeypat
         found["gradient_difference"] > 2 * GRADIENT_LIMIT[precision]
         or found["loss_difference"] > 2 * LOSS_LIMIT[precision]
     ), found
-
-
-CUT_SHORT = [
-    ('{"failed": "b", "reason": "CheckpointError: x"}', Ended(1, ""), "CheckpointError: x"),
-    ("", Ended(1, "Timeout (0:01:00)!\n  the stack"), "hung: Timeout"),
-    ("", Ended(None, ""), "hung: "),
-    ("", Ended(-9, "killed"), "died: killed"),
-]
-
-
-@pytest.mark.parametrize("row_of_rank_1, ended, reason", CUT_SHORT)
-def test_a_cell_that_does_not_end_well_has_failed(row_of_rank_1, ended, reason, tmp_path):
-    rows = [{"started": "a"}, {"done": "a", "loss_difference": 0.0}, {"started": "b"}]
-    (tmp_path / "rows.0.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "rows.1.jsonl").write_text(row_of_rank_1)
-    found = _outcomes(tmp_path, ended)
-    assert found["a"] == {"loss_difference": 0.0}
-    assert found["b"]["reason"].startswith(reason)

@@ -1,12 +1,11 @@
 """Recipes in real processes: what they save, what they lose, and how they go on after a stop.
 
-A job trains many of them, one after the other: two jobs by default, and four of the slow tests.
+A job trains many of them, one after the other: two jobs by default, and two of the slow tests.
 """
 
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.data.packing import share_out
 from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults, set_incomplete_aside
-from glm4v_patched.finetune.plan import check_data, starting_point
+from glm4v_patched.finetune.plan import starting_point
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -25,11 +23,6 @@ from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_pr
 
 # fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
 ATOL = 2e-4
-BITSANDBYTES = find_spec("bitsandbytes") is not None
-needs_bitsandbytes = pytest.mark.skipif(
-    not BITSANDBYTES,
-    reason="needs bitsandbytes, which is no requirement of ours: pip install bitsandbytes",
-)
 
 SCRIPT = """
 import sys
@@ -59,34 +52,15 @@ save_file({name: output.logits.contiguous() for name, output in found.items()}, 
 """
 
 POLICIES = {"engine.tower": "attention", "engine.language": "selective"}
-ALONE = {"engine.zero_stage": 0}
-LM = {"trained": "lm", "trainer.learning_rate": 1e-3}
-# On two processes, or on one without ZeRO.
+HALVES = {"trainer.per_device_train_batch_size": 1, "trainer.gradient_accumulation_steps": 2}
 CHOICES: dict[str, dict] = {
     "twenty steps": {"trained": "lora_all", "trainer.max_steps": 20},
-    "offloaded": LM
-    | {
-        "engine.offload": True,
-        "trainer.per_device_train_batch_size": 1,
-        "trainer.gradient_accumulation_steps": 2,
-    },
-    "whole": LM | ALONE | {"trainer.per_device_train_batch_size": 4},
-    "bf16": LM | ALONE | {"engine.precision": "bf16"},
     "plain": {"trained": "lora_all"},
+    "offloaded": {"trained": "lora_all", "engine.offload": True} | HALVES,
     "selective": {"trained": "lora_all", "trainer.save_steps": 2} | POLICIES,
     "compiled": {"trained": "lora_all", "engine.compile": True} | POLICIES,
 }
-if BITSANDBYTES:
-    CHOICES["qlora"] = {"trained": "qlora"} | ALONE
-# These are stopped, and have dropout.
-STOPPED: dict[str, dict] = {
-    "lora_all, ZeRO-3": {"trained": "lora_all"},
-    "lora_lm, no ZeRO": {"trained": "lora_lm"} | ALONE,
-    "full, no ZeRO": ALONE | {"trainer.learning_rate": 1e-3},
-    "qlora, no ZeRO": {"trained": "qlora"} | ALONE,
-    "8-bit AdamW, ZeRO-3": {"engine.optimizer": "adamw_8bit"},
-}
-OF_BITSANDBYTES = {"qlora, no ZeRO", "8-bit AdamW, ZeRO-3"}
+ALONE = {"engine.zero_stage": 0}
 
 
 @pytest.fixture(scope="module")
@@ -100,64 +74,38 @@ def with_changes(recipe: Recipe, name: str, changes: Mapping) -> Recipe:
     return recipe.override({"out": str(Path(recipe.model).with_name(name)), **changes})
 
 
-@dataclass
-class Batch:
-    """Recipes that are trained together, and the checkpoints that they continue from."""
-
-    recipes: list[tuple[Recipe, Path | None, bool]] = field(default_factory=list)
-
-    def add(self, recipe: Recipe, checkpoint: Path | None = None, dropout: bool = False) -> Recipe:
-        self.recipes.append((recipe, checkpoint, dropout))
-        return recipe
-
-    def train(self) -> None:
-        """Those under ZeRO on two processes, those without on one."""
-        for sharded in (True, False):
-            plans: dict[bool, list[Path]] = {False: [], True: []}
-            for recipe, checkpoint, dropout in self.recipes:
-                if bool(recipe.engine.zero_stage) is sharded:
-                    processes = 2 if sharded else 1
-                    plans[dropout].append(planned(recipe, checkpoint, processes=processes))
-            if any(plans.values()):
-                rest = {"with_dropout": plans[True], "processes": 2 if sharded else 0}
-                ended = train_in_processes(*plans[False], **rest)
-                assert ended.status == 0, ended.output[-8000:]
+def train(*plans: Path, **options) -> None:
+    ended = train_in_processes(*plans, **options)
+    assert ended.status == 0, ended.output[-8000:]
 
 
-def checkpoint_for(recipe: Recipe, of: Recipe) -> Path:
-    """A copy in its folder."""
-    return shutil.copytree(Path(of.out, "checkpoint-2"), Path(recipe.out, "checkpoint-2"))
+def resumed(recipe: Recipe, changes: Mapping) -> tuple[Recipe, Path]:
+    """In a folder of its own, and the checkpoint of its second step, copied to there."""
+    mine = with_changes(recipe, f"{Path(recipe.out).name}, resumed", changes)
+    checkpoint = Path(mine.out, "checkpoint-2")
+    return mine, shutil.copytree(Path(recipe.out, "checkpoint-2"), checkpoint)
 
 
 @pytest.fixture(scope="module")
 def trained(recipe) -> dict[str, Recipe]:
     """Each choice, and then what goes on from some of them, in processes of their own."""
-    batch = Batch()
-    found = {name: batch.add(with_changes(recipe, name, of)) for name, of in CHOICES.items()}
-    for name, changes in STOPPED.items():
-        if BITSANDBYTES or name not in OF_BITSANDBYTES:
-            mine = with_changes(recipe, name, {"trainer.save_steps": 2, **changes})
-            found[name] = batch.add(mine, dropout=True)
-    found |= {name: batch.add(mine) for name, mine in packed_and_padded(recipe).items()}
-    found["evaluated"] = batch.add(evaluated(recipe))
-    batch.train()
+    found = {name: with_changes(recipe, name, changes) for name, changes in CHOICES.items()}
+    found["evaluated"] = evaluated(recipe)
+    stopped = with_changes(recipe, "stopped", {"trained": "lora_all", "trainer.save_steps": 2})
+    plans = [planned(mine, processes=2) for mine in found.values()]
+    train(*plans, with_dropout=[planned(stopped, processes=2)])
 
-    again = Batch()
-    first = found["twenty steps"]
-    found["from its folder"] = again.add(
-        with_changes(recipe, "from its folder", CHOICES["twenty steps"] | {"model": first.out})
-    )
-    for name in ("selective", *(name for name in STOPPED if name in found)):
-        mine = with_changes(found[name], f"{name}, resumed", {})
-        if name != "selective":
-            # From a checkpoint of the days when there was no choice. (Not to a selective policy
-            # under ZeRO-3, which then takes torch's linear layers in place of its own.)
-            other = "every 2" if mine.engine.zero_stage else "selective"
-            mine = mine.override({"engine.tower": "none", "engine.language": other})
-        found[f"{name}, resumed"] = mine
-        again.add(mine, checkpoint_for(mine, found[name]), dropout=name != "selective")
-    again.train()
-    return found
+    first = CHOICES["twenty steps"] | {"model": found["twenty steps"].out}
+    found["from its folder"] = with_changes(recipe, "from its folder", first)
+    found["selective, resumed"], checkpoint = resumed(found["selective"], {})
+    plans = [planned(found["selective, resumed"], checkpoint, processes=2)]
+    plans.append(planned(found["from its folder"], processes=2))
+    # From a checkpoint of the days when there was no choice. (Not to a selective policy, which then
+    # takes torch's linear layers in place of ZeRO-3's own.)
+    every_2 = {"engine.tower": "none", "engine.language": "every 2"}
+    again, checkpoint = resumed(stopped, every_2)
+    train(*plans, with_dropout=[planned(again, checkpoint, processes=2)])
+    return found | {"stopped": stopped, "stopped, resumed": again}
 
 
 def history_of(recipe: Recipe) -> list[dict]:
@@ -180,27 +128,22 @@ def assert_same_bits(got: Recipe, want: Recipe) -> None:
     assert [name for name in others if not torch.equal(mine[name], others[name])] == []
 
 
-def merged(recipe: Recipe) -> GLM4VForCausalLM:
-    """The base with what the saved adapters add, by hand."""
-    model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).eval()
-    weights, adapters = model.state_dict(), saved_by(recipe)
-    config = json.loads(Path(recipe.out, "adapter_config.json").read_text())
-    for name, into in adapters.items():
-        if name.endswith("lora_A.weight"):
-            out = adapters[name.replace("lora_A", "lora_B")]
-            base = name.removeprefix("base_model.model.").replace("lora_A.", "")
-            weights[base] += config["lora_alpha"] / config["r"] * (out @ into)
-    return model
-
-
 def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
+    """On its base and by itself it is what the adapters make of the base, computed by hand."""
     ids = torch.arange(20)[None]
     save_file({"input_ids": ids}, folder / "inputs.safetensors")
     run_without_package(SCRIPT, folder, recipe.model, recipe.out, str(folder))
+    model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).eval()
+    weights, adapters = model.state_dict(), saved_by(recipe)
+    config = json.loads(Path(recipe.out, "adapter_config.json").read_text())
     with torch.no_grad():
-        want = merged(recipe)(input_ids=ids).logits
-        base = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).eval()
-        assert (base(input_ids=ids).logits - want).abs().max() > 1e-2
+        base = model(input_ids=ids).logits
+        for name in (name for name in adapters if name.endswith("lora_A.weight")):
+            change = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+            changed = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            weights[changed] += config["lora_alpha"] / config["r"] * change
+        want = model(input_ids=ids).logits
+    assert (base - want).abs().max() > 1e-2
     for name, logits in load_file(folder / "logits").items():
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-5, msg=name)
 
@@ -228,12 +171,10 @@ def whole(recipe, cut) -> dict[str, Recipe]:
     folder = Path(cut.out)
     # What launch() does before it starts the processes.
     set_incomplete_aside(folder, after_step=4)
-    batch = Batch()
-    batch.add(found["adapters"])
-    batch.add(found["never stopped"], dropout=True)
-    found["resumed"] = batch.add(cut, folder / "checkpoint-4", dropout=True)
     before = (folder / "checkpoint-4" / MANIFEST).stat().st_mtime_ns
-    batch.train()
+    plans = [planned(found["never stopped"], processes=2)]
+    plans.append(planned(cut, folder / "checkpoint-4", processes=2))
+    train(planned(found["adapters"], processes=2), with_dropout=plans)
     assert (folder / "checkpoint-4" / MANIFEST).stat().st_mtime_ns == before, "it began anew"
     return found
 
@@ -247,7 +188,7 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     assert str(folder / "checkpoint-8") in caplog.text
     whole = request.getfixturevalue("whole")
     assert len(losses_of(cut)) == 12
-    assert_same_bits(whole["resumed"], whole["never stopped"])
+    assert_same_bits(cut, whole["never stopped"])
     assert find_faults(folder / "checkpoint-8") == []
 
     # A checkpoint is a model too, with the config it came with.
@@ -275,70 +216,29 @@ def test_adapters_go_on_under_zero_3_from_a_folder(recipe, trained):
 
 
 @pytest.mark.slow
-def test_without_zero_a_recipe_loses_what_it_does_under_zero(trained):
-    """ZeRO-3, with the optimizer's states offloaded from what is a GPU elsewhere. The same four
-    conversations a step; losses fall by a third."""
-    want = losses_of(trained["offloaded"])
-    assert losses_of(trained["whole"]) == pytest.approx(want, abs=ATOL)
-    assert want[-1] < want[0] - 0.5
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
+def test_qlora_continues_to_the_same_bits_and_loads_without_the_package(recipe, tmp_path):
+    changes = ALONE | {"trained": "qlora", "trainer.save_steps": 2}
+    train_here(whole := with_changes(recipe, "qlora", changes))
+    again, checkpoint = resumed(whole, {})
+    train_here(again, checkpoint)
+    assert_same_bits(again, whole)
+    assert_loads_without_package(whole, tmp_path)
 
 
 @pytest.mark.slow
-def test_in_bf16_without_zero_what_is_saved_is_bf16(trained):
-    losses = losses_of(trained["bf16"])
-    assert losses[-1] < losses[0] - 0.5
-    assert {tensor.dtype for tensor in saved_by(trained["bf16"]).values()} == {torch.bfloat16}
+def test_a_stopped_run_continues_to_the_same_bits_with_another_policy(trained):
+    assert_same_bits(trained["stopped, resumed"], trained["stopped"])
 
 
 @pytest.mark.slow
-@needs_bitsandbytes
-def test_qlora_trains_adapters_that_load_without_the_package(trained, tmp_path):
-    losses = losses_of(trained["qlora"])
-    assert losses[-1] < losses[0] - 0.1
-    assert_loads_without_package(trained["qlora"], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STOPPED)
-def test_a_stopped_run_continues_to_the_same_bits(name, trained):
-    """With another policy."""
-    if name not in trained:
-        pytest.skip(needs_bitsandbytes.kwargs["reason"])
-    assert_same_bits(trained[f"{name}, resumed"], trained[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["selective", "selective, resumed", "compiled"])
-def test_policies_lose_what_plain_layers_do_under_zero_3(name, trained):
-    """Each layer is gathered whole; else torch misses collectives in the recomputation, which tiny
-    weights take after a resumption (otherwise they stay gathered). Compiled, with the kernels of
-    inductor, they round differently; the losses fall by some 0.5. test_bench_command.py has
-    ``full``."""
+@pytest.mark.parametrize("name", ["offloaded", "selective", "selective, resumed", "compiled"])
+def test_choices_lose_what_plain_layers_do_under_zero_3(name, trained):
+    """Offloaded is what is on a GPU elsewhere. With a policy each layer is gathered whole; else
+    torch misses collectives in the recomputation, which tiny weights take after a resumption
+    (otherwise they stay gathered). Compiled, with the kernels of inductor, they round differently;
+    the losses fall by some 0.5."""
     assert losses_of(trained[name]) == pytest.approx(losses_of(trained["plain"]), abs=ATOL)
-
-
-def packed_and_padded(recipe: Recipe) -> dict[str, Recipe]:
-    """Four conversations a step in either, which are all there are."""
-    rows = Path(recipe.data.train).read_text().splitlines(keepends=True)[:4]
-    four = Path(recipe.data.train).with_name("four.jsonl")
-    four.write_text("".join(rows))
-    changes = ALONE | {"data.train": str(four), "trainer.per_device_train_batch_size": 4}
-    changes |= {"trainer.learning_rate": 1e-3}
-    padded = with_changes(recipe, "padded", changes)
-    sizes = check_data(padded).column("positions").tolist()
-    longest = max(sizes)
-    shares = share_out(sizes, 2 * longest)
-    assert [len(share) for share in shares] == [2, 2]
-    assert longest < max(sum(sizes[number] for number in share) for share in shares)
-    pack = {"trainer.per_device_train_batch_size": 2, "data.pack_to": 2 * longest}
-    return {"padded": padded, "packed": with_changes(padded, "packed", pack)}
-
-
-@pytest.mark.slow
-def test_a_packed_run_has_the_losses_of_a_padded_one(trained):
-    want = losses_of(trained["padded"])
-    assert len(want) == 4 and want[-1] < want[0] - 0.1
-    assert losses_of(trained["packed"]) == pytest.approx(want, abs=1e-4)
 
 
 def evaluated(recipe: Recipe) -> Recipe:

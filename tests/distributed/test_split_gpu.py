@@ -3,20 +3,21 @@
 The tests on two GPUs (``pytest -m two_gpu``) compare with one GPU.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
 from torch import nn
 
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
-from glm4v_patched.remote.visual import TransformerLayer
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_config
 
 NUM_LAYERS = 4
 MODES = {"plain": None, "reentrant": True, "non-reentrant": False}
-# fp32. Relative to the largest gradient: two GPUs of one kind run the same kernels in the same
-# order, up to atomic additions. A row, an image or a layer that is left out differs by more than 1.
+# fp32, relative to the largest gradient. What is left out differs by more than 1.
 RTOL = 1e-5
+SHARES = [0.35, 0.5, 0.8]
 
 
 def deep_config():
@@ -29,55 +30,24 @@ def deep_model() -> GLM4VForCausalLM:
     return GLM4VForCausalLM._from_config(deep_config(), attn_implementation="sdpa").eval()
 
 
-def empty_model() -> GLM4VForCausalLM:
-    with init_empty_weights(include_buffers=True):
-        return GLM4VForCausalLM(deep_config())
-
-
 def size_of(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in module.state_dict().values())
 
 
-def spare_room(model: nn.Module, whole: list[str]) -> int:
-    """What accelerate keeps free on the first device, to load the largest part into."""
-    return max(size_of(part) for part in model.modules() if type(part).__name__ in whole)
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    kinds = model._no_split_modules
+    return {name: part for name, part in model.named_modules() if type(part).__name__ in kinds}
 
 
-def halved(model: nn.Module, name: str, devices: tuple) -> dict:
-    """``infer_auto_device_map`` of one tower with room for half its layers on the first device."""
-    tower, whole = model.get_submodule(name), model._no_split_modules
-    weights = list(tower.state_dict().items())
-    middle = next(i for i, (key, _) in enumerate(weights) if f"layers.{NUM_LAYERS // 2}." in key)
-    room = {
-        0: spare_room(tower, whole) + sum(tensor.nbytes for _, tensor in weights[:middle]),
-        1: 2 * size_of(tower),
-    }
-    inferred = infer_auto_device_map(tower, room, no_split_module_classes=whole)
-    return {f"{name}.{part}": devices[place] for part, place in inferred.items()}
-
-
-def both_towers_halved(model: nn.Module, first, second, crossed: bool = False) -> dict:
-    """A device map in which both towers lie on both devices; ``crossed``: in opposite order."""
-    vision_devices = (second, first) if crossed else (first, second)
-    return {
-        "transformer.embedding": first,
-        "transformer.rotary_pos_emb": first,
-        "transformer.output_layer": second,
-        **halved(model, "transformer.encoder", (first, second)),
-        **halved(model, "transformer.vision", vision_devices),
-    }
-
-
-def places(device_map: dict, model: nn.Module, kind) -> list:
-    """Where each layer of a kind lies; fails if one is cut."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            assert not [part for part in device_map if part.startswith(f"{name}.")], name
-            found.append(
-                next(v for k, v in device_map.items() if k == "" or f"{name}.".startswith(f"{k}."))
-            )
-    return found
+def split_at(model: nn.Module, share: float, first, second) -> dict:
+    """The device map that accelerate finds where the first device has room for a share."""
+    # What it keeps free on the first device, to load the largest part into.
+    spare = max(size_of(layer) for layer in layers_of(model).values())
+    room = {0: int(share * size_of(model)) + spare, 1: 2 * size_of(model)}
+    kinds = model._no_split_modules
+    found = infer_auto_device_map(model, room, no_split_module_classes=kinds)
+    assert set(found.values()) == {0, 1}
+    return {part: (first, second)[place] for part, place in found.items()}
 
 
 def batch(device: str = "cpu", labels_device: str | None = None) -> dict[str, torch.Tensor]:
@@ -96,17 +66,12 @@ def answer(model: nn.Module, device: str = "cpu"):
     return model.generate(**inputs, **options, return_dict_in_generate=True)
 
 
-def with_adapters(model: nn.Module) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
-    return get_peft_model(model, config)
-
-
 def gradients(model: nn.Module, inputs: dict, mode: str = "plain") -> dict[str, torch.Tensor]:
-    if MODES[mode] is not None:
+    if MODES[mode] is None:
+        model.gradient_checkpointing_disable()
+    else:
         model.gradient_checkpointing_enable({"use_reentrant": MODES[mode]})
+    model.zero_grad()
     loss = model.train()(**inputs).loss
     loss.backward()
     got = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
@@ -120,97 +85,55 @@ def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tenso
     return max((got[name] - want[name]).abs().max().item() for name in want) / largest
 
 
-def test_both_towers_split_at_layer_boundaries_only():
-    model = empty_model()
-    device_map = both_towers_halved(model, 0, 1, crossed=True)
-    assert places(device_map, model, GLMBlock) == [0, 0, 1, 1]
-    assert places(device_map, model, TransformerLayer) == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
+@pytest.mark.parametrize("share", SHARES)
 def test_wherever_an_automatic_split_falls_it_cuts_no_layer(share):
-    model = empty_model()
-    total = size_of(model)
-    room = {0: int(share * total) + spare_room(model, model._no_split_modules), 1: 2 * total}
-    device_map = infer_auto_device_map(model, room, no_split_module_classes=model._no_split_modules)
-    assert set(device_map.values()) == {0, 1}
-    layers = places(device_map, model, (GLMBlock, TransformerLayer))
-    assert len(layers) == 2 * NUM_LAYERS
+    with init_empty_weights(include_buffers=True):
+        model = GLM4VForCausalLM(deep_config())
+    layers = layers_of(model)
+    assert len(layers) >= 2 * NUM_LAYERS
+    parts = split_at(model, share, 0, 1)
+    assert [part for part in parts for name in layers if part.startswith(f"{name}.")] == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_passes_through_the_hooks_of_a_split(mode):
-    """With hooks on every part as a split has them, but one device: all that shows on a CPU."""
+    """On one device: all that shows on a CPU."""
     want = gradients(deep_model(), batch())
-    model = deep_model()
-    device_map = both_towers_halved(model, "cpu", "cpu")
-    model = dispatch_model(model, device_map, force_hooks=True)
-    assert largest_difference(gradients(model, batch(), mode), want) == 0
+    for share in SHARES:
+        model = deep_model()
+        model = dispatch_model(model, split_at(model, share, "cpu", "cpu"), force_hooks=True)
+        assert largest_difference(gradients(model, batch(), mode), want) == 0
 
 
-def test_generation_with_half_of_both_towers_on_disk(tmp_path):
+@pytest.mark.parametrize("share", SHARES)
+def test_generation_with_a_part_on_disk(share, tmp_path):
     """No module reads the weights of another: each is loaded for its own forward only."""
     model = deep_model()
-    device_map = both_towers_halved(model, "cpu", "disk")
-    model = dispatch_model(model, device_map, offload_dir=tmp_path)
+    model = dispatch_model(model, split_at(model, share, "cpu", "disk"), offload_dir=tmp_path)
     assert any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(answer(model).sequences, answer(deep_model()).sequences)
 
 
-@pytest.fixture(params=["halved", "crossed", "auto"])
-def split(request, tmp_path) -> GLM4VForCausalLM:
-    """The deep model on two GPUs; ``auto``: wherever transformers puts its parts."""
+@pytest.mark.two_gpu
+@pytest.mark.parametrize("share", SHARES)
+def test_a_split_trains_and_draws_what_one_gpu_does(share):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs on one machine, found {torch.cuda.device_count()}")
-    model = deep_model()
-    if request.param == "auto":
-        model.save_pretrained(tmp_path)
-        # Room for the decoder's larger half and no more: transformers has to use both GPUs.
-        room = {0: int(0.6 * size_of(model)), 1: 2 * size_of(model)}
-        model = GLM4VForCausalLM.from_pretrained(
-            tmp_path, device_map="auto", max_memory=room, attn_implementation="sdpa"
-        )
-    else:
-        crossed = request.param == "crossed"
-        model = dispatch_model(model, both_towers_halved(model, 0, 1, crossed=crossed))
-    model.name = request.param
-    return model
+    one, split = deep_model().to("cuda:0"), deep_model()
+    split = dispatch_model(split, split_at(split, share, 0, 1))
+    devices = [{p.device.index for p in layer.parameters()} for layer in layers_of(split).values()]
+    assert all(len(device) == 1 for device in devices) and set.union(*devices) == {0, 1}
 
-
-@pytest.mark.two_gpu
-def test_layers_lie_on_both_gpus(split):
-    together = [(GLMBlock, TransformerLayer)]
-    for kind in together if split.name == "auto" else together[0]:
-        layers = [module for module in split.modules() if isinstance(module, kind)]
-        devices = [{p.device.index for p in layer.parameters()} for layer in layers]
-        assert all(len(device) == 1 for device in devices)
-        assert set.union(*devices) == {0, 1}
-
-
-@pytest.mark.two_gpu
-@pytest.mark.parametrize("weights", ["all", "adapters"])
-@pytest.mark.parametrize("skip_logits", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_split_gradients_equal_those_of_one_gpu(mode, skip_logits, weights, split):
-    one, two = deep_model().to("cuda:0"), split
-    if weights == "adapters":
-        one, two = with_adapters(one), with_adapters(two)
-    inputs = batch("cuda:0") | {"skip_logits": skip_logits}
-    assert largest_difference(gradients(two, inputs, mode), gradients(one, inputs)) <= RTOL
-
-
-@pytest.mark.two_gpu
-@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1"])
-def test_labels_may_lie_anywhere(device, split):
-    want = gradients(deep_model().to("cuda:0"), batch("cuda:0"))
-    assert largest_difference(gradients(split, batch("cuda:0", device)), want) <= RTOL
-
-
-@pytest.mark.two_gpu
-def test_split_generation_equals_that_of_one_gpu(split):
-    want = answer(deep_model().to("cuda:0"), "cuda:0")
-    got = answer(split.eval(), "cuda:0")
+    want, got = answer(one, "cuda:0"), answer(split, "cuda:0")
     assert torch.equal(got.sequences.cpu(), want.sequences.cpu())
-    layers = split.transformer.encoder.layers
-    for layer, cached in zip(layers, got.past_key_values.layers, strict=True):
+    decoder = split.transformer.encoder.layers
+    for layer, cached in zip(decoder, got.past_key_values.layers, strict=True):
         assert cached.keys.device == layer.mlp.dense_4h_to_h.weight.device
+
+    for labels_on in ("cpu", "cuda:1"):
+        got = gradients(split, batch("cuda:0", labels_on))
+        assert largest_difference(got, gradients(one, batch("cuda:0"))) <= RTOL
+    for mode, skip_logits in product(MODES, (False, True)):
+        inputs = batch("cuda:0") | {"skip_logits": skip_logits}
+        found = gradients(split, inputs, mode)
+        assert largest_difference(found, gradients(one, inputs)) <= RTOL, (mode, skip_logits)

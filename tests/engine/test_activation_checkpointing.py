@@ -82,7 +82,7 @@ def test_every_second_layer_is_checkpointed_from_the_first():
 @pytest.mark.parametrize("trained", ["full", "lora_all"])
 def test_compiled_layers_give_the_gradients_of_plain_ones(trained, monkeypatch):
     """By inductor's graphs, without its kernels: their building takes most of the time. They are in
-    test_bench_command.py (full) and test_recipe_choices.py (lora_all) of tests/distributed."""
+    tests/distributed/test_recipe_choices.py (lora_all)."""
     backend = "aot_eager_decomp_partition"
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     loss, gradients, _ = train_once("none", "none", trained)

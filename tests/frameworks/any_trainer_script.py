@@ -20,8 +20,8 @@ ROWS_OF_A_STEP = 24
 class Collator:
     """Batches of questions, answers and pictures, of which the answers are learned."""
 
-    def __init__(self):
-        self.processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
+    def __init__(self, folder: Path | str = "model"):
+        self.processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         asked = [
@@ -35,8 +35,7 @@ class Collator:
             padding=True,
             return_tensors="pt",
         )
-        tokenizer = self.processor.tokenizer
-        answers = tokenizer(
+        answers = self.processor.tokenizer(
             [f"\n{row['answer']}<|endoftext|>" for row in rows],
             add_special_tokens=False,
             padding=True,
@@ -46,27 +45,28 @@ class Collator:
         # The end of an answer has the id of padding, too: what is padding, the mask says.
         unlearned = torch.full_like(batch["input_ids"], -100)
         labels = answers["input_ids"].masked_fill(answers["attention_mask"] == 0, -100)
-        return {
-            "input_ids": torch.cat((batch["input_ids"], answers["input_ids"]), dim=1),
-            "attention_mask": torch.cat(
-                (batch["attention_mask"], answers["attention_mask"]), dim=1
-            ),
-            "labels": torch.cat((unlearned, labels), dim=1),
-            "pixel_values": batch["pixel_values"],
+        joined = {
+            name: torch.cat((batch[name], answers[name]), dim=1)
+            for name in ("input_ids", "attention_mask")
         }
+        labels = torch.cat((unlearned, labels), dim=1)
+        return {**joined, "labels": labels, "pixel_values": batch["pixel_values"]}
 
 
 def load() -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         "model", trust_remote_code=True, dtype=torch.float32
     )
+    return model.train()
 
 
-def batches(processes: int, collator: Collator) -> DataLoader:
-    rows = json.loads(Path("rows.json").read_text())
-    return DataLoader(
-        rows, batch_size=ROWS_OF_A_STEP // processes, shuffle=True, collate_fn=collator
-    )
+def read_rows() -> list[dict]:
+    return json.loads(Path("rows.json").read_text())
+
+
+def batches(processes: int) -> DataLoader:
+    size = ROWS_OF_A_STEP // processes
+    return DataLoader(read_rows(), batch_size=size, shuffle=True, collate_fn=Collator())
 
 
 def endless(loader: DataLoader):
@@ -74,56 +74,87 @@ def endless(loader: DataLoader):
         yield from loader
 
 
-def with_trainer(steps: int, rate: float) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    deepspeed = "deepspeed.json" if Path("deepspeed.json").exists() else None
+def train(steps: int, model, optimizer, loader, backward, clip) -> list[float]:
+    """The loop of who has no trainer; the losses."""
+    losses = []
+    for _, batch in zip(range(steps), endless(loader), strict=False):
+        loss = model(**batch).loss
+        backward(loss)
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def finish(losses: list[float]) -> None:
+    Collator().processor.save_pretrained("out")
+    Path("losses.json").write_text(json.dumps(losses))
+
+
+def with_trainer(steps: int, rate: float, adapted=None) -> None:
+    on_gpus = torch.cuda.is_available() and adapted is not None
     arguments = TrainingArguments(
         output_dir="run",
         max_steps=steps,
         learning_rate=rate,
         weight_decay=0.01,
         lr_scheduler_type="constant_with_warmup",
-        per_device_train_batch_size=ROWS_OF_A_STEP // processes,
+        per_device_train_batch_size=ROWS_OF_A_STEP // int(os.environ.get("WORLD_SIZE", "1")),
         gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=adapted is not None,
         remove_unused_columns=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
-        deepspeed=deepspeed,
+        use_cpu=not on_gpus,
+        deepspeed="deepspeed.json" if Path("deepspeed.json").exists() else None,
         disable_tqdm=True,
     )
-    collator = Collator()
-    rows = json.loads(Path("rows.json").read_text())
-    trainer = Trainer(load(), arguments, data_collator=collator, train_dataset=rows)
+    model = adapted() if adapted else load()
+    trainer = Trainer(model, arguments, data_collator=Collator(), train_dataset=read_rows())
     trainer.train()
-    trainer.save_model("out")
+    trainer.save_model("adapter" if adapted else "out")
     if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        finish(losses, collator)
+        finish([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def with_adapters(steps: int, rate: float) -> None:
+    """On the published repository, in bf16; one process splits the model over all GPUs."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        alone = "WORLD_SIZE" not in os.environ and torch.cuda.is_available()
+        model = AutoModelForCausalLM.from_pretrained(
+            "published",
+            trust_remote_code=True,
+            dtype=torch.bfloat16,
+            device_map="auto" if alone else None,
+        )
+        model.enable_input_require_grads()
+        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+
+    with_trainer(steps, rate, adapted)
 
 
 def with_accelerate(steps: int, rate: float) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    collator = Collator()
     model = load()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    loader = batches(accelerator.num_processes, collator)
-    model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-    losses = []
-    for _, batch in zip(range(steps), endless(loader), strict=False):
-        loss = model(**batch).loss
-        accelerator.backward(loss)
+    loader = batches(accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def clip() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+
+    losses = train(steps, model, optimizer, loader, accelerator.backward, clip)
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained("out", state_dict=state)
-        finish(losses, collator)
+        finish(losses)
     accelerator.end_training()
 
 
@@ -133,7 +164,7 @@ def with_lightning(steps: int, rate: float) -> None:
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = load().train()
+            self.model = load()
             self.losses = []
 
         def training_step(self, batch, index):
@@ -144,7 +175,7 @@ def with_lightning(steps: int, rate: float) -> None:
         def configure_optimizers(self):
             return torch.optim.AdamW(self.model.parameters(), lr=rate)
 
-    collator, module = Collator(), Module()
+    module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
@@ -156,10 +187,10 @@ def with_lightning(steps: int, rate: float) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(module, batches(2, collator))
+    trainer.fit(module, batches(2))
     if trainer.is_global_zero:
         module.model.save_pretrained("out")
-        finish(module.losses, collator)
+        finish(module.losses)
 
 
 def with_fabric(steps: int, rate: float) -> None:
@@ -168,21 +199,17 @@ def with_fabric(steps: int, rate: float) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     fabric.seed_everything(0)
-    collator, model = Collator(), load()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    model, optimizer = fabric.setup(model.train(), optimizer)
-    loader = fabric.setup_dataloaders(batches(2, collator))
-    losses = []
-    for _, batch in zip(range(steps), endless(loader), strict=False):
-        loss = model(**batch).loss
-        fabric.backward(loss)
+    model = load()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=rate))
+
+    def clip() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+
+    loader = fabric.setup_dataloaders(batches(2))
+    losses = train(steps, model, optimizer, loader, fabric.backward, clip)
     if fabric.is_global_zero:
         model.module.save_pretrained("out")
-        finish(losses, collator)
+        finish(losses)
 
 
 def with_ray(steps: int, rate: float) -> None:
@@ -194,30 +221,23 @@ def with_ray(steps: int, rate: float) -> None:
     def worker() -> None:
         os.chdir(folder)
         torch.manual_seed(torch.distributed.get_rank())
-        collator, model = Collator(), prepare_model(load().train())
+        model = prepare_model(load())
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        losses = []
-        for _, batch in zip(range(steps), endless(batches(2, collator)), strict=False):
-            loss = model(**batch).loss
-            loss.backward()
+
+        def clip() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+
+        losses = train(steps, model, optimizer, batches(2), torch.Tensor.backward, clip)
         if torch.distributed.get_rank() == 0:
             model.module.save_pretrained("out")
-            finish(losses, collator)
+            finish(losses)
 
     TorchTrainer(worker, scaling_config=ScalingConfig(num_workers=2)).fit()
 
 
-def finish(losses: list[float], collator: Collator) -> None:
-    collator.processor.save_pretrained("out")
-    Path("losses.json").write_text(json.dumps(losses))
-
-
 TRAINERS = {
     "trainer": with_trainer,
+    "adapters": with_adapters,
     "accelerate": with_accelerate,
     "lightning": with_lightning,
     "fabric": with_fabric,

@@ -9,23 +9,159 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.frameworks.drawn_task import RUN
+from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
 
 HERE = Path(__file__).parent
-TWO = ("--nproc_per_node", "2")
+PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
-ACCELERATE = (
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--config_file",
-    "accelerate.yaml",
-)
+# What ends with an adapter, and has no command of its own to merge it.
+MERGE = (*RUN, "-m", "glm4v_patched", "merge", "adapter", "--out", "merged", "--no-check")
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    | NOTHING_STAYS_GATHERED,
 }
+ZERO3 = {"deepspeed.json": json.dumps(DEEPSPEED)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row.
+
+    Attributes:
+        package: Whose version is the system's.
+        command: What is run in a folder with ``model``, ``published``, :func:`drawn_task.put_data`
+            and ``files``; some start their processes by ``environment``.
+        reads: As a reader would type it.
+        model: Of :class:`drawn_task.Models`.
+        measure, logged: Of :func:`drawn_task.measure`, of the folder ``out``.
+        then: What is run after the command, such as what merges an adapter.
+        fails: A pattern of what it ends with where it does not work: the row's outcome.
+        gpus: Whether it needs two GPUs.
+        deepspeed: The release that it has to have: its error is one of some releases.
+    """
+
+    system: str
+    name: str
+    package: str
+    command: tuple[object, ...]
+    reads: str
+    model: str = "random"
+    measure: str = "answers"
+    logged: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    then: tuple[object, ...] = ()
+    out: str = "out"
+    note: str = ""
+    fails: str = ""
+    gpus: bool = False
+    deepspeed: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.system}: {self.name}"
+
+
+# TRL.
+
+SEED = 0
+REPOSITORY = "SFT, LoRA, published repository"
+WHOLE_ROWS = ("--max_length", 4096)
+SIGHTED = "begins at a model that had five steps of SFT"
+TEXT_ONLY = "text only: TRL's RewardTrainer takes no pictures"
+PREFERS = {"model": "blind", "measure": "preferences"}
+DRAWS = {"model": "sighted", "measure": "reward"}
+
+
+def trl(name: str, job: str, steps: int, rate: float, **more) -> Job:
+    trainer = more.pop("reads", f"trl.{name.split(',')[0]}Trainer")
+    command = (*more.pop("start", PYTHON), HERE / "trl_script.py", job, steps, rate, SEED)
+    return Job("TRL", name, "trl", command, trainer, **more)
+
+
+def trl_command(name: str, job: str, steps: int, rate: float, *options: object, **more) -> Job:
+    """The same by TRL's command line, with another seed."""
+    common = {
+        "--model_name_or_path": "model",
+        "--dtype": "float32",
+        "--dataset_name": f"data/{job}",
+        "--output_dir": "out",
+        "--max_steps": steps,
+        "--learning_rate": rate,
+        "--per_device_train_batch_size": 24,
+        "--seed": SEED + 1,
+        "--bf16": "false",
+        "--report_to": "none",
+        "--logging_steps": 1,
+        "--save_strategy": "steps",
+        "--save_steps": steps,
+    }
+    told = [part for pair in common.items() for part in pair]
+    command = (*RUN, "trl", job, "--trust_remote_code", "--use_cpu", *told, *options)
+    reads = " ".join(map(str, ("trl", job, *options)))
+    return Job("TRL", f"{name}, command line", "trl", command, reads, **more)
+
+
+TRL = [
+    trl("SFT", "sft", 80, 2e-3),
+    trl("SFT, LoRA on all linear layers", "sft_lora", 120, 5e-3, model="blind"),
+    Job(
+        *("TRL", REPOSITORY, "trl", (*RUN, HERE / "sft_script.py")),
+        "python -m glm4v_patched.run sft_script.py",
+        out="merged",
+    ),
+    Job(
+        *("TRL", "SFT, LoRA: the published code (a stand-in)", "trl"),
+        (*PYTHON, HERE / "sft_script.py"),
+        "python sft_script.py",
+        fails="ValueError: .* does not seem to be a vision-language model",
+    ),
+    trl("DPO", "dpo", 60, 5e-4, **PREFERS),
+    trl(
+        *("two processes on a CPU: DPO, LoRA, ZeRO-3", "dpo_lora", 60, 5e-3),
+        start=TORCHRUN,
+        reads="trl.DPOTrainer",
+        files=ZERO3,
+        then=MERGE,
+        out="merged",
+        **PREFERS,
+    ),
+    trl("KTO", "kto", 100, 1e-3, **PREFERS),
+    trl("Reward", "reward", 30, 1e-3, measure="scores", note=TEXT_ONLY),
+    trl(
+        *("Reward, LoRA", "reward_lora", 60, 5e-3),
+        measure="scores",
+        note=f'task_type="SEQ_CLS"; {TEXT_ONLY}',
+    ),
+    trl("GRPO", "grpo", 100, 4e-4, note=SIGHTED, **DRAWS),
+    trl("RLOO", "rloo", 100, 4e-4, note=SIGHTED, **DRAWS),
+    trl(
+        *("online DPO", "online_dpo", 120, 4e-4),
+        reads="trl.experimental.online_dpo.OnlineDPOTrainer",
+        logged="objective/scores",
+        note=f"needs one line, trainer.is_vision_model = True; {SIGHTED}",
+        **DRAWS,
+    ),
+    trl_command("SFT", "sft", 60, 2e-3, *WHOLE_ROWS),
+    trl_command(
+        *(REPOSITORY, "sft", 80, 1e-2, "--model_name_or_path", "published"),
+        *("--use_peft", "--lora_r", 8, "--lora_target_modules", "all-linear", *WHOLE_ROWS),
+        *("--output_dir", "adapter"),
+        then=MERGE,
+        out="merged",
+    ),
+    trl_command("DPO", "dpo", 60, 5e-4, "--beta", 0.3, *WHOLE_ROWS, **PREFERS),
+    trl_command("KTO", "kto", 160, 1e-3, "--beta", 0.3, *WHOLE_ROWS, **PREFERS),
+    trl_command("Reward", "reward", 30, 1e-3, *WHOLE_ROWS, measure="scores", note=TEXT_ONLY),
+]
+
+
+# Trainers that take any model.
+
 TWO_ON_A_CPU = """
 compute_environment: LOCAL_MACHINE
 num_machines: 1
@@ -36,17 +172,15 @@ use_cpu: true
 main_process_port: 0
 """
 ACCELERATE_FILES = {
-    "DDP": TWO_ON_A_CPU + "distributed_type: MULTI_CPU\n",
-    "FSDP2": TWO_ON_A_CPU
-    + """distributed_type: FSDP
+    "DDP": "distributed_type: MULTI_CPU\n",
+    "FSDP2": """distributed_type: FSDP
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_state_dict_type: FULL_STATE_DICT
   fsdp_cpu_ram_efficient_loading: false
 """,
-    "DeepSpeed": TWO_ON_A_CPU
-    + """distributed_type: DEEPSPEED
+    "DeepSpeed": """distributed_type: DEEPSPEED
 deepspeed_config:
   zero_stage: 3
   zero3_init_flag: false
@@ -54,6 +188,62 @@ deepspeed_config:
   gradient_accumulation_steps: 1
 """,
 }
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--config_file")
+BY_TORCHRUN = "torchrun --nproc_per_node 2 train.py"
+
+
+def trainer(trainer: str, system: str, package: str, name: str, reads: str, **more) -> Job:
+    start = more.pop("start", PYTHON)
+    command = (*start, HERE / "any_trainer_script.py", trainer, 60, 2e-3)
+    return Job(system, name, package, command, reads, **more)
+
+
+HUGGING_FACE = ("trainer", "transformers", "transformers")
+ANY_TRAINER = [
+    trainer(*HUGGING_FACE, "Trainer", "Trainer"),
+    trainer(*HUGGING_FACE, "Trainer, DDP", BY_TORCHRUN, start=TORCHRUN),
+    trainer(*HUGGING_FACE, "Trainer, DeepSpeed ZeRO-3", BY_TORCHRUN, start=TORCHRUN, files=ZERO3),
+    *(
+        trainer(
+            *("accelerate", "accelerate", "accelerate", name),
+            "accelerate launch --config_file accelerate.yaml train.py",
+            start=(*ACCELERATE, "accelerate.yaml"),
+            files={"accelerate.yaml": TWO_ON_A_CPU + text},
+        )
+        for name, text in ACCELERATE_FILES.items()
+    ),
+    trainer("lightning", "Lightning", "lightning", "Trainer, DDP", "Trainer"),
+    trainer("fabric", "Lightning", "lightning", "Fabric, DDP", "Fabric"),
+    trainer("ray", "Ray Train", "ray", "TorchTrainer, 2 workers", "TorchTrainer"),
+]
+
+
+# How people train on several GPUs where they reported failures.
+
+ON_ZERO3 = "two GPUs: LoRA, bf16, ZeRO-3, checkpoints, DeepSpeed"
+
+
+def on_gpus(name: str, start: tuple, **more) -> Job:
+    """Adapters of the published repository."""
+    command = (*start, "-m", "glm4v_patched.run", HERE / "any_trainer_script.py")
+    by = "python" if start == PYTHON else "torchrun --nproc_per_node 2"
+    return Job(
+        *("transformers", name, "transformers", (*command, "adapters", 60, 1e-2)),
+        f"{by} -m glm4v_patched.run train.py",
+        **{"model": "published", "then": MERGE, "out": "merged", "gpus": True} | more,
+    )
+
+
+ON_GPUS = [
+    on_gpus(f"{ON_ZERO3} 0.19.2", TORCHRUN, files=ZERO3, deepspeed="0.19.2"),
+    on_gpus(f"{ON_ZERO3} 0.19.8", TORCHRUN, files=ZERO3, deepspeed="0.19.8"),
+    on_gpus('two GPUs: LoRA, device_map="auto"', PYTHON),
+    on_gpus("two GPUs: LoRA, DDP, checkpoints", TORCHRUN),
+]
+
+
+# axolotl, OpenRLHF.
+
 AXOLOTL = """
 base_model: model
 trust_remote_code: true
@@ -76,224 +266,51 @@ logging_steps: 1
 save_steps: 60
 """
 AXOLOTL_LORA = "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_modules: all-linear\n"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One row.
-
-    Attributes:
-        command: What is run in a folder with ``model`` and :func:`drawn_task.put_data`.
-        reads: As a reader would type it.
-        model: Of :class:`drawn_task.Models`.
-        measure, logged, fall: Of :func:`drawn_task.measure`.
-        files: Written to the folder first.
-        needs: The module that must be there.
-        environment: Of the command, which some start their processes by.
-        then: What is run after the command, such as what merges an adapter.
-        out: The folder that is judged.
-    """
-
-    system: str
-    name: str
-    package: str
-    command: tuple[object, ...]
-    reads: str
-    model: str = "random"
-    measure: str = "answers"
-    logged: str = ""
-    files: dict[str, str] = field(default_factory=dict)
-    needs: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
-    then: tuple[object, ...] = ()
-    out: str = "out"
-    note: str = ""
-    fall: float = 0.5
-
-    def __str__(self) -> str:
-        return f"{self.system}: {self.name}"
-
-
-def trl(job: str, steps: int, rate: float, **more) -> Job:
-    names = {
-        "sft": "SFT",
-        "sft_lora": "SFT, LoRA on all linear layers",
-        "reward": "Reward",
-        "reward_lora": "Reward, LoRA",
-        "online_dpo": "online DPO",
-    }
-    command = (sys.executable, HERE / "trl_script.py", job, steps, rate, SEED)
-    name = names.get(job, job.upper())
-    trainer = {"online_dpo": "trl.experimental.online_dpo.OnlineDPOTrainer"}.get(
-        job, f"trl.{name.split(',')[0]}Trainer"
-    )
-    return Job("TRL", name, "trl", command, trainer, needs="trl", **more)
-
-
-def trl_command(job: str, steps: int, rate: float, *options: object, **more) -> Job:
-    """The same by TRL's command line, with another seed."""
-    common = (
-        *("--model_name_or_path", "model", "--trust_remote_code", "--dtype", "float32"),
-        *("--dataset_name", f"data/{job}", "--output_dir", "out", "--max_steps", steps),
-        *("--learning_rate", rate, "--per_device_train_batch_size", 24, "--seed", SEED + 1),
-        *("--bf16", "false", "--use_cpu", "--report_to", "none", "--logging_steps", 1),
-        *("--save_strategy", "steps", "--save_steps", steps),
-    )
-    names = {"reward": "Reward"}
-    name = f"{names.get(job, job.upper())}, command line"
-    reads = " ".join(map(str, ("trl", job, *options)))
-    command = (*RUN, "trl", job, *common, *options)
-    return Job("TRL", name, "trl", command, reads, needs="trl", **more)
-
-
-def trainers(trainer: str, system: str, name: str, start: tuple = (sys.executable,), **more) -> Job:
-    command = (*start, HERE / "any_trainer_script.py", trainer, 60, 2e-3)
-    return Job(system, name, more.pop("package"), command, more.pop("reads"), **more)
+ITS_PIN = "its pin on transformers 5.16.1 is ignored"
 
 
 def axolotl(name: str, more: str, batch: int, rate: float, *options: str, **further) -> Job:
     text = f"{AXOLOTL}micro_batch_size: {batch}\nlearning_rate: {rate}\n{more}"
-    command = (*RUN, "axolotl", "train", "axolotl.yaml", *options)
-    reads = " ".join(("axolotl train axolotl.yaml", *options))
-    files = {"axolotl.yaml": text, "deepspeed.json": json.dumps(DEEPSPEED)}
-    note = "its pin on transformers 5.16.1 is ignored"
-    return Job(
-        *("axolotl", name, "axolotl", command, reads),
-        files=files,
-        needs="axolotl",
-        **{"note": note} | further,
-    )
+    words = ("axolotl", "train", "axolotl.yaml", *options)
+    further = {"files": {"axolotl.yaml": text, **ZERO3}, "note": ITS_PIN} | further
+    return Job("axolotl", name, "axolotl", (*RUN, *words), " ".join(words), **further)
 
 
-SEED = 0
-WHOLE_ROWS = ("--max_length", 4096)
-ONLINE = (
-    *("--reward_funcs", "trl_script.right_answers", "--num_generations", 32),
-    *("--per_device_train_batch_size", 768, "--max_completion_length", 8),
-    *("--temperature", 1.0, "--beta", 0.0),
-)
-REWARD_FUNCTION = {"trl_script.py": (HERE / "trl_script.py").read_text()}
-BY_TORCHRUN = "torchrun --nproc_per_node 2 train.py"
-SIGHTED = "begins at a model that had five steps of SFT"
-TEXT_ONLY = "text only: TRL's RewardTrainer takes no pictures"
-ONE_LINE = f"needs one line, trainer.is_vision_model = True; {SIGHTED}"
-
-JOBS = [
-    trl("sft", 80, 2e-3),
-    trl("sft_lora", 120, 5e-3, model="blind"),
-    trl("dpo", 60, 5e-4, model="blind", measure="preferences"),
-    trl("kto", 100, 1e-3, model="blind", measure="preferences"),
-    trl("reward", 30, 1e-3, measure="scores", note=TEXT_ONLY),
-    trl("reward_lora", 60, 5e-3, measure="scores", note=f'task_type="SEQ_CLS"; {TEXT_ONLY}'),
-    trl("grpo", 100, 4e-4, model="sighted", measure="reward", note=SIGHTED),
-    trl("rloo", 100, 4e-4, model="sighted", measure="reward", note=SIGHTED),
-    trl(
-        *("online_dpo", 120, 4e-4),
-        model="sighted",
-        measure="reward",
-        logged="objective/scores",
-        note=ONE_LINE,
-    ),
-    trl_command("sft", 60, 2e-3, *WHOLE_ROWS),
-    trl_command(
-        *("dpo", 60, 5e-4, "--beta", 0.3, *WHOLE_ROWS), model="blind", measure="preferences"
-    ),
-    trl_command(
-        *("kto", 160, 1e-3, "--beta", 0.3, *WHOLE_ROWS), model="blind", measure="preferences"
-    ),
-    trl_command("reward", 30, 1e-3, *WHOLE_ROWS, measure="scores", note=TEXT_ONLY),
-    # The seed that is given last counts. RLOO learned to 0.79 in 100 steps of seed 1.
-    *(
-        trl_command(
-            *(job, steps, 4e-4, *ONLINE, "--seed", seed),
-            model="sighted",
-            measure="reward",
-            files=REWARD_FUNCTION,
-            note=f"another seed; {SIGHTED}",
-        )
-        for job, steps, seed in (("grpo", 100, SEED + 1), ("rloo", 180, SEED + 2))
-    ),
-    trainers("trainer", "transformers", "Trainer", package="transformers", reads="Trainer"),
-    trainers(
-        "trainer",
-        "transformers",
-        "Trainer, DDP",
-        TORCHRUN,
-        package="transformers",
-        reads=BY_TORCHRUN,
-    ),
-    trainers(
-        *("trainer", "transformers", "Trainer, DeepSpeed ZeRO-3", TORCHRUN),
-        package="transformers",
-        reads=BY_TORCHRUN,
-        files={"deepspeed.json": json.dumps(DEEPSPEED)},
-        needs="deepspeed",
-    ),
-    *(
-        trainers(
-            *("accelerate", "accelerate", name, ACCELERATE),
-            package="accelerate",
-            reads="accelerate launch --config_file accelerate.yaml train.py",
-            files={"accelerate.yaml": text},
-        )
-        for name, text in ACCELERATE_FILES.items()
-    ),
-    *(
-        trainers(
-            *(name, "Lightning", f"{reads}, DDP"),
-            package="lightning",
-            reads=reads,
-            needs="lightning",
-        )
-        for name, reads in {"lightning": "Trainer", "fabric": "Fabric"}.items()
-    ),
-    trainers(
-        *("ray", "Ray Train", "TorchTrainer, 2 workers"),
-        package="ray",
-        reads="TorchTrainer",
-        needs="ray",
-    ),
+OTHERS = [
     axolotl("SFT", "", 24, 2e-3),
     axolotl(
         *("SFT, two processes, ZeRO-3", "deepspeed: deepspeed.json\n", 12, 2e-3),
-        *("--launcher", "torchrun", "--", *TWO),
+        *("--launcher", "torchrun", "--", "--nproc_per_node", "2"),
         note="by DDP alone it puts the model on GPU 0 and 1; its pin on transformers is ignored",
     ),
     axolotl(
         *("SFT, LoRA", AXOLOTL_LORA, 24, 1e-2),
         then=(*RUN, "axolotl", "merge-lora", "axolotl.yaml", "--lora-model-dir", "out"),
         out="out/merged",
-        note="merged by axolotl merge-lora; its pin on transformers 5.16.1 is ignored",
+        note=f"merged by axolotl merge-lora; {ITS_PIN}",
     ),
     Job(
-        "OpenRLHF",
-        "Actor and SFTLoss, pictures",
-        "openrlhf",
-        (sys.executable, HERE / "openrlhf_script.py", "actor", 60, 2e-3),
+        *("OpenRLHF", "Actor and SFTLoss, pictures", "openrlhf"),
+        (*PYTHON, HERE / "openrlhf_script.py", "actor", 60, 2e-3),
         "openrlhf.models.Actor",
-        needs="openrlhf",
         note="its pins on transformers 5.15.0 and flash-attn are ignored",
     ),
     Job(
-        "OpenRLHF",
-        "reward model and PairWiseLoss",
-        "openrlhf",
+        *("OpenRLHF", "reward model and PairWiseLoss", "openrlhf"),
         (*RUN, HERE / "openrlhf_script.py", "reward", 30, 1e-3),
         "openrlhf.models.get_llm_for_sequence_regression",
         measure="scores",
-        needs="openrlhf",
         note="text only, as its rows are; it saves no code: put the model's files beside it, and "
         "load it with num_labels=1",
     ),
 ]
 
 
-# The commands of ms-swift and LLaMA-Factory.
+# ms-swift, and LLaMA-Factory: the words that are worth reading, and what all have in common.
 
 ALL_PARTS = "--freeze_vit false --freeze_aligner false"
 FULL = f"--tuner_type full {ALL_PARTS}"
-LORA = f"--tuner_type lora --target_modules all-linear {ALL_PARTS}"
-IN_NO_TRIAL = "--seed 4 --data_seed 4"  # of settings
+SWIFT_LORA = f"--tuner_type lora --target_modules all-linear {ALL_PARTS}"
 GRPO = (
     "--rlhf_type grpo --external_plugins reward.py --reward_funcs right --num_generations 32 "
     f"--max_completion_length 8 --temperature 1.0 --beta 0 --use_vllm false {FULL}"
@@ -309,19 +326,9 @@ orms["right"] = Right
 """
 
 
-def swift(
-    name: str,
-    words: str,
-    data: str = "pictures",
-    *,
-    steps: int = 60,
-    rate: float = 2e-3,
-    batch: int = 24,
-    processes: int = 1,
-    merge: bool = False,
-    **more,
-) -> Job:
-    """``swift`` with the words that are worth reading. What it saves as an adapter, it merges."""
+def swift(name: str, words: str, data: str = "pictures", **more) -> Job:
+    """What it saves as an adapter, it merges."""
+    steps = more.pop("steps", 60)
     common = {
         "model": "model",
         "dataset": f"data/{data}.jsonl",
@@ -331,9 +338,9 @@ def swift(
         "add_version": "false",
         "max_steps": steps,
         "save_steps": steps,
-        "per_device_train_batch_size": batch,
+        "per_device_train_batch_size": more.pop("batch", 24),
         "gradient_accumulation_steps": 1,
-        "learning_rate": rate,
+        "learning_rate": more.pop("rate", 2e-3),
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "report_to": "none",
@@ -342,138 +349,84 @@ def swift(
     }
     options = [part for option, value in common.items() for part in (f"--{option}", value)]
     saved = f"out/checkpoint-{steps}"
-    if merge:
+    if " lora " in words:
         then = (*RUN, "swift", "export", "--adapters", saved, "--merge_lora", "true")
-        merged = "merged by swift export --merge_lora true"
-        more |= {"then": (*then, "--output_dir", "merged"), "note": merged}
-    if processes > 1:
-        more["environment"] = {"NPROC_PER_NODE": str(processes)}
-    return Job(
-        *("ms-swift", name, "ms-swift", (*RUN, "swift", *words.split(), *options)),
-        f"swift {words}",
-        needs="swift",
-        files={"reward.py": REWARD},
-        out="merged" if merge else saved,
-        **more,
-    )
+        more |= {"then": (*then, "--output_dir", "merged"), "out": "merged"}
+        more["note"] = "merged by swift export --merge_lora true"
+    command = (*RUN, "swift", *words.split(), *options)
+    more = {"files": {"reward.py": REWARD}, "out": saved} | more
+    return Job("ms-swift", name, "ms-swift", command, f"swift {words}", **more)
 
 
+# With equal weights one right answer may be pushed so far down that KTO gives it no gradient.
+KTO = "--rlhf_type kto --beta 0.3 --desirable_weight 2 --seed 4 --data_seed 4"
 SWIFT = [
-    swift(
-        *("sft, LoRA, published repository", f"sft {LORA}"),
-        model="published",
-        rate=1e-2,
-        merge=True,
-    ),
+    swift("sft, LoRA, published repository", f"sft {SWIFT_LORA}", model="published", rate=1e-2),
     swift("sft, all weights", f"sft {FULL}"),
-    swift("sft, two processes", f"sft {FULL}", batch=12, processes=2),
+    swift(*("sft, two processes", f"sft {FULL}"), batch=12, environment={"NPROC_PER_NODE": "2"}),
     swift("sft, two pictures a row", f"sft {FULL}", "several"),
     swift("sft, rows of text and of pictures", f"sft {FULL}", "mixed", steps=100),
     swift("orpo", f"rlhf --rlhf_type orpo {FULL}", "pairs"),
-    swift(
-        *("dpo", f"rlhf --rlhf_type dpo {FULL}", "pairs"),
-        model="blind",
-        measure="preferences",
-        rate=5e-4,
-    ),
-    # With equal weights one right answer may be pushed so far down that KTO gives it no gradient.
-    # One that is drawn for certain keeps about a third of its loss, which is counted twice then.
-    swift(
-        "kto",
-        f"rlhf --rlhf_type kto --beta 0.3 --desirable_weight 2 {IN_NO_TRIAL} {FULL}",
-        "kto",
-        model="blind",
-        measure="preferences",
-        steps=200,
-        rate=1e-3,
-        fall=0.6,
-    ),
-    swift(
-        *("grpo", f"rlhf {GRPO}", "reward"),
-        model="sighted",
-        measure="reward",
-        steps=100,
-        rate=4e-4,
-        batch=768,
-    ),
+    swift("dpo", f"rlhf --rlhf_type dpo {FULL}", "pairs", rate=5e-4, **PREFERS),
+    swift("kto", f"rlhf {KTO} {FULL}", "kto", steps=200, rate=1e-3, **PREFERS),
+    swift("grpo", f"rlhf {GRPO}", "reward", steps=100, rate=4e-4, batch=768, **DRAWS),
 ]
 
-BOTH_TOWERS = "freeze_vision_tower=false freeze_multi_modal_projector=false"
-FACTORY_LORA = f"finetuning_type=lora lora_target=all {BOTH_TOWERS}"
-FACTORY_FULL = f"finetuning_type=full {BOTH_TOWERS}"
+PARTS = "freeze_vision_tower=false freeze_multi_modal_projector=false"
+FACTORY_LORA = f"finetuning_type=lora lora_target=all {PARTS}"
+FACTORY_FULL = f"finetuning_type=full {PARTS}"
 FACTORY_PAIRS = f"{FACTORY_FULL} stage=dpo"
-RECIPE = """
-trust_remote_code: true
-do_train: true
-stage: sft
-template: glm4
-dataset_dir: data
-cutoff_len: 256
-logging_steps: 1
-report_to: none
-use_cpu: true
-"""
+RECIPE = (HERE / "llamafactory_train.yaml").read_text()
 
 
-def factory(
-    name: str,
-    words: str,
-    data: str = "pictures",
-    *,
-    steps: int = 60,
-    rate: float = 2e-3,
-    batch: int = 24,
-    processes: int = 1,
-    merge: bool = False,
-    **more,
-) -> Job:
-    """``llamafactory-cli train`` with the words that are worth reading."""
+def factory(name: str, words: str, data: str = "pictures", **more) -> Job:
+    """``llamafactory-cli train`` with the recipe of docs/frameworks.md."""
     common = {
         "model_name_or_path": "model",
         "dataset": data,
         "output_dir": "out",
-        "max_steps": steps,
-        "per_device_train_batch_size": batch,
-        "learning_rate": rate,
+        "cutoff_len": 256,
+        "logging_steps": 1,
+        "max_steps": more.pop("steps", 60),
+        "per_device_train_batch_size": more.pop("batch", 24),
+        "learning_rate": more.pop("rate", 2e-3),
         "lr_scheduler_type": "constant",
+        "use_cpu": "false" if more.get("gpus") else "true",
+        "bf16": "true" if more.get("gpus") else "false",
     }
     options = [f"{option}={value}" for option, value in common.items()]
-    reads = f"llamafactory-cli train recipe.yaml {words}"
-    if merge:
+    reads = f"llamafactory-cli train recipe.yaml {words}".strip()
+    more = {"files": {"recipe.yaml": RECIPE, **ZERO3}} | more
+    if FACTORY_LORA in words:
         adapter = ("--model_name_or_path", "model", "--adapter_name_or_path", "out")
         export = ("--template", "glm4", "--trust_remote_code", "true", "--export_dir", "merged")
-        more["then"] = (*RUN, "llamafactory-cli", "export", *adapter, *export)
+        more |= {"then": (*RUN, "llamafactory-cli", "export", *adapter, *export), "out": "merged"}
         more["note"] = "merged by llamafactory-cli export"
-    if processes > 1:
-        more["environment"] = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(processes)}
-    return Job(
-        *("LLaMA-Factory", name, "llamafactory", (*RUN, *reads.split(), *options), reads),
-        needs="llamafactory",
-        files={"recipe.yaml": RECIPE},
-        out="merged" if merge else "out",
-        **more,
-    )
+    command = (*more.pop("start", RUN), *reads.split(), *options)
+    if "environment" in more:
+        reads = f"FORCE_TORCHRUN=1 {reads}" if more.get("gpus") else reads
+    return Job("LLaMA-Factory", name, "llamafactory", command, reads, **more)
 
 
+TWO = {"batch": 12, "environment": {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}}
 SAME = "packing and neat_packing are one: no sample of a row sees another"
-PREFERS = {"model": "blind", "measure": "preferences"}
 FACTORY = [
+    factory("sft, LoRA, published repository", FACTORY_LORA, model="published", rate=1e-2),
     factory(
-        *("sft, LoRA, published repository", FACTORY_LORA),
+        *("sft, LoRA: the published code (a stand-in)", ""),
+        start=(),
         model="published",
-        rate=1e-2,
-        merge=True,
+        fails="ValueError: This model does not support image input",
     ),
-    factory("sft, DoRA", f"{FACTORY_LORA} use_dora=true", rate=1e-2, merge=True),
+    factory("sft, DoRA", f"{FACTORY_LORA} use_dora=true", rate=1e-2),
     factory("sft, all weights", FACTORY_FULL),
-    factory("sft, two processes", FACTORY_FULL, batch=12, processes=2),
+    factory("sft, two processes", FACTORY_FULL, **TWO),
     factory("sft, two pictures a row", FACTORY_FULL, "several"),
     factory("sft, rows of text and of pictures", FACTORY_FULL, "mixed", steps=100),
     factory("sft, packing", f"{FACTORY_FULL} packing=true", batch=4, note=SAME),
     factory("sft, neat_packing", f"{FACTORY_FULL} neat_packing=true", batch=4, note=SAME),
     factory(
-        "sft, freeze_language_model",
-        f"finetuning_type=full {BOTH_TOWERS} freeze_language_model=true",
+        *("sft, freeze_language_model", f"{FACTORY_FULL} freeze_language_model=true"),
         model="blind",
         steps=200,
     ),
@@ -486,55 +439,21 @@ FACTORY = [
         rate=1e-3,
         **PREFERS,
     ),
-]
-JOBS += [*SWIFT, *FACTORY]
-
-
-@dataclass(frozen=True)
-class DoesNotRun:
-    """A row of what was tried: ``command`` says ``said``, and ``reason`` explains that."""
-
-    system: str
-    name: str
-    package: str
-    command: tuple[str, ...]
-    reads: str
-    said: str
-    reason: str
-
-
-DOES_NOT_RUN = [
-    DoesNotRun(
-        *("OpenRLHF", "SFT, DPO, reward model, PPO", "openrlhf"),
-        ("-m", "openrlhf.cli.train_sft"),
-        "python -m openrlhf.cli.train_sft",
-        "No module named 'flash_attn'",
-        "not on a CPU: they import flash_attn, which is installed beside CUDA alone; with an empty "
-        'one in its place, their Strategy calls torch.cuda.set_device, which ends with "module '
-        "'torch._C' has no attribute '_cuda_setDevice'\"",
-    ),
-    DoesNotRun(
-        *("verl", "any, with pictures", "verl"),
-        (
-            "-c",
-            "from verl.utils.tokenizer import hf_processor\n"
-            "assert hf_processor('model', trust_remote_code=True) is None",
+    factory(
+        *(
+            "two GPUs: sft, LoRA, ZeRO-3, published repository",
+            f"{FACTORY_LORA} deepspeed=deepspeed.json",
         ),
-        "verl.utils.tokenizer.hf_processor",
-        "Unsupported processor type: ChatGLMProcessor",
-        "its hf_processor has a list of processors by name (Qwen2VL, Glm4v, ...): for others it "
-        'warns "Unsupported processor type: ChatGLMProcessor" and goes on without one',
+        model="published",
+        rate=1e-2,
+        gpus=True,
+        **TWO,
     ),
-    DoesNotRun(
-        *("unsloth", "FastVisionModel", "unsloth"),
-        (
-            "-c",
-            "from unsloth import FastVisionModel\n"
-            "FastVisionModel.from_pretrained('model', trust_remote_code=True)",
-        ),
-        "unsloth.FastVisionModel.from_pretrained",
-        "vision / audio models are not supported on the CPU backend yet",
-        "not on a CPU: NotImplementedError: vision / audio models are not supported on the CPU "
-        "backend yet",
+    factory(
+        "two GPUs: sft, all weights, ZeRO-3",
+        f"{FACTORY_FULL} deepspeed=deepspeed.json",
+        gpus=True,
+        **TWO,
     ),
 ]
+JOBS = [*ON_GPUS, *ANY_TRAINER, *OTHERS, *TRL, *SWIFT, *FACTORY]

@@ -1,8 +1,8 @@
 """Which of two answers a saved model prefers, asked with nothing of this package.
 
-Run as a file in a fresh process: ``python preference_judge.py MODEL PAIRS OUT``. ``PAIRS`` is JSON:
-``[[question, picture, one answer, another answer], ...]``; ``OUT`` gets a list of bools, whether
-the one is preferred. A model with one label scores whole conversations.
+Run as a file in a fresh process: ``python preference_judge.py MODEL SETS OUT``. ``SETS`` is JSON:
+lists of ``[question, picture, one answer, another answer]``; ``OUT`` gets for each a list of bools,
+whether the one is preferred. A model with one label scores whole conversations.
 """
 
 import json
@@ -19,39 +19,35 @@ from transformers import (  # noqa: E402
     AutoProcessor,
 )
 
-
-def main(folder: str, pairs: list[list]) -> list[bool]:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    # OpenRLHF makes a class of its own.
-    scores = config.architectures[0] in ("ChatGLMForSequenceClassification", "RewardModel")
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    labels = {"num_labels": 1} if scores else {}
-    # Who trains on texts saves a tokenizer alone: AutoProcessor loads that, too.
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = processor.tokenizer
-    model = kind.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **labels)
-    model.eval()
-
-    @torch.no_grad()
-    def value(question: str, picture: str | None, answer: str) -> float:
-        asked = {"role": "user", "content": question} | ({"image": picture} if picture else {})
-        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        prompt = processor.apply_chat_template([asked], add_generation_prompt=True, **options)
-        said = tokenizer(f"\n{answer}<|endoftext|>", add_special_tokens=False, return_tensors="pt")[
-            "input_ids"
-        ]
-        prompt["input_ids"] = torch.cat((prompt["input_ids"], said), dim=1)
-        prompt.pop("position_ids", None)  # of the prompt alone
-        prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-        logits = model(**prompt).logits
-        if scores:
-            return logits.item()
-        logps = logits[:, -said.shape[1] - 1 : -1].log_softmax(dim=-1)
-        return logps.gather(-1, said[..., None]).sum().item()
-
-    return [value(q, picture, one) > value(q, picture, other) for q, picture, one, other in pairs]
+folder, asked, out = sys.argv[1:]
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+# OpenRLHF makes a class of its own.
+scores = config.architectures[0] in ("ChatGLMForSequenceClassification", "RewardModel")
+kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+labels = {"num_labels": 1} if scores else {}
+# Who trains on texts saves a tokenizer alone: AutoProcessor loads that, too.
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+model = kind.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **labels).eval()
 
 
-if __name__ == "__main__":
-    preferred = main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
-    Path(sys.argv[3]).write_text(json.dumps(preferred))
+@torch.no_grad()
+def value(question: str, picture: str | None, answer: str) -> float:
+    message = {"role": "user", "content": question} | ({"image": picture} if picture else {})
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    prompt = processor.apply_chat_template([message], add_generation_prompt=True, **options)
+    said = processor.tokenizer.encode(f"\n{answer}<|endoftext|>", add_special_tokens=False)
+    prompt["input_ids"] = torch.cat((prompt["input_ids"], torch.tensor([said])), dim=1)
+    prompt.pop("position_ids", None)  # of the prompt alone
+    prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    logits = model(**prompt).logits
+    if scores:
+        return logits.item()
+    logps = logits[:, -len(said) - 1 : -1].log_softmax(dim=-1)
+    return logps.gather(-1, torch.tensor(said)[None, :, None]).sum().item()
+
+
+preferred = [
+    [value(q, picture, one) > value(q, picture, other) for q, picture, one, other in pairs]
+    for pairs in json.loads(Path(asked).read_text())
+]
+Path(out).write_text(json.dumps(preferred))

@@ -1,19 +1,15 @@
 """What happened in other people's frameworks: rows of a file, and the table of docs/frameworks.md.
 
-A job is a framework's own command or script, run on a tiny model by a test of this folder within
-:func:`job`, or one that cannot be run (:func:`cannot`). Both write one row, if the environment has
-``FRAMEWORKS_RECORD``, the file to write to. A row replaces that of the same system, version and
-job, so that systems may be run one at a time::
-
-    python -m tests.frameworks.results_table                # print the table
-    python -m tests.frameworks.results_table --page         # and write it into docs/frameworks.md
+A test of this folder writes a row within :func:`job`, if the environment has ``FRAMEWORKS_RECORD``,
+the file to write to. A row replaces that of the same system, version and job, so that systems may
+be run one at a time. ``python -m tests.frameworks.results_table`` prints the table, and writes it
+into docs/frameworks.md if ``--page`` is given.
 """
 
-import argparse
-import fcntl
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +26,6 @@ RESULTS = ROOT / "docs" / "benchmarks" / "frameworks.json"
 PAGE = ROOT / "docs" / "frameworks.md"
 VARIABLE = "FRAMEWORKS_RECORD"
 BEGIN, END = "<!-- rows of frameworks.json -->", "<!-- end of the rows of frameworks.json -->"
-WORKS = "works"
 HEADS = ("system", "job", "outcome", "loss", "right / swapped", "reloaded", "with", "date")
 
 
@@ -43,8 +38,7 @@ class Row:
     """One job.
 
     Attributes:
-        system, version: The framework, as people write it, and its version.
-        job: What was done with it, as its own documentation calls that.
+        job: What was done with the framework, as its own documentation calls that.
         command: What a reader types, or the class that a script uses.
         outcome: "works"; otherwise the reason why not, as a person would say it.
         loss: First and last training loss; ``None`` if none was computed.
@@ -62,7 +56,7 @@ class Row:
     version: str = ""
     transformers: str = ""
     torch: str = ""
-    outcome: str = WORKS
+    outcome: str = "works"
     loss: tuple[float, float] | None = None
     reward: tuple[float, float] | None = None
     right: float | None = None
@@ -86,13 +80,11 @@ class Row:
 
 
 @contextmanager
-def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[Row]:
-    """Run a job and write its row, also if it fails; its :class:`Row` is to be filled.
-
-    Args:
-        packages: What is installed of the system; the first one's version is the system's.
-    """
-    row = Row(system=system, job=name, command=command, **_versions(packages[0]))
+def job(system: str, name: str, command: str, package: str) -> Iterator[Row]:
+    """Run a job and write its row, also if it fails; its :class:`Row` is to be filled."""
+    names = {"version": package, "transformers": "transformers", "torch": "torch"}
+    versions = {field: installed(name) or "not installed" for field, name in names.items()}
+    row = Row(system=system, job=name, command=command, **versions)
     started, failed = time.monotonic(), None
     try:
         yield row
@@ -101,56 +93,45 @@ def job(system: str, name: str, command: str, packages: list[str]) -> Iterator[R
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         kind = "" if isinstance(error, Missed) else f"{type(error).__name__}: "
         row.outcome = f"{kind}{lines[-1] if lines else ''}"[:300]
-    row.seconds = time.monotonic() - started
-    _write(row)
+    row.seconds, row.date = time.monotonic() - started, time.strftime("%Y-%m-%d", time.gmtime())
+    if path := os.environ.get(VARIABLE):
+        # An error may name a folder of the machine.
+        row.outcome = re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", row.outcome)
+        merge([row], Path(path))
     if failed is not None:
         raise failed
 
 
-def cannot(system: str, name: str, reason: str, packages: list[str], command: str = "") -> None:
-    """Write a row for what does not run, with the exact reason."""
-    assert reason != WORKS
-    fields = {"command": command, "outcome": reason, **_versions(packages[0])}
-    _write(Row(system=system, job=name, **fields))
-
-
 def read(path: Path = RESULTS) -> list[Row]:
     text = path.read_text() if path.exists() else ""
-    rows = [Row(**fields) for fields in json.loads(text or "[]")]
-    for row in rows:
-        row.loss, row.reward = (pair and (pair[0], pair[1]) for pair in (row.loss, row.reward))
-    return rows
+    return [Row(**fields) for fields in json.loads(text or "[]")]
 
 
 def merge(rows: list[Row], path: Path) -> None:
     """Put rows in the places of those with the same key, and new ones behind their system's."""
-    # Jobs of two systems may end at the same time; the file itself is replaced.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        known = {row.key: row for row in read(path)} | {row.key: row for row in rows}
-        order = list(dict.fromkeys(row.system for row in known.values()))
-        every = sorted(known.values(), key=lambda row: order.index(row.system))
-        lines = [json.dumps(row.as_json(), ensure_ascii=False) for row in every]
-        write_atomically(path, "[\n" + ",\n".join(lines) + "\n]\n")
-    finally:
-        os.close(folder)
+    known = {row.key: row for row in [*read(path), *rows]}
+    order = list(dict.fromkeys(row.system for row in known.values()))
+    every = sorted(known.values(), key=lambda row: order.index(row.system))
+    lines = [json.dumps(row.as_json(), ensure_ascii=False) for row in every]
+    write_atomically(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: a line for each job, and what it was told below it."""
+    """Markdown: a line for each job."""
     lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
     for row in rows:
         measured = _arrow(row.loss) if row.reward is None else f"reward {_arrow(row.reward)}"
-        shares = "" if row.right is None else f"{row.right:.2f} / {_number(row.swapped)}"
-        reloaded = {None: "", True: "yes", False: "no"}[row.reloaded]
-        outcome = row.outcome + (f"; {row.note}" if row.note else "")
-        versions = f"transformers {row.transformers}"
-        cells = (f"{row.system} {row.version}", f"{row.job}: `{row.command}`", outcome)
-        if not row.command:
-            cells = (cells[0], row.job, outcome)
-        every = (*cells, measured, shares, reloaded, versions, row.date)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in every) + " |")
+        cells = (
+            f"{row.system} {row.version}",
+            f"{row.job}: `{row.command}`",
+            row.outcome + (f"; {row.note}" if row.note else ""),
+            measured,
+            "" if row.right is None else f"{row.right:.2f} / {_number(row.swapped)}",
+            {None: "", True: "yes", False: "no"}[row.reloaded],
+            f"transformers {row.transformers}",
+            row.date,
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
@@ -159,19 +140,6 @@ def on_page(page: str, rows: list[Row]) -> str:
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
-
-
-def _versions(package: str) -> dict[str, str]:
-    names = {"version": package, "transformers": "transformers", "torch": "torch"}
-    return {field: installed(name) or "not installed" for field, name in names.items()}
-
-
-def _write(row: Row) -> None:
-    row.date = time.strftime("%Y-%m-%d", time.gmtime())
-    if path := os.environ.get(VARIABLE):
-        # An error may name a folder of the machine.
-        row.outcome = re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", row.outcome)
-        merge([row], Path(path))
 
 
 def _arrow(pair: tuple[float, float] | None) -> str:
@@ -184,15 +152,7 @@ def _number(value: float | None) -> str:
     return f"{value:.2f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1g}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="write the table into the page")
-    given = parser.parse_args()
-    rows = read()
-    print(table(rows))
-    if given.page:
-        PAGE.write_text(on_page(PAGE.read_text(), rows))
-
-
 if __name__ == "__main__":
-    main()
+    print(table(read()))
+    if "--page" in sys.argv[1:]:
+        PAGE.write_text(on_page(PAGE.read_text(), read()))

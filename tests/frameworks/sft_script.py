@@ -1,7 +1,7 @@
 """A user's script: LoRA on both towers of glm-4v, with TRL. Nothing in it knows of glm4v_patched.
 
-In the current folder it finds ``published``, the repository of the model, and ``pictures``, a data
-set; it leaves ``adapter`` and ``merged``.
+It finds ``published``, the model's repository, and ``pictures``, a data set; it leaves ``adapter``
+and ``merged``.
 """
 
 import torch

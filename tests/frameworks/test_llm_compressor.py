@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,
     reason="not installed: llmcompressor; nox -f tests/noxfile.py -s llm_compressor",
 )
-# As docs/frameworks.md says.
 LEFT_ALONE = ["re:.*vision.*", "re:.*output_layer"]
 
 
@@ -31,17 +30,10 @@ def test_a_quantised_model_answers_after_loading_as_before(tmp_path, modifier, s
     recipe = drawn_recipe(tmp_path)
     model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
     processor = ChatGLMProcessor.from_pretrained(recipe.model)
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     batches = [
-        dict(
-            processor.apply_chat_template(
-                [conversation[:1]],
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                add_generation_prompt=True,
-            )
-        )
-        for conversation in read_conversations(recipe.data.train)
+        dict(processor.apply_chat_template([row[:1]], add_generation_prompt=True, **options))
+        for row in read_conversations(recipe.data.train)
     ]
 
     @torch.no_grad()

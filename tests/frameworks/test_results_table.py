@@ -2,12 +2,16 @@
 
 import pytest
 
+from tests.frameworks.jobs import JOBS
 from tests.frameworks.results_table import BEGIN, END, PAGE, RESULTS, Row, job, merge, on_page, read
 
 
-def test_the_page_has_the_rows_of_the_file():
-    page = PAGE.read_text()
-    assert page == on_page(page, read(RESULTS)), "python -m tests.frameworks.results_table --page"
+def test_the_page_has_the_rows_of_the_file_which_are_those_of_jobs():
+    page, rows = PAGE.read_text(), read(RESULTS)
+    assert page == on_page(page, rows), "python -m tests.frameworks.results_table --page"
+    jobs = [(one.system, one.name) for one in JOBS]
+    assert len({*jobs}) == len(jobs)
+    assert {(row.system, row.job) for row in rows if row.system != "peft"} <= {*jobs}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, pytest.fail.Exception, KeyboardInterrupt])
@@ -17,7 +21,7 @@ def test_a_job_that_fails_is_told_and_its_row_replaces_the_older_one(tmp_path, m
     monkeypatch.setenv("FRAMEWORKS_RECORD", str(file))
     older = Row(system="X", job="sft", command="x", version="not installed", right=0.95)
     merge([older, Row(system="Y", job="sft", command="y")], file)
-    with pytest.raises(error), job("X", "sft", "x", ["nothing-of-this-name"]):
+    with pytest.raises(error), job("X", "sft", "x", "nothing-of-this-name"):
         raise error("first\n\nno weights in /tmp/some-1/place.bin | none")
     row, other = read(file)
     assert other.outcome == "works"

@@ -1,14 +1,15 @@
 """A user's script with TRL's trainers: ``trl_script.py JOB STEPS LEARNING_RATE SEED``.
 
-Nothing in it knows of glm4v_patched.
-
-In the current folder it finds ``model``, which has its code beside it, and ``data/JOB``, a data set
-with pictures; it leaves ``out``, the whole model that was trained.
+Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
+beside it, and ``data/JOB``, a data set with pictures; it leaves ``out``, the whole model that was
+trained, or, for ``dpo_lora``, which several processes train under DeepSpeed's ZeRO-3 by
+``deepspeed.json``, ``adapter``.
 """
 
 import sys
 
 import torch
+import trl
 from datasets import load_dataset
 from peft import LoraConfig
 from transformers import (
@@ -16,20 +17,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
     set_seed,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
 )
 
 COMMON = {
@@ -55,6 +42,16 @@ ONLINE = {
     "temperature": 1.0,
     "beta": 0.0,
 }
+# Rows have an image of 1,602 ids with the real model, and TRL cuts them at 1,024.
+WHOLE_ROWS = {"max_length": None}
+OPTIONS: dict[str, dict] = {
+    "SFT": WHOLE_ROWS,
+    "DPO": WHOLE_ROWS | {"beta": 0.3},
+    "KTO": WHOLE_ROWS | {"beta": 0.3},
+    "Reward": WHOLE_ROWS,
+    "GRPO": ONLINE,
+    "RLOO": ONLINE,
+}
 
 
 def right_answers(completions, answer, **kwargs) -> list[float]:
@@ -71,11 +68,8 @@ def online_dpo(model, common: dict, given: dict):
 
     data = given["train_dataset"]
     rows = {"train_dataset": data.select([*range(len(data))] * 16)}
-    config = OnlineDPOConfig(
-        **common | {"per_device_train_batch_size": len(data) * 16},
-        max_new_tokens=8,
-        temperature=1.0,
-    )
+    sizes = {"per_device_train_batch_size": len(data) * 16, "max_new_tokens": 8}
+    config = OnlineDPOConfig(**common | sizes, temperature=1.0)
     trainer = OnlineDPOTrainer(model, reward_funcs=right_answers, args=config, **given | rows)
     # TRL takes a model for one that sees if transformers itself lists its type.
     trainer.is_vision_model = True
@@ -87,49 +81,36 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
     common = COMMON | {"max_steps": steps, "learning_rate": learning_rate, "seed": seed}
     processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
     given = {"processing_class": processor, "train_dataset": load_dataset(f"data/{job}")["train"]}
-    if job in ("reward", "reward_lora"):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            "model", trust_remote_code=True, dtype=torch.float32, num_labels=1
-        )
-        given["processing_class"] = processor.tokenizer
+    kind, lora = AutoModelForCausalLM, {"task_type": "CAUSAL_LM"}
+    labels: dict[str, int] = {}
+    if job.startswith("reward"):
         # With this task_type peft trains and saves the new head, `score`, too.
-        lora = LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS")
-        if job == "reward_lora":
-            given["peft_config"] = lora
-        trainer = RewardTrainer(model, args=RewardConfig(**common, max_length=None), **given)
+        kind, lora = AutoModelForSequenceClassification, {"task_type": "SEQ_CLS"}
+        given["processing_class"], labels = processor.tokenizer, {"num_labels": 1}
+    if job == "dpo_lora":
+        common |= {"deepspeed": "deepspeed.json", "per_device_train_batch_size": 18}
+    model = kind.from_pretrained("model", trust_remote_code=True, dtype=torch.float32, **labels)
+    if job.endswith("_lora"):
+        given["peft_config"] = LoraConfig(r=8, target_modules="all-linear", **lora)
+    if job == "online_dpo":
+        trainer = online_dpo(model, common, given)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            "model", trust_remote_code=True, dtype=torch.float32
-        )
-        # Rows have an image of 1,602 ids with the real model, and TRL cuts them at 1,024.
-        whole_rows = common | {"max_length": None}
-        if job == "sft":
-            trainer = SFTTrainer(model, args=SFTConfig(**whole_rows), **given)
-        elif job == "sft_lora":
-            lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-            trainer = SFTTrainer(model, args=SFTConfig(**whole_rows), **given, peft_config=lora)
-        elif job == "dpo":
-            trainer = DPOTrainer(model, args=DPOConfig(**whole_rows, beta=0.3), **given)
-        elif job == "kto":
-            trainer = KTOTrainer(model, args=KTOConfig(**whole_rows, beta=0.3), **given)
-        elif job == "grpo":
-            config = GRPOConfig(**common | ONLINE)
-            trainer = GRPOTrainer(model, right_answers, args=config, **given)
-        elif job == "rloo":
-            config = RLOOConfig(**common | ONLINE)
-            trainer = RLOOTrainer(model, right_answers, args=config, **given)
-        elif job == "online_dpo":
-            trainer = online_dpo(model, common, given)
-        else:
-            raise ValueError(f"there is no job {job}")
+        name = job.removesuffix("_lora")
+        name = "Reward" if name == "reward" else name.upper()
+        config = getattr(trl, f"{name}Config")(**common | OPTIONS[name])
+        reward = [right_answers] if OPTIONS[name] is ONLINE else []
+        trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **given)
     trainer.train()
     trained = trainer.model
-    if job.endswith("_lora"):
-        trained.save_pretrained("adapter")
+    if job == "dpo_lora":
+        trainer.save_model("adapter")  # all processes gather it
+    elif job.endswith("_lora"):
         trained = trained.merge_and_unload()
-    trained.save_pretrained("out")
-    processor.save_pretrained("out")
-    trainer.state.save_to_json("state.json")
+    if trainer.is_world_process_zero():
+        if job != "dpo_lora":
+            trained.save_pretrained("out")
+        processor.save_pretrained("adapter" if job == "dpo_lora" else "out")
+        trainer.state.save_to_json("state.json")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def run_with_limit(
 ) -> Ended:
     """Run a command in a folder; when the time is up, kill it and all that it started."""
     environment = cpu_environment() if environment is None else environment
-    return _run(command, [environment], seconds, folder)
+    return run_processes(command, [environment], seconds, folder)
 
 
 def run_ranks(*command: str, seconds: float, processes: int = 2) -> Ended:
@@ -139,13 +139,13 @@ def run_ranks(*command: str, seconds: float, processes: int = 2) -> Ended:
     launcher. Once one fails, the others are given :data:`SECONDS_TO_END`; the status is that of the
     first one that failed."""
     ranks = [cpu_environment() | told for told in environments_of_ranks(processes)]
-    return _run([sys.executable, *command], ranks, seconds)
+    return run_processes([sys.executable, *command], ranks, seconds)
 
 
-def _run(
+def run_processes(
     command: list[str], environments: list[dict], seconds: float, folder: Path | None = None
 ) -> Ended:
-    """In so many processes."""
+    """Run a command in each of the environments; else like the two above."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         ranks = [
             subprocess.Popen(

@@ -1,7 +1,6 @@
 """Recipes for tests. Used by the tests of all folders."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from tests.helpers.processes import WORKERS, Ended, run_ranks, run_with_limit
+from tests.helpers.processes import WORKERS, Ended, run_ranks
 
 LEAST = {
     "model": "m",
@@ -83,17 +82,17 @@ def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = Fa
 
 
 def train_in_processes(
-    *plans: Path, with_dropout: Sequence[Path] = (), processes: int = 2, die_writing: str = ""
+    *plans: Path,
+    with_dropout: Sequence[Path] = (),
+    diverging: Sequence[Path] = (),
+    die_writing: str = "",
 ) -> Ended:
-    """Train one after the other in so many processes, for which the plans were made; in 0, which is
-    for plans without ZeRO, in one that no launcher has started. See plan_worker.py."""
-    worker = [str(WORKERS / "plan_worker.py"), *map(str, plans)]
-    worker += ["--with-dropout", *map(str, with_dropout)]
+    """Train one after the other on two processes, for which the plans were made. See
+    plan_worker.py."""
+    worker = [str(WORKERS / "plan_worker.py"), *map(str, plans), "--with-dropout"]
+    worker += [*map(str, with_dropout), "--diverging", *map(str, diverging)]
     worker += ["--die-writing", die_writing] if die_writing else []
-    seconds = 200 + 100 * (len(plans) + len(with_dropout))
-    if processes:
-        return run_ranks(*worker, seconds=seconds, processes=processes)
-    return run_with_limit([sys.executable, *worker], seconds)
+    return run_ranks(*worker, seconds=200 + 100 * len(worker))
 
 
 def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:

@@ -1,74 +1,76 @@
 """The plug-in for axolotl: rows as a recipe of ours has them, and nothing learned but answers."""
 
+import importlib
 import importlib.util
 import pickle
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-if importlib.util.find_spec("axolotl") is None:
-    reason = "axolotl is not installed: nox -f tests/noxfile.py -s \"jobs(system='axolotl')\""
-    pytest.skip(reason, allow_module_level=True)
-
-from axolotl.model_support import get_model_support
-from axolotl.processing_strategies import get_processing_strategy
-from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
-
-from glm4v_patched.integrations.axolotl import EndedRows, register
-from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.frameworks import drawn_task
+from tests.frameworks.any_trainer_script import Collator
 
 
-@pytest.fixture(scope="module")
-def collate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    conversations = drawn_task.draw(folder / "pictures")
-    drawn_task.build_random(folder / "model", conversations)
-    processor = ChatGLMProcessor.from_pretrained(folder / "model")
+def test_every_row_ends_with_an_end_that_is_seen(monkeypatch):
+    """Where axolotl itself is missing, too."""
+    axolotl = ModuleType("axolotl")
+    axolotl.model_support = SimpleNamespace()
+    axolotl.processing_strategies = SimpleNamespace(ProcessingStrategy=object)
+    monkeypatch.setitem(sys.modules, "axolotl", axolotl)
+    monkeypatch.delitem(sys.modules, "glm4v_patched.integrations.axolotl", raising=False)
+    module = importlib.import_module("glm4v_patched.integrations.axolotl")
+    monkeypatch.delitem(sys.modules, "glm4v_patched.integrations.axolotl")
+
+    def encode(conversations, *, processor_kwargs):
+        assert processor_kwargs == {"padding": True, "padding_side": "left"}
+        ids, mask = torch.tensor([[5, 6, 7], [9, 9, 8]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
+        return {"input_ids": ids, "attention_mask": mask}
+
+    tokenizer = SimpleNamespace(eos_token_id=9)
+    ended = module.EndedRows(SimpleNamespace(apply_chat_template=encode, tokenizer=tokenizer))
+    batch = ended.apply_chat_template([[], []], processor_kwargs={"padding": True})
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [9, 9, 8, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("axolotl") is None,
+    reason="axolotl is not installed: nox -f tests/noxfile.py -s axolotl",
+)
+def test_answers_and_their_ends_are_learned(tmp_path):
+    from axolotl.model_support import get_model_support
+    from axolotl.processing_strategies import get_processing_strategy
+    from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
+
+    from glm4v_patched.integrations.axolotl import EndedRows, register
+
     register()
     register()
-    strategy = get_processing_strategy(processor, None, "tokenizer_default", model_type="chatglm")
-    collator = MultiModalChatDataCollator(processor.tokenizer, strategy)
-
-    def collate(*rows: list[dict]) -> dict[str, torch.Tensor]:
-        return collator([{"messages": row} for row in rows])
-
-    collate.processor = processor
-    return collate, processor.tokenizer, conversations
-
-
-def test_a_started_process_gets_a_copy(collate):
-    copied = pickle.loads(pickle.dumps(EndedRows(collate[0].processor)))
-    assert copied.tokenizer.eos_token == "<|endoftext|>"
-
-
-def test_a_chatglm_sees(collate):
     assert get_model_support("chatglm").is_multimodal
+    models = drawn_task.Models(tmp_path)
+    processor = Collator(models("random")).processor
 
+    def text(words: str) -> dict:
+        return {"type": "text", "text": words}
 
-def test_answers_and_their_ends_are_learned(collate):
-    collate, tokenizer, conversations = collate
-    (question, answer), (other, other_answer) = conversations[:2]
+    # A started process gets a copy.
+    assert pickle.loads(pickle.dumps(EndedRows(processor))).tokenizer.eos_token == "<|endoftext|>"
+    strategy = get_processing_strategy(processor, None, "tokenizer_default", model_type="chatglm")
+    (question, answer), (other, other_answer) = models.conversations[:2]
     asked, asked_too = (
-        {"role": "user", "content": [{"type": "image", "path": q["image"]},
-                                     {"type": "text", "text": q["content"]}]}
+        {"role": "user", "content": [{"type": "image", "path": q["image"]}, text(q["content"])]}
         for q in (question, other)
-    )  # fmt: skip
-    batch = collate([asked, answer, asked_too, other_answer], [asked, answer])
+    )
+    rows = [asked, answer, asked_too, other_answer], [asked, answer]
+    collator = MultiModalChatDataCollator(processor.tokenizer, strategy)
+    batch = collator([{"messages": row} for row in rows])
     first, second = (row[row != -100].tolist() for row in batch["labels"])
     said, said_too = answer["content"], other_answer["content"]
-    assert tokenizer.decode(first) == f"\n{said}<|user|>\n{said_too}<|endoftext|>"
-    assert tokenizer.decode(second) == f"\n{said}<|endoftext|>"
+    decode = processor.tokenizer.decode
+    assert decode(first) == f"\n{said}<|user|>\n{said_too}<|endoftext|>"
+    assert decode(second) == f"\n{said}<|endoftext|>"
     assert len(batch["pixel_values"]) == 3
-    # Padding of the shorter row is on the left, and nothing of it is learned.
     padding = int((batch["attention_mask"][1] == 0).sum())
-    assert padding > 0 and batch["attention_mask"][1, padding:].all()
-    assert batch["attention_mask"][0].all()
-
-
-def test_a_text_that_spells_an_end_is_text(collate):
-    collate, tokenizer, _ = collate
-    answer = {"role": "assistant", "content": "<|endoftext|> it"}
-    batch = collate([{"role": "user", "content": "What?"}, answer])
-    [row] = batch["labels"]
-    assert (row == tokenizer.eos_token_id).sum() == 1 and row[-1] == tokenizer.eos_token_id
+    assert padding > 0 and batch["attention_mask"][1, padding:].all()  # it is on the left
