@@ -374,7 +374,7 @@ def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
     code, *given = sorted(given, key=lambda text: text.startswith("glm4v-patched"))
     (reader.folder / "scores.py").write_text(code)
     (reader.folder / "shapes").mkdir()  # as docs/fp8.md has what it trains
-    for name in ("trained", "held_out.jsonl"):
+    for name in ("trained", "held_out.jsonl", "cat.png"):
         (reader.folder / "shapes" / name).symlink_to(reader.folder / name)
     for command in given:
         command = command.replace(" --weights fp8", "")  # a GPU's: tests/models, -m gpu

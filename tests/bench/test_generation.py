@@ -98,7 +98,6 @@ def test_prints_the_table_of_rows(tmp_path, capsys, words):
         (["--new-tokens", "1"], "--new-tokens is 1"),
         (["--compile-options", "no"], "--compile-options is 'no'"),
         (["--gpus", "1"], "--gpus"),
-        (["--device", "cuda", "--load-in-4bit", "--compile-layers"], "--compile-layers with"),
         (["--against", "none"], "--against none"),
         (["--draw-ahead", "--cache", "dynamic"], "--cache dynamic"),
         (["--weights", "8bit"], "--weights 8bit needs a GPU"),
