@@ -27,7 +27,8 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    pages = {source(name): name for name in files.src_uris}
+    there = [file.src_uri for file in files if file.inclusion.is_included()]
+    pages = {source(name): name for name in there}
 
     def fitted(link: re.Match) -> str:
         words, target, anchor = link[1], link[2], link[3] or ""
