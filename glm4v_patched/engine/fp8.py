@@ -208,9 +208,9 @@ class ReadMLP(LanguageMLP):
     """Of a model that is only read: SwiGLU quantises for the second product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return super().forward(x)
         last: Any = self.dense_4h_to_h
+        if torch.is_grad_enabled() or type(last) is not HeldLinear:  # adapters may come later
+            return super().forward(x)
         wide = self.dense_h_to_4h(x)
         quantised = quantise_rows_of_swiglu(wide.reshape(-1, wide.shape[-1]))
         weight, scale = last.quantised()
@@ -223,6 +223,8 @@ class FrozenTowerMLP(MLP):
     def forward(self, x_NTV: Tensor) -> Tensor:
         fc1: Any = self.fc1
         fc2: Any = self.fc2
+        if not {type(fc1), type(fc2)} <= {Linear, HeldLinear}:  # adapters may come later
+            return super().forward(x_NTV)
         x = _in_computed_type(x_NTV)
         wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
         quantised = quantise_rows_of_gelu(wide, fc1.bias)

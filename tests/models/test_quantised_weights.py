@@ -10,13 +10,14 @@ from torch.nn import Linear
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import fp8, trainable
+from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
 from glm4v_patched.models.quantised_weights import WEIGHTS, kept_cache
-from tests.helpers.tiny import tiny_model
+from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 
 def needs(weights: str) -> None:
@@ -52,6 +53,30 @@ def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, 
         got, want = (answerer.model(**batch).logits for answerer in answerers)
     assert 0 < (got - want).norm() / want.norm() < 0.2
     assert len(answerers[0].answer(asked(files))) == 2
+
+
+def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
+    """As a server puts several on one model."""
+    monkeypatch.setattr(fp8, "_on_cpu", True)
+    torch.manual_seed(0)
+    lora = LoraOptions(targets=("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"))
+    trained = trainable.select_weights(tiny_model(torch.bfloat16), "lora_all", lora)
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.05)
+    trained.save_pretrained(tmp_path)
+
+    def build(**given):
+        return tiny_model(torch.bfloat16)
+
+    row = torch.tensor([[*text(3), *grown_image()]])
+    with_it = {"input_ids": row, "pixel_values": pictures(1).bfloat16()}
+    later = trainable.continue_adapters(loading.hold(build, "cpu", "fp8"), tmp_path)
+    before = loading.hold(build, "cpu", "fp8", tmp_path)
+    none = loading.hold(build, "cpu", "fp8")
+    with torch.no_grad():
+        got, want, without = (each.eval()(**with_it).logits for each in (later, before, none))
+    assert (got - want).norm() < 0.5 * (without - want).norm()
 
 
 class Counting:
