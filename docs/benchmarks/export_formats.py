@@ -4,7 +4,8 @@
 glm-4v of 300 million random weights learn to name them, and exports it in each format by
 :func:`export.export`, as ``glm4v-patched export --evaluate`` does. ``FOLDER/export_formats.json``
 gets right answers before and after, those with swapped pictures, bytes and seconds. What was drawn
-and trained is kept: a run that was stopped goes on.
+and trained is kept: a run that was stopped goes on. ``--by-vllm``, in an environment that has vLLM
+and this package, asks all of FOLDER's models once more by it, and adds what it says to the file.
 """
 
 import argparse
@@ -116,6 +117,51 @@ def export_all(folder: Path, task: Task, device: str) -> dict:
     return rows
 
 
+def ask_by_vllm(folder: Path) -> dict:
+    """Right answers of the trained model and of each export, by vLLM with the plug-in."""
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+
+    from glm4v_patched.data.messages import pictures_of, text_of
+    from glm4v_patched.data.rows import Source
+    from glm4v_patched.inference.answers_file import Line
+    from glm4v_patched.inference.evaluate import scores_of
+    from glm4v_patched.inference.questions import digest_pictures, read_questions
+    from glm4v_patched.inference.scoring import METRICS, swap_pictures
+
+    questions = read_questions(Source(str(folder / "held_out.jsonl")), with_reference=True)
+    questions += swap_pictures(questions, digest_pictures(questions))
+    chats = []
+    for question in questions:
+        [picture] = pictures_of(question.prompt)
+        shown = {"type": "image_pil", "image_pil": Image.open(picture).convert("RGB")}
+        asked = {"type": "text", "text": text_of(question.prompt[-1])}
+        chats.append([{"role": "user", "content": [shown, asked]}])
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    scores = {}
+    for name in ("trained", *(name for name in FORMATS if (folder / name).exists())):
+        llm = LLM(
+            str(folder / name),
+            trust_remote_code=True,
+            dtype="bfloat16",
+            gpu_memory_utilization=0.2,
+            limit_mm_per_prompt={"image": 1},
+            enforce_eager=True,
+        )
+        # vLLM 0.26 tokenizes a chat with a second [gMASK]<sop> otherwise.
+        options = {"tokenization_kwargs": {"add_special_tokens": False}, "use_tqdm": False}
+        outputs = [each.outputs[0] for each in llm.chat(chats, greedy, **options)]
+        lines = [
+            Line(question, each.text.strip(), each.finish_reason)
+            for question, each in zip(questions, outputs, strict=True)
+        ]
+        found = scores_of(lines, METRICS)
+        scores[name] = {key: found[key] for key in ("exact_match", "exact_match_swapped", "rows")}
+        print(f"{name} by vLLM: right {found['exact_match']:.3f}", flush=True)
+        del llm
+    return {"version": version("vllm"), **scores}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
@@ -125,6 +171,7 @@ def main() -> None:
         told = "another number than the size's own"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=told)
     parser.add_argument("--train-only", action="store_true", help="export nothing")
+    parser.add_argument("--by-vllm", action="store_true", help="ask what was exported before")
     options = parser.parse_args()
     given = {name: getattr(options, name) for name in ("rows", "held_out", "steps")}
     given = {name: number for name, number in given.items() if number is not None}
@@ -132,6 +179,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if options.train_only:
         return train(folder, task, options.device)
+    path = folder / "export_formats.json"
+    if options.by_vllm:
+        report = json.loads(path.read_text()) | {"by_vllm": ask_by_vllm(folder)}
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        return None
     try:
         require_compressor()
     except RuntimeError as error:
@@ -145,7 +197,7 @@ def main() -> None:
         "versions": {name: version(name) for name in PACKAGES},
         "formats": export_all(folder, task, options.device),
     }
-    (folder / "export_formats.json").write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n")
     for name, figures in report["formats"].items():
         before, after = (figures[when]["exact_match"] for when in ("before", "after"))
         print(f"{name}: right {before:.3f} before, {after:.3f} after")

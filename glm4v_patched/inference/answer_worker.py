@@ -80,8 +80,8 @@ class Job:
 class Answerer:
     """Answers questions with one model.
 
-    With a ``static`` cache steps are compiled on a GPU, with ``graph`` they are recorded, for as
-    many rows as the first batch has, and nothing waits between them (:func:`loop.draw_ahead`);
+    With a ``static`` cache steps are compiled on a GPU for as many rows as the first batch has,
+    with ``graph`` they are recorded, and nothing waits between them (:func:`loop.draw_ahead`);
     other batches, and beams, which transformers does not compile, have a ``dynamic`` one.
     """
 
@@ -176,7 +176,7 @@ class Answerer:
 
     def _cache_options(self, rows: int, positions: int) -> dict[str, Any]:
         self.rows = self.rows or rows
-        if self.caches is None or rows != self.rows:
+        if self.caches is None or not (self.caches.records or rows == self.rows):
             return {}
         return self.caches.options(rows, positions)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .vllm_plugin import TOWER_ADAPTERS, check_vllm, never_drawn, shared_positions
+from .vllm_plugin import TOWER_ADAPTERS, check_vllm, never_drawn, shared_positions, without_fill
 
 check_vllm()
 
@@ -22,6 +22,14 @@ class SeveralImages(glm4v.GLM4VProcessingInfo):
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
+
+
+class FilledImages(glm4v.GLM4VMultiModalProcessor):
+    """Prompts of ids may be rows of this package's processor, as TRL's trainers hand them on."""
+
+    def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
+        inner = self.info.get_num_image_tokens()
+        return without_fill(prompt_tokens, self.info.get_hf_config(), inner)
 
 
 class NoTowerAdapters(WeightsMapper):
@@ -41,7 +49,7 @@ def _refusing(mapper: WeightsMapper) -> NoTowerAdapters:
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    glm4v.GLM4VMultiModalProcessor,
+    FilledImages,
     info=SeveralImages,
     dummy_inputs=glm4v.GLM4VDummyInputsBuilder,
 )

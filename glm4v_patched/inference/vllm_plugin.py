@@ -56,7 +56,12 @@ _NAMES = (
     _Name(_GLM4V, "GLM4VForCausalLM.compute_logits", ("self", "hidden_states")),
     _Name(_GLM4V, "GLM4VForCausalLM.hf_to_vllm_mapper"),
     _Name(_GLM4V, "GLM4VProcessingInfo.get_supported_mm_limits", ("self",)),
-    _Name(_GLM4V, "GLM4VMultiModalProcessor"),
+    _Name(
+        _GLM4V,
+        "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only",
+        ("self", "prompt_tokens"),
+    ),
+    _Name(_GLM4V, "GLM4VProcessingInfo.get_num_image_tokens", ("self",)),
     _Name(_GLM4V, "GLM4VDummyInputsBuilder"),
     _Name("vllm.model_executor.models.utils", "WeightsMapper._map_name", ("self", "key")),
     _Name(
@@ -207,3 +212,23 @@ def never_drawn(config: Any) -> list[int]:
     # Not in a published config: it has the two others.
     fill = getattr(config, "image_token_id", None)
     return [i for i in (config.boi_token_id, config.eoi_token_id, fill) if i is not None]
+
+
+def without_fill(ids: list[int], config: Any, inner: int) -> list[int]:
+    """A row of ids in which every image has one inner id, as vLLM wants it.
+
+    Args:
+        ids: An image's inner ids are ``inner`` times ``config.image_token_id``, as this package's
+            processor fills them and online trainers hand them on; or one id already.
+    """
+    # Not in a published config: such a row is of another processor.
+    fill = getattr(config, "image_token_id", None)
+    filled = [config.boi_token_id, *[fill] * inner, config.eoi_token_id]
+    short = [config.boi_token_id, config.pad_token_id, config.eoi_token_id]
+    row: list[int] = []
+    at = 0
+    while at < len(ids):
+        is_image = ids[at] == config.boi_token_id and ids[at : at + len(filled)] == filled
+        row += short if is_image else [ids[at]]
+        at += len(filled) if is_image else 1
+    return row

@@ -211,7 +211,7 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
     triples = [(row["question"], row["image"], row["answer"]) for row in rows]
     sets = {
         ("sft", "sft_lora"): [asked(q, p) | {"completion": ended(a)} for q, p, a in triples],
-        ("grpo", "rloo"): [asked(q, p) | {"answer": a} for q, p, a in triples],
+        ("grpo", "grpo_vllm", "rloo"): [asked(q, p) | {"answer": a} for q, p, a in triples],
         # Its trainer knows one picture a row, and that by another name.
         ("online_dpo",): [
             {"prompt": [said("user", q)], "image": p, "answer": a} for q, p, a in triples

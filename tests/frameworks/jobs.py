@@ -41,7 +41,8 @@ class Job:
         measure, logged: Of :func:`drawn_task.measure`, of the folder ``out``.
         then: What is run after the command, such as what merges an adapter.
         fails: A pattern of what it ends with where it does not work: the row's outcome.
-        gpus: Whether it needs two GPUs.
+        gpus: How many it needs.
+        beside: Another package that it needs.
         deepspeed: The release that it has to have: its error is one of some releases.
     """
 
@@ -59,7 +60,8 @@ class Job:
     out: str = "out"
     note: str = ""
     fails: str = ""
-    gpus: bool = False
+    gpus: int = 0
+    beside: str = ""
     deepspeed: str = ""
 
     def __str__(self) -> str:
@@ -138,6 +140,14 @@ TRL = [
         note=f'task_type="SEQ_CLS"; {TEXT_ONLY}',
     ),
     trl("GRPO", "grpo", 100, 4e-4, note=SIGHTED, **DRAWS),
+    trl(
+        *("GRPO, vLLM draws", "grpo_vllm", 100, 4e-4),
+        reads="trl.GRPOTrainer with use_vllm=True, one GPU",
+        note=SIGHTED,
+        gpus=1,
+        beside="vllm",
+        **DRAWS,
+    ),
     trl("RLOO", "rloo", 100, 4e-4, note=SIGHTED, **DRAWS),
     trl(
         *("online DPO", "online_dpo", 120, 4e-4),
@@ -230,7 +240,7 @@ def on_gpus(name: str, start: tuple, **more) -> Job:
     return Job(
         *("transformers", name, "transformers", (*command, "adapters", 60, 1e-2)),
         f"{by} -m glm4v_patched.run train.py",
-        **{"model": "published", "then": MERGE, "out": "merged", "gpus": True} | more,
+        **{"model": "published", "then": MERGE, "out": "merged", "gpus": 2} | more,
     )
 
 

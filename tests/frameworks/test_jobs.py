@@ -30,8 +30,10 @@ def missing(wanted: Job) -> str:
         return f"{wanted.package} is not installed"
     if wanted.deepspeed not in ("", version("deepspeed")):
         return f"needs deepspeed {wanted.deepspeed}, found {version('deepspeed')}"
-    if wanted.gpus and torch.cuda.device_count() < 2:
-        return f"needs 2 GPUs on one machine, found {torch.cuda.device_count()}"
+    if wanted.beside and importlib.util.find_spec(wanted.beside) is None:
+        return f"{wanted.beside} is not installed"
+    if (found := torch.cuda.device_count()) < wanted.gpus:
+        return f"needs {wanted.gpus} GPUs on one machine, found {found}"
     return ""
 
 
@@ -69,7 +71,13 @@ def test_a_job_learns_from_pictures(wanted, models, tmp_path):
     perform(wanted, models, tmp_path)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [one for one in JOBS if one.gpus == 1], ids=str)
+def test_a_job_on_a_gpu_learns_from_pictures(wanted, models, tmp_path):
+    perform(wanted, models, tmp_path)
+
+
 @pytest.mark.two_gpu
-@pytest.mark.parametrize("wanted", [one for one in JOBS if one.gpus], ids=str)
+@pytest.mark.parametrize("wanted", [one for one in JOBS if one.gpus == 2], ids=str)
 def test_a_job_on_two_gpus_learns_from_pictures(wanted, models, tmp_path):
     perform(wanted, models, tmp_path)

@@ -42,6 +42,13 @@ ONLINE = {
     "temperature": 1.0,
     "beta": 0.0,
 }
+# vLLM draws, in the process that trains, on its GPU.
+BY_VLLM = {
+    "use_cpu": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.2,
+}
 # Rows have an image of 1,602 ids with the real model, and TRL cuts them at 1,024.
 WHOLE_ROWS = {"max_length": None}
 OPTIONS: dict[str, dict] = {
@@ -89,13 +96,15 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
         given["processing_class"], labels = processor.tokenizer, {"num_labels": 1}
     if job == "dpo_lora":
         common |= {"deepspeed": "deepspeed.json", "per_device_train_batch_size": 18}
+    if job.endswith("_vllm"):
+        common |= BY_VLLM
     model = kind.from_pretrained("model", trust_remote_code=True, dtype=torch.float32, **labels)
     if job.endswith("_lora"):
         given["peft_config"] = LoraConfig(r=8, target_modules="all-linear", **lora)
     if job == "online_dpo":
         trainer = online_dpo(model, common, given)
     else:
-        name = job.removesuffix("_lora")
+        name = job.removesuffix("_lora").removesuffix("_vllm")
         name = "Reward" if name == "reward" else name.upper()
         config = getattr(trl, f"{name}Config")(**common | OPTIONS[name])
         reward = [right_answers] if OPTIONS[name] is ONLINE else []

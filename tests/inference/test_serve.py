@@ -397,7 +397,7 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
     seen = [*[{"type": "image", "image": png()}] * 9, {"type": "text", "text": "a"}]
     prompt = [{"role": "user", "content": seen}]
     hot = Generation(temperature=2.0)
-    asks = [asking(told, ("plain", n), max_tokens=2) for n in range(9)]
+    asks = [asking(told, ("plain", n), max_tokens=2) for n in range(17)]
     asks += [asking(told, ("seed", n), seed=3, max_tokens=2) for n in range(2)]
     asks += [asking(told, ("hot", n), generation=hot, max_tokens=2 + n) for n in range(2)]
     asks += [asking(told, ("presence", n), presence=0.5 * n, max_tokens=2) for n in (1, 2)]
@@ -406,8 +406,8 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
     gone = asking(told, "gone")
     gone.cancelled.set()
     sizes = batches_of(answerer, monkeypatch, [gone, *asks])
-    # Eight alike, and the ninth with nine pictures; two that are hot; every other one alone.
-    assert sorted(sizes) == [1] * 6 + [2, 2, 8] and told.pop("gone") == []
+    # 16 alike, and the 17th with nine pictures; two that are hot; every other one alone.
+    assert sorted(sizes) == [1] * 6 + [2, 2, 16] and told.pop("gone") == []
     for events in told.values():
         assert isinstance(events[-1], Ended) and events[-1].reason == "length"
 

@@ -22,7 +22,12 @@ from glm4v_patched.inference.serving import serve, vllm
 from glm4v_patched.inference.serving.guard import Guard
 from glm4v_patched.inference.serving.limits import VARIABLE
 from glm4v_patched.inference.serving.serve import hold_address
-from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
+from glm4v_patched.inference.vllm_plugin import (
+    SharedPositions,
+    register,
+    shared_positions,
+    without_fill,
+)
 from glm4v_patched.remote.image_checks import ImageFormat
 from glm4v_patched.remote.image_layout import GivenRows, grow_rows
 from glm4v_patched.terminal_text import own_command, pip_install
@@ -194,8 +199,12 @@ class FakeVllm:
         self.config = SimpleNamespace(MODELS_CONFIG_MAP=self.hooks)
         self.glm4v = SimpleNamespace(
             GLM4VForCausalLM=FakeModel,
-            GLM4VProcessingInfo=SimpleNamespace(get_supported_mm_limits=lambda self: {}),
-            GLM4VMultiModalProcessor=object,
+            GLM4VProcessingInfo=SimpleNamespace(
+                get_supported_mm_limits=lambda self: {}, get_num_image_tokens=lambda self: 4
+            ),
+            GLM4VMultiModalProcessor=SimpleNamespace(
+                _apply_hf_processor_tokens_only=lambda self, prompt_tokens: prompt_tokens
+            ),
             GLM4VDummyInputsBuilder=object,
         )
         processors = SimpleNamespace(register_processor=lambda processor, info, dummy_inputs: None)
@@ -327,3 +336,14 @@ def test_it_draws_no_id_that_our_model_does_not():
         published = vars(model.config) | {}
         published.pop("image_token_id")
         assert vllm_plugin.never_drawn(SimpleNamespace(**published)) == model._image_ids()[:2]
+
+
+def test_rows_of_our_processor_are_taken_for_those_that_vllm_grows():
+    config = SimpleNamespace(boi_token_id=BOI, eoi_token_id=EOI, pad_token_id=1, image_token_id=2)
+    image, short = [BOI, 2, 2, 2, EOI], [BOI, 1, EOI]
+    row = [7, *image, 8, *image, *image, 2, 9]
+    assert without_fill(row, config, 3) == [7, *short, 8, *short, *short, 2, 9]
+    for other in ([7, *short, 8], [7, BOI, 2, 2, EOI], [7, *image[:-1]]):  # one that was cut
+        assert without_fill(other, config, 3) == other
+    del config.image_token_id  # a published one
+    assert without_fill(row, config, 3) == row

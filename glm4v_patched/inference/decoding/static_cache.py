@@ -1,8 +1,8 @@
 """A cache of fixed size for ``generate``, whose steps are then recorded or compiled as one graph.
 
 transformers compiles a step for every number of rows and every size of the cache, and makes a new
-cache for every call, for which a CUDA graph is recorded again. Here sizes are rounded up, and a
-cache is kept for the next call.
+cache for every call, for which a CUDA graph is recorded again. Here sizes are rounded up, and the
+cache is kept for the next call of as many rows.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ STEPS_THAT_REPAY = 8000
 
 
 class StaticCaches:
-    """The caches of one model, one for each number of rows: the largest that was wanted.
+    """The cache of one model for the number of rows that was wanted last, of the largest size.
 
-    A cache that is handed out again is emptied: what was answered with it must not be needed.
+    When it is handed out again it is emptied: what was answered with it must not be needed.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class StaticCaches:
             from .small_batch_matmul import takes_layers_of
 
             self.compiled = {"own_products": takes_layers_of(model)} | compiled
-        self._caches: dict[int, tuple[int, StaticCache]] = {}
-        self._graphs: dict[int, StepGraph] = {}
+        self._rows = self._room = 0
+        self._cache: StaticCache | None = None
+        self._graph: StepGraph | None = None
 
     def of(self, rows: int, positions: int) -> StaticCache:
         """An empty cache with room for so many positions of each row."""
-        room, cache = self._caches.pop(rows, (0, None))
-        if cache is None or room < positions:
-            room = -(-positions // self.step) * self.step
-            cache = StaticCache(config=self.model.config, max_cache_len=room)
-        else:
-            cache.reset()
-        self._caches[rows] = room, cache
-        return cache
+        if self._cache is not None and rows == self._rows and positions <= self._room:
+            self._cache.reset()
+            return self._cache
+        self._cache = self._graph = None  # their memory is for the next one
+        self._rows, self._room = rows, -(-positions // self.step) * self.step
+        self._cache = StaticCache(config=self.model.config, max_cache_len=self._room)
+        return self._cache
 
     def options(self, rows: int, positions: int) -> dict[str, Any]:
         """What ``generate`` is given beside the rows; on a CPU nothing is compiled or recorded."""
@@ -69,7 +69,7 @@ class StaticCaches:
         if self.model.device.type != "cuda":
             return given
         if self.records:
-            given["step"] = self._graphs.setdefault(rows, StepGraph(self.model))
+            self._graph = given["step"] = self._graph or StepGraph(self.model)
         else:
             given["compile_config"] = compiling(rows, **self.compiled)
         return given

@@ -20,7 +20,7 @@ from ..answer_worker import Answerer, Words, positions_of
 from .errors import ApiError, log
 from .requests import Wanted
 
-MOST_ROWS = 8
+MOST_ROWS = 16
 """Of a batch."""
 MOST_PICTURES = 16
 """Of a batch, if its first request has not more: what the vision tower computes at once."""

@@ -130,6 +130,7 @@ def serve_by_transformers(request: ServeOptions) -> None:
 
     from ...models.loading import config_of, load
     from ..answer_worker import Answerer
+    from ..decoding.static_cache import chosen
     from .answer_queue import AnswerQueue
     from .app import make_app
     from .connections import run_server
@@ -138,7 +139,9 @@ def serve_by_transformers(request: ServeOptions) -> None:
         print(f"whoever reaches {request.host} may use this server: there is no --api-key")
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
     model, using = with_adapters(loaded.model, base, others)
-    answerer = Answerer(loaded._replace(model=model), request.generation)
+    # A recorded step has the adapters that it was recorded with.
+    cache = "dynamic" if others else chosen("auto", str(request.device), 0, request.weights)
+    answerer = Answerer(loaded._replace(model=model), request.generation, cache)
     engine = AnswerQueue(answerer, config_of(base).seq_length, using)
     names = [request.name, *others]
 

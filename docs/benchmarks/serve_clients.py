@@ -1,0 +1,172 @@
+"""What ``glm4v-patched serve`` gives to many clients at once, each with a picture.
+
+``python docs/benchmarks/serve_clients.py MODEL --out rows.json`` starts the server (``--engine``,
+``--weights``), asks it one after the other, then by 64 clients at once, then 500 times more while
+hostile clients hold their connections open, and ends it. The row of the file has answers per
+second, how long the slowest look at ``/health`` took, and the GPU's memory before and after.
+"""
+
+import argparse
+import base64
+import io
+import json
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from PIL import Image
+
+SIDE = 1120
+STALLED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9000\r\n"
+
+
+def question(seed: int) -> dict:
+    """A picture that no other question has, and words: OpenAI's messages."""
+    noise = random.Random(seed).randbytes(40 * 40 * 3)
+    picture = Image.frombytes("RGB", (40, 40), noise).resize((SIDE, SIDE))
+    file = io.BytesIO()
+    picture.save(file, "JPEG")
+    url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    shown = {"type": "image_url", "image_url": {"url": url}}
+    return {"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}
+
+
+def fetch(url: str, body: dict | None = None, timeout: float = 300) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as reply:
+        return json.loads(reply.read() or b"{}")
+
+
+class Clients:
+    """Ask the server at an address for answers of ``tokens`` tokens, which end at no other."""
+
+    def __init__(self, url: str, model: str, tokens: int):
+        self.url, self.model, self.tokens = url, model, tokens
+
+    def ask(self, seed: int) -> int:
+        """The tokens of an answer."""
+        body = {"model": self.model, "messages": [question(seed)], "max_tokens": self.tokens}
+        reply = fetch(f"{self.url}/chat/completions", body)
+        return reply["usage"]["completion_tokens"]
+
+    def at_once(self, number: int, clients: int, first: int) -> dict:
+        """Answers and tokens per second of so many requests."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            tokens = sum(pool.map(self.ask, range(first, first + number)))
+        took = time.perf_counter() - start
+        return {"answers_per_s": round(number / took, 3), "tokens_per_s": round(tokens / took, 1)}
+
+
+class Watch(threading.Thread):
+    """Looks at ``/health`` four times a second, and remembers how long that took."""
+
+    def __init__(self, url: str):
+        super().__init__(daemon=True)
+        self.url, self.seconds, self.ends = url, [], threading.Event()
+
+    def run(self) -> None:
+        while not self.ends.wait(0.25):
+            start = time.perf_counter()
+            fetch(self.url.removesuffix("/v1") + "/health", timeout=60)
+            self.seconds.append(time.perf_counter() - start)
+
+
+def hostile(port: int, number: int) -> list[socket.socket]:
+    """Connections of which half say nothing, and half stop within their headers."""
+    opened = []
+    for each in range(number):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(STALLED if each % 2 else b"")
+        opened.append(connection)
+    return opened
+
+
+def gpu_mib() -> int | None:
+    """The first GPU's memory in use, by all processes; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True).stdout.split()[0])
+
+
+def wait_for(url: str, server: subprocess.Popen, seconds: int = 400) -> float:
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with status {server.returncode}")
+        try:
+            fetch(f"{url}/models", timeout=5)
+            return time.perf_counter() - start
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(f"the server did not answer within {seconds} s")
+
+
+def measure(options: argparse.Namespace, server: subprocess.Popen, url: str) -> dict:
+    ready = wait_for(url, server)
+    clients = Clients(url, fetch(f"{url}/models")["data"][0]["id"], options.new_tokens)
+    clients.at_once(options.clients, options.clients, 10**6)  # warms it up
+    alone = clients.at_once(options.alone, 1, 0)
+    together = clients.at_once(2 * options.clients, options.clients, 1000)
+    before = gpu_mib()
+    held, watch = hostile(options.port, 64), Watch(url)
+    watch.start()
+    many = clients.at_once(options.requests, options.clients, 2000)
+    watch.ends.set()
+    watch.join()
+    for connection in held:
+        connection.close()
+    return {
+        "ready_s": round(ready, 1),
+        "alone": alone,
+        "together": together,
+        "times": round(together["answers_per_s"] / alone["answers_per_s"], 2),
+        "among_hostile_clients": many,
+        "health_s": {
+            "median": round(statistics.median(watch.seconds), 3),
+            "slowest": round(max(watch.seconds), 3),
+        },
+        "gpu_mib": {"before": before, "after": gpu_mib(), "requests": options.requests},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("model", help="what serve takes")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--weights", help="of serve")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--alone", type=int, default=6, help="requests one after the other")
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, required=True, help="a file to add the row to")
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "glm4v_patched", "serve", options.model]
+    command += ["--engine", options.engine, "--device", options.device, "--port", str(options.port)]
+    command += ["--weights", options.weights] if options.weights else []
+    with subprocess.Popen(command, stdout=sys.stderr) as server:
+        try:
+            row = measure(options, server, f"http://127.0.0.1:{options.port}/v1")
+        finally:
+            server.terminate()
+    kept = ("engine", "weights", "clients", "new_tokens")
+    row = {name: getattr(options, name) for name in kept} | row
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    options.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
