@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.rows import Source
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify
+from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..models.placement import Placement, place
 from ..models.quantised_weights import check_weights
@@ -158,7 +159,8 @@ def answers(
     number = min(placement.processes, -(-len(questions) // request.batch_size))
     some = list(batches(questions, request.batch_size))
     steps = -(-len(some) // number) * request.generation.max_new_tokens
-    cache = chosen(request.cache, device, steps, request.weights)
+    weights = request.weights or quantised_by(base.model, base.revision)
+    cache = chosen(request.cache, device, steps, weights)
     job = Job(base, device, request.weights, request.generation, cache)
     parts = [Part([q.row for q in part], [q.prompt for q in part]) for part in some]
     if number == 1:

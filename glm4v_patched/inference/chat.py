@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import read_facts
+from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
@@ -59,7 +60,7 @@ def chat(
     limit = config_of(base).seq_length
     generation = generation or Generation()
     where, most = "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens
-    kept = chosen(cache, where, most, weights)
+    kept = chosen(cache, where, most, weights or quantised_by(base.model, base.revision))
     answerer = Answerer(loaded, generation, kept)
     Chat(answerer, limit, system, images).run(sys.stdin)
 

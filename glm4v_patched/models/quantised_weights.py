@@ -27,15 +27,26 @@ def check_weights(weights: str | None, device: str, cache: str = "auto") -> None
         return
     if device == "cpu":
         raise ValueError(f"--weights {weights} needs a GPU, and --device is cpu: leave one out")
-    if cache in ("static", "graph") and not WEIGHTS[weights].fixed_cache:
-        raise ValueError(
-            f"--cache {cache} with --weights {weights}: it is for steps that are compiled or "
-            "recorded, and those of bitsandbytes's layers are not; leave out --cache"
-        )
+    kept_cache(cache, weights, "dynamic")
 
 
 def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
-    """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``."""
-    if cache != "auto":
-        return cache
-    return otherwise if weights is None or WEIGHTS[weights].fixed_cache else "dynamic"
+    """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``.
+
+    Args:
+        weights: How they are held, or the method that the model was saved quantised by: layers of
+            compressed-tensors copy between the host and the GPU in every step.
+
+    Raises:
+        ValueError: steps with such weights cannot have the cache.
+    """
+    fixed = weights is None or (weights in WEIGHTS and WEIGHTS[weights].fixed_cache)
+    if cache == "auto":
+        return otherwise if fixed else "dynamic"
+    if cache != "dynamic" and not fixed:
+        told = f"--weights {weights}" if weights in WEIGHTS else f"a model saved by {weights}"
+        raise ValueError(
+            f"--cache {cache} with {told}: it is for steps that are compiled or recorded, and "
+            "those of such layers are not; leave out --cache"
+        )
+    return cache

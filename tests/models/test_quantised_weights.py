@@ -154,11 +154,14 @@ def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
         loading.hold(build, "cuda", "fp8")
 
 
-def test_steps_of_bitsandbytes_keep_a_dynamic_cache():
+def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
     assert kept_cache("auto", None, otherwise="static") == "static"
     assert kept_cache("auto", "fp8", otherwise="graph") == "graph"
     assert kept_cache("auto", "8bit", otherwise="static") == "dynamic"
     assert kept_cache("dynamic", "fp8", otherwise="static") == "dynamic"
+    assert kept_cache("auto", "compressed-tensors", otherwise="graph") == "dynamic"
+    with pytest.raises(ValueError, match="--cache graph with a model saved by compressed-tensors"):
+        kept_cache("graph", "compressed-tensors", otherwise="graph")
 
 
 def test_a_missing_package_is_named(files, monkeypatch):

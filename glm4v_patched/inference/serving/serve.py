@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...models.base import Base
+from ...models.check_weights import quantised_by
 from ...models.find import find_source
 from ...models.placement import place
 from ...models.quantised_weights import check_weights
@@ -140,7 +141,8 @@ def serve_by_transformers(request: ServeOptions) -> None:
     loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
     model, using = with_adapters(loaded.model, base, others)
     # A recorded step has the adapters that it was recorded with.
-    cache = "dynamic" if others else chosen("auto", str(request.device), 0, request.weights)
+    method = request.weights or quantised_by(base.model, base.revision)
+    cache = "dynamic" if others else chosen("auto", str(request.device), 0, method)
     answerer = Answerer(loaded._replace(model=model), request.generation, cache)
     engine = AnswerQueue(answerer, config_of(base).seq_length, using)
     names = [request.name, *others]
