@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoProcessor,
+    TrainerCallback,
     set_seed,
 )
 
@@ -69,6 +70,16 @@ def right_answers(completions, answer, **kwargs) -> list[float]:
     ]
 
 
+class FreshPictures(TrainerCallback):
+    """vLLM keeps what the tower made of a picture, and TRL does not say that the tower learns."""
+
+    def __init__(self, trainer):
+        self.engine = trainer.vllm_generation.llm.llm_engine
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.engine.reset_encoder_cache()
+
+
 def online_dpo(model, common: dict, given: dict):
     """Two answers to each question: here of a batch in which each question comes 16 times."""
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -109,6 +120,8 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
         config = getattr(trl, f"{name}Config")(**common | OPTIONS[name])
         reward = [right_answers] if OPTIONS[name] is ONLINE else []
         trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **given)
+    if job.endswith("_vllm"):
+        trainer.add_callback(FreshPictures(trainer))
     trainer.train()
     trained = trainer.model
     if job == "dpo_lora":
