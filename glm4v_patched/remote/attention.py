@@ -90,9 +90,7 @@ def attend(
         return _attend_within_samples(
             module, query_BHQC, key_BGKC, value_BGKC, attention_mask, implementation, **kwargs
         )
-    # The paged cache of continuous batching is filled by transformers' own function.
-    is_sdpa = implementation == "sdpa" and kwargs.get("cache") is None
-    if is_sdpa and _is_drawn(module, query_BHQC, key_BGKC, attention_mask):
+    if implementation == "sdpa" and _is_drawn(module, query_BHQC, key_BGKC, attention_mask):
         return attend_to_cache(query_BHQC, key_BGKC, value_BGKC, attention_mask).flatten(2)
     function = (
         eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cached_rows import cached_length
-from .keywords import CACHE, named_cache, one_cache, wants_dict
+from .keywords import CACHE, named_cache, wants_dict
 from .sharding import refuse_split_model
 
 # Shapes: B rows, L length as given, R length of the grown rows, D width.
@@ -59,9 +59,8 @@ class ScoresRows(nn.Module):
         """
         if self.training:
             refuse_split_model(self)
-        past_key_values = one_cache(past_key_values, cache)
-        attention_mask, past_key_values, images = self.transformer._by_name(
-            attention_mask, past_key_values, images
+        attention_mask, past_key_values, images = self.transformer._by_place(
+            attention_mask, past_key_values, cache, images
         )
         if attention_mask is None and input_ids is not None:
             attention_mask = self._mask_of_ends(input_ids, cached_length(past_key_values))

@@ -4,7 +4,7 @@
 token needs nothing from the rows before it (cached_rows.py).
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +12,17 @@ from transformers import GenerationMixin, SuppressTokensLogitsProcessor
 from transformers.cache_utils import Cache
 
 from .cached_rows import (
+    CACHED_ROWS,
     GrownPrompt,
     cached_length,
     check_room,
-    holds_images,
-    images_up_to,
     is_static,
-    possible_numbers,
     remember_drawn,
     room_of,
 )
 from .configuration_chatglm import ChatGLMConfig
-from .image_checks import check_position
-from .image_layout import GivenRows, GrownRows, count_images, grow_rows, unmask_images
+from .image_checks import GivenRows, check_position
+from .image_layout import GrownRows, grow_rows, unmask_images
 from .keywords import (
     CACHE,
     EMBEDS_ARE_CUT,
@@ -104,7 +102,12 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if grown_prompt is not None:
             grown_prompt.passes += 1
             if grown_prompt.passes > 1 and cache is None and more.get("use_cache"):
-                _refuse_without_cache(grown_prompt.num_drawn(input_ids))
+                refuse(
+                    f"generate has drawn {grown_prompt.num_drawn(input_ids)} tokens with "
+                    "use_cache=True and handed over no cache, without which every token takes a "
+                    "pass over the whole rows: give use_cache=False if that is wanted, or the "
+                    f"cache as {CACHE}"
+                )
             num_new = 0 if inputs_embeds is not None else grown_prompt.num_new(input_ids, cache)
             if num_new and cache is not None:
                 return more | self._inputs_of_drawn(grown_prompt, input_ids, cache, num_new)
@@ -130,7 +133,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
             inputs |= images | {"inputs_embeds": inputs_embeds[:, -new:]}
         else:
             inputs["input_ids"] = given.input_ids[:, -new:]
-        if given.position_ids is not None and not holds_images(cache, past_length):
+        # generate counts the positions of images that are cached one by one.
+        if given.position_ids is not None and not getattr(cache, CACHED_ROWS, None):
             inputs["position_ids"] = given.position_ids[:, -new:]
         return inputs
 
@@ -143,7 +147,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         else:
             if grown_prompt is not None:
                 given = given._replace(position_ids=grown_prompt.position_ids)
-            rows = self._grow_whole_rows(given, images, cache, past_length, prompt_length)
+            rows = self._grow_whole_rows(given, images, past_length, prompt_length)
         length = rows.input_ids.shape[1]
         # A cache may hold more than the rows: peft's virtual tokens have no ids.
         first = min(past_length, length - 1)
@@ -160,17 +164,15 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _grow_whole_rows(
-        self, given: GivenRows, images, cache, past_length: int, prompt_length
+        self, given: GivenRows, images: Tensor | None, past_length: int, prompt_length: int | None
     ) -> GrownRows:
-        length = given.input_ids.shape[1]
         if given.attention_mask is None:
             # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
             # positions without a mask would say that rows are packed.
             given = given._replace(attention_mask=torch.ones_like(given.input_ids))
-        positions = _continued(given.position_ids, length)
+        positions = _continued(given.position_ids, given.input_ids.shape[1])
         given = given._replace(position_ids=positions, num_cached=past_length)
-        is_drawing = prompt_length is not None and length > prompt_length
-        num_images = possible_numbers(images, cache, past_length, is_drawing)
+        num_images = 0 if images is None else len(images)
         return grow_rows(given, self.transformer.image_format, num_images, prompt_length)
 
     def _inputs_of_drawn(
@@ -242,11 +244,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_logits_processor(self, generation_config, *arguments, **options):
-        if not arguments:
-            # Continuous batching names none; its graphs cannot copy the ids from the host.
-            options.setdefault("device", self.device)
-        # generate names that of its ids: that of weights that are offloaded holds no numbers.
-        device = options.get("device", self.device)
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
@@ -256,13 +253,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
         # of the config for one of the same class that it is given.
         given = generation_config.suppress_tokens
         if given is None or len(given):
-            processors.insert(
-                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(device))
-            )
-        for processor in processors:
-            if isinstance(processor, SuppressTokensLogitsProcessor):
-                # It looks at the last dimension alone; continuous batching would warn.
-                processor.supports_continuous_batching = True
+            # generate names that of its ids: that of weights that are offloaded holds no numbers.
+            device = str(options.get("device", self.device))
+            processors.insert(0, SuppressTokensLogitsProcessor(self._image_ids(), device=device))
         return processors
 
     @overrides_generation(since="5.2")
@@ -295,25 +288,21 @@ class ChatGLMGenerationMixin(GenerationMixin):
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
-        if images is not None and expand_size > 1:
-            ids, embeds = input_ids, model_kwargs.get("inputs_embeds")
-            if embeds is not None:
-                ids = self.transformer._ids_of(embeds, len(images))
-            counts = count_images(ids, self.transformer.image_format, len(images))
-            past_length = cached_length(cache := model_kwargs.get(CACHE))
-            in_cache_B = images_up_to(cache, past_length) if past_length else None
-            if sum(counts) != len(images) and in_cache_B is not None:
-                # Those of what follows the cache, which has been repeated already.
-                there = in_cache_B.tolist()[:: len(in_cache_B) // len(counts) or 1]
-                counts = [max(of_row - t, 0) for of_row, t in zip(counts, there, strict=False)]
-            if sum(counts) != len(images):
-                raise ValueError(
-                    f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
-                    "input_ids: give one image for each, in the order of their ids"
-                )
-            images = torch.cat(
-                [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
-            )
+        embeds = model_kwargs.get("inputs_embeds")
+        if input_ids is not None and model_kwargs.get("prompt_length") is None:
+            # Called once, before the first token is drawn.
+            model_kwargs["prompt_length"] = input_ids.shape[1]
+        prompt = None
+        if embeds is None and input_ids is not None:
+            prompt = self._grown_prompt(input_ids, images, model_kwargs)
+        elif images is not None and expand_size > 1:
+            ids = self.transformer._ids_of(embeds, len(images))
+            prompt = self._grown_prompt(ids, images, model_kwargs | {"prompt_length": None})
+        if images is not None and prompt is not None and expand_size > 1:
+            past_length = cached_length(model_kwargs.get(CACHE))
+            counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
+            of_rows = images.split(counts)
+            images = torch.cat([of_row.repeat(expand_size, 1, 1, 1) for of_row in of_rows])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,
@@ -322,20 +311,20 @@ class ChatGLMGenerationMixin(GenerationMixin):
         )
         if images is not None:
             model_kwargs["pixel_values"] = images
-        if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Called once, before the first token is drawn.
-            model_kwargs["prompt_length"] = input_ids.shape[1]
-        if input_ids is not None and model_kwargs.get("inputs_embeds") is None:
-            model_kwargs["grown_prompt"] = self._grown_prompt(input_ids, images, model_kwargs)
+        if prompt is not None and embeds is None:
+            model_kwargs["grown_prompt"] = prompt.repeated(expand_size, input_ids)
         return input_ids, model_kwargs
 
     def _grown_prompt(
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> GrownPrompt:
-        cache = model_kwargs.get(CACHE)
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        given, prompt_length = GivenRows(input_ids, mask, positions), model_kwargs["prompt_length"]
-        rows = self._grow_whole_rows(given, images, cache, cached_length(cache), prompt_length)
+        past_length, prompt_length = (
+            cached_length(model_kwargs.get(CACHE)),
+            model_kwargs["prompt_length"],
+        )
+        given = GivenRows(input_ids, mask, positions)
+        rows = self._grow_whole_rows(given, images, past_length, prompt_length)
         if rows.has_padding:
             assert rows.attention_mask is not None
             if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
@@ -345,26 +334,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 )
         return GrownPrompt(input_ids, rows, positions)
 
-    def generate_batch(self, inputs, *args, **kwargs):
-        """transformers' continuous batching, of rows of ids without pictures.
-
-        Raises:
-            ValueError: a row has a picture. transformers (5.24) hands on ids alone, counts
-                positions by place, and takes rows with equal ids for equal.
-        """
-        begin = self.transformer.image_format.begin_id
-        for number, row in enumerate(inputs, start=1):
-            if begin in row:
-                raise ValueError(
-                    f"row {number} of {len(inputs)} has a picture (id {begin}), which continuous "
-                    "batching of transformers cannot hand on: answer such rows with generate(), "
-                    "padded on the left"
-                )
-        implementation = self.config._attn_implementation
-        try:
-            return super().generate_batch(inputs, *args, **kwargs)
-        finally:  # transformers 5.8 leaves that of its paged cache
-            self.config._attn_implementation = implementation
+    def generate_batch(self, *args, **kwargs):
+        """Raises ``ValueError``: transformers' continuous batching hands on ids alone, without
+        pictures, counts positions by place, and takes rows with equal ids for equal."""
+        raise ValueError(
+            "continuous batching of transformers hands on no pictures: answer with generate(), "
+            "rows padded on the left"
+        )
 
     @overrides_generation(since="4.57")
     def _prepare_cache_for_generation(
@@ -406,14 +382,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
         generator.get_candidates = within_length  # type: ignore[method-assign]
         return generator
-
-
-def _refuse_without_cache(num_drawn: int) -> NoReturn:
-    refuse(
-        f"generate has drawn {num_drawn} tokens with use_cache=True and handed over no cache, "
-        "without which every token takes a pass over the whole rows: give use_cache=False if that "
-        f"is wanted, or the cache as {CACHE}"
-    )
 
 
 def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:

@@ -77,63 +77,41 @@ class KeptColumns(NamedTuple):
     """The positions that ``logits_to_keep`` names.
 
     Attributes:
-        last: Number of last positions; ``None`` where they are named one by one, 0 for all.
-        columns: ``(K,)`` of all rows or ``(B, K)``, int64.
+        columns: What they are in every row; ``None`` for all.
         length: Length of the rows that a mask was made for; ``None`` without one.
     """
 
-    last: int | None
-    columns: Tensor | None = None
+    columns: slice | Tensor | None
     length: int | None = None
 
     @classmethod
     def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
-        """
-        Raises:
-            ValueError: a number below 0, a tensor that is neither of all rows nor one for each, or
-                a mask that keeps more positions in one row than in another.
-        """
+        """Raises ``ValueError`` for a number below 0 or a tensor that is not of all rows."""
         if not isinstance(logits_to_keep, Tensor):
             if logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep is {logits_to_keep}; expected 0 (all) or more")
-            return cls(logits_to_keep)
-        if logits_to_keep.ndim not in (1, 2):
+            return cls(slice(-logits_to_keep, None) if logits_to_keep else None)
+        if logits_to_keep.ndim != 1:
             raise ValueError(
                 f"logits_to_keep is a tensor of {logits_to_keep.ndim} dimensions; expected a plain "
-                "number, positions (K,) or (B, K), or a mask (L,) or (B, L)"
+                "number, positions (K,), or a mask (L,), the same for all rows"
             )
         if logits_to_keep.dtype != torch.bool:
-            return cls(None, logits_to_keep)
-        length = logits_to_keep.shape[-1]
-        if logits_to_keep.ndim == 1:
-            return cls(None, logits_to_keep.nonzero().flatten(), length)
-        counts = logits_to_keep.sum(dim=1).tolist()
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"logits_to_keep keeps {counts} positions of {len(counts)} rows, whose logits have "
-                "no common length then: keep as many of each row"
-            )
-        columns = logits_to_keep.nonzero()[:, 1].view(len(counts), -1)
-        return cls(None, columns[0] if len(counts) == 1 else columns, length)
+            return cls(logits_to_keep)
+        return cls(logits_to_keep.nonzero().flatten(), len(logits_to_keep))
 
-    def number(self, length: int) -> int:
-        """``K`` in rows of ``length``."""
-        if self.columns is not None:
-            return self.columns.shape[-1]
-        return min(self.last or length, length)
+    def take(self, values_BR: Tensor) -> Tensor:
+        """Of ``(B, R)`` or ``(B, R, D)`` the kept positions."""
+        return values_BR if self.columns is None else values_BR[:, self.columns]
 
     def are_cut(self, labels: Tensor | None, given: Tensor | None) -> bool:
         """Whether ``labels`` are those of the kept positions of the rows ``given``, not of all.
-
-        Raises:
-            ValueError: they are neither.
-        """
-        if self.last == 0 or labels is None or given is None:
+        Raises ``ValueError`` if they are neither."""
+        if self.columns is None or labels is None or given is None:
             return False
         if min(labels.ndim, given.ndim) < 2 or labels.shape[1] == given.shape[1]:
             return False
-        length = given.shape[1]
-        kept = self.number(length)
+        length, kept = given.shape[1], self.take(given).shape[1]
         if labels.shape[1] != kept:
             raise ValueError(
                 f"labels have {labels.shape[1]} positions and the rows {length}, of which "
@@ -141,57 +119,39 @@ class KeptColumns(NamedTuple):
             )
         return True
 
-    def take(self, values_BR: Tensor) -> Tensor:
-        """Of ``(B, R)`` or ``(B, R, D)`` the kept positions."""
-        if self.last is not None:
-            return values_BR[:, -self.last :]  # -0: all
-        assert self.columns is not None
-        if self.columns.ndim == 1:
-            return values_BR[:, self.columns]
-        rows = torch.arange(len(values_BR), device=self.columns.device)[:, None]
-        return values_BR[rows, self.columns]
-
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
         """``(B, L)``: at each kept position the label of the next kept one, elsewhere -100."""
-        following = F.pad(labels_BK[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if self.last is not None:
-            return F.pad(following, (length - following.shape[1], 0), value=IGNORE_INDEX)
-        assert self.columns is not None
-        columns = self.columns.to(labels_BK.device).expand_as(labels_BK) % length
+        columns = torch.arange(length, device=labels_BK.device)[self.columns]
         everywhere = labels_BK.new_full((len(labels_BK), length), IGNORE_INDEX)
-        return everywhere.scatter(1, columns, following)
+        everywhere[:, columns[:-1]] = labels_BK[:, 1:]
+        return everywhere
 
     def check(self, given: Tensor | None, grown_length: int, image_ids: Collection[int]) -> None:
-        """That the kept positions of the rows as given are those of the rows as grown.
+        """Raise ``ValueError`` unless the kept positions of the rows as given are those of the rows
+        as grown.
 
         Args:
             given: ``(B, L)`` ids; embeddings ``(B, L, D)`` do not grow.
             image_ids: Which no kept position may have where rows grew. Empty: not looked for.
-
-        Raises:
-            ValueError: they are not.
         """
-        if self.last == 0 or given is None:
+        if self.columns is None or given is None:
             return
-        if self.columns is not None and self.columns.ndim == 2:
-            rows = len(self.columns)
-            if rows not in (1, len(given)):
-                raise ValueError(f"logits_to_keep is for {rows} rows, and {len(given)} are given")
         length = given.shape[1]
         grows = f"rows of {length} ids take {grown_length} positions here"
         cure = "give grown rows, as this model's processor makes them"
         if self.length not in (None, grown_length):
-            cure = cure if self.length == length else "give it one entry for each"
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}"
+                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}, and one "
+                "entry for each position"
             )
         if not image_ids or length == grown_length:
             return
-        tail = given[:, -self.number(length) :]
-        if self.last is None or any(bool((tail == image_id).any()) for image_id in image_ids):
+        kept = self.take(given)
+        ids = torch.tensor([*image_ids], device=kept.device)
+        if not isinstance(self.columns, slice) or bool(torch.isin(kept, ids).any()):
             raise ValueError(
-                f"labels were cut to {self.number(length)} positions, among which there are "
-                f"images, but {grows}: {cure}"
+                f"labels were cut to {kept.shape[1]} positions, among which there are images, but "
+                f"{grows}: {cure}"
             )
 
 

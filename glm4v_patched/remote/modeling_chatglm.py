@@ -42,15 +42,13 @@ from .checkpointing import CheckpointedLayer
 from .classification_chatglm import ScoresRows
 from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
-from .image_checks import ImageFormat
-from .image_layout import GivenRows, grow_rows
+from .image_checks import GivenRows, ImageFormat
+from .image_layout import grow_rows
 from .keywords import (
     CACHE,
-    MODEL_FILLS_PAGED_CACHE,
     VERSION,
     WANTS_CACHE_POSITION,
     attention_keywords,
-    is_paged,
     named_cache,
     one_cache,
     refuse_other_samples,
@@ -130,12 +128,7 @@ class RMSNorm(nn.Module):
 
 
 class Fills(NamedTuple):
-    """How a cache is filled.
-
-    Attributes:
-        is_empty: Whether it was empty.
-        where: Further arguments of its ``update``.
-    """
+    """How a cache is filled: whether it was empty, and further arguments of its ``update``."""
 
     is_empty: bool
     where: tuple[dict[str, Tensor], ...]
@@ -165,16 +158,11 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
     ) -> Tensor:
-        """``fills``: see :class:`Fills`."""
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        if MODEL_FILLS_PAGED_CACHE and "cache" in attention_kwargs:
-            attention_kwargs = dict(attention_kwargs)  # which the cache changes, for this layer
-            paged = attention_kwargs.pop("cache")
-            key, value = paged.update(key, value, self.layer_idx, kwargs=attention_kwargs)
         if past_key_values is not None:
             new = key, value
             key, value = past_key_values.update(key, value, self.layer_idx, *fills.where)
@@ -254,11 +242,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """As usual, also with a ``config`` of somebody else's class for the same fields.
-
-        Raises:
-            ImportError: adapters that this transformers cannot load.
-        """
+        """As usual, also with a ``config`` of somebody else's class for the same fields. Raises
+        ``ImportError`` for adapters that this transformers cannot load."""
         check_adapters(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             config = ChatGLMConfig.of(config)
@@ -322,22 +307,21 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights of ``initializer_range``, zero biases, norms that change nothing."""
-        std = self.config.initializer_range
+        drawn: list[Tensor] = []
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
-            nn.init.normal_(module.weight, std=std)
-            if (bias := getattr(module, "bias", None)) is not None:
-                nn.init.zeros_(bias)
+            drawn = [module.weight]
         elif isinstance(module, (RMSNorm, nn.LayerNorm)):
             nn.init.ones_(module.weight)
-            if (bias := getattr(module, "bias", None)) is not None:
-                nn.init.zeros_(bias)
         elif isinstance(module, PatchEmbedding):
-            nn.init.normal_(module.cls_embedding, std=std)
+            drawn = [module.cls_embedding]
         elif isinstance(module, EVA2CLIPModel):
-            nn.init.normal_(module.boi, std=std)
-            nn.init.normal_(module.eoi, std=std)
+            drawn = [module.boi, module.eoi]
         elif isinstance(module, RotaryEmbedding):
             module.inv_freq.copy_(module.published_inv_freq())
+        for weight in drawn:
+            nn.init.normal_(weight, std=self.config.initializer_range)
+        if isinstance(bias := getattr(module, "bias", None), Tensor):
+            nn.init.zeros_(bias)
 
 
 @dataclass
@@ -482,22 +466,21 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        config, cache = self.config, one_cache(past_key_values, cache)
+        attention_mask, cache, images = self._by_place(
+            attention_mask, past_key_values, cache, images
+        )
         wanted = self._wanted(output_hidden_states, output_attentions, return_dict)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_drawn = prompt_length is not None and prompt_length <= 0
         is_step = is_drawn and position_ids is not None and all(other is None for other in others)
-        if is_step and is_ready(cache, attention_mask, config._attn_implementation):
+        if is_step and is_ready(cache, attention_mask, self.config._attn_implementation):
             assert input_ids is not None and position_ids is not None and cache is not None
             return self._decode(
                 input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
             )
-        attention_mask, cache, images = self._by_name(attention_mask, cache, images)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = self._attention_keywords(
-            attention_kwargs, cache, input_ids, position_ids
-        )
+        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids, position_ids)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
@@ -510,11 +493,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         labels, after = _labels_and_one_after(labels, shift_labels)
         follows = next_position(cache, past_length) if position_ids is None else None
         given = GivenRows(ids, attention_mask, position_ids, labels, after, past_length, follows)
-        # With a cache, a lone begin or end id may be one that generation drew.
-        may_be_drawn = past_length > 0 and num_images == 0
-        rows = grow_rows(
-            given, self.image_format, num_images, prompt_length, may_be_drawn, num_items_in_batch
-        )
+        rows = grow_rows(given, self.image_format, num_images, prompt_length, num_items_in_batch)
         length = rows.input_ids.shape[1]
         self._check_growth(ids.shape[1], length, inputs_embeds, wanted.states)
         check_room(cache, past_length + length)
@@ -523,18 +502,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         embeds_BRD, features = self._merge_images(
             embeds_BRD, rows.image_mask, pixel_values, features, past_length
         )
-
         packed = rows.packed_position_ids
-        mask = causal_mask(
-            config, embeds_BRD, rows.attention_mask, packed, cache, past_length, rows.has_padding
-        )
+        mask = causal_mask(self.config, embeds_BRD, rows, cache, past_length)
         if packed is not None:
             attention_kwargs = {"position_ids": packed, **attention_kwargs}
         hidden_BRD, states = self._run_layers(
             embeds_BRD, rows.position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
         if cache is not None:
-            remember_rows(cache, rows, past_length, num_images)
+            remember_rows(cache, rows, past_length)
         return wanted.output(
             hidden_BRD,
             states,
@@ -604,37 +580,24 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _check_growth(
         self, given: int, length: int, inputs_embeds: Tensor | None, wants_states: bool
     ) -> None:
-        """Warn of hidden states that are longer than the rows as given, once; refuse to train.
-
-        Args:
-            given: Length of the rows, which is ``length`` with their images grown.
-
-        Raises:
-            ValueError: also for embeddings, which cannot grow.
-        """
+        """Warn of hidden states that are longer than the rows as given, once; refuse to train on
+        them, and embeddings of such rows, which cannot grow."""
         if length == given:
             return
         grows = f"rows of {given} ids take {length} positions here"
+        cure = "give grown rows, as this model's processor makes them"
+        if inputs_embeds is not None:
+            raise ValueError(f"{grows}, and inputs_embeds cannot be grown: {cure}, or input_ids")
+        said = (
+            f"{grows}, and so do their hidden states: read by the rows as given (as reward models "
+            f"and value heads do) they are those inside images; {cure}"
+        )
         if wants_states and self.training:
-            raise ValueError(
-                f"{grows}, and their hidden states were asked for in training: a loss that "
-                "reads them by the rows as given (reward models and value heads do) would look "
-                "inside images; give grown rows, as this model's processor makes them"
-            )
+            raise ValueError(said)
         if wants_states and not self._has_named_growth:
             # Not warning_once, which would say it again for every other length.
             self._has_named_growth = True
-            logger.warning(
-                f"{grows}, and so do their hidden states: read by the rows as given (as reward "
-                "models and value heads do) they are those inside images; give grown rows, as "
-                "this model's processor makes them"
-            )
-        if inputs_embeds is not None:
-            raise ValueError(
-                f"inputs_embeds has {given} positions but its rows take {length} with their "
-                "images grown, which embeddings cannot be: give those of grown rows, as this "
-                "model's processor makes them, or input_ids"
-            )
+            logger.warning(said)
 
     def get_image_features(
         self,
@@ -738,52 +701,44 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _attention_keywords(self, given: dict, cache, input_ids, position_ids) -> dict:
+    def _attention_keywords(self, given: dict, input_ids, position_ids) -> dict:
         """What attention takes of the keywords that have no names here."""
-        given = self._without_types(given, input_ids)
+        types, ids = given.get("token_type_ids"), input_ids
+        # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
+        if (
+            isinstance(types, Tensor)
+            and isinstance(ids, Tensor)
+            and types.shape == ids.shape
+            and not bool(types.ne(ids == self.config.image_token_id).any())
+        ):
+            del given["token_type_ids"]
         refuse_other_samples(given.pop("seq_idx", None), position_ids)
-        if is_paged(cache):
-            given["cache"] = cache
         return attention_keywords(given, FORWARD_NAMES)
 
-    def _without_types(self, keywords: dict, input_ids: Tensor | None) -> dict:
-        """Without ``token_type_ids`` that are 1 where ids fill an image and else 0.
-
-        OpenRLHF makes them; those of other models mean something else.
-        """
-        types = keywords.get("token_type_ids")
-        if not (isinstance(types, Tensor) and isinstance(input_ids, Tensor)):
-            return keywords
-        if types.shape != input_ids.shape:
-            return keywords
-        if not bool((types == (input_ids == self.config.image_token_id)).all()):
-            return keywords
-        return {name: value for name, value in keywords.items() if name != "token_type_ids"}
-
-    def _by_name(self, attention_mask, past_key_values, images) -> tuple:
-        """What was given under these names, or by place in the published order of arguments.
+    def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
+        """Mask, cache and images by these names, or by place in the published order of arguments.
 
         That is input_ids, images, position_ids, attention_mask. No mask is shaped like pictures,
         and no cache is a tensor.
         """
-        if self._is_images(attention_mask):
+        if self._are_pictures(attention_mask):
             if images is not None:
                 raise ValueError(
                     f"{len(attention_mask)} images were given in the second place and "
                     f"{len(images)} as images: give them once"
                 )
             images, attention_mask = attention_mask, None
-        if isinstance(past_key_values, Tensor) and attention_mask is None:
+        if isinstance(past_key_values, Tensor) and attention_mask is None and cache is None:
             attention_mask, past_key_values = past_key_values, None
-        return attention_mask, past_key_values, images
+        return attention_mask, one_cache(past_key_values, cache), images
 
-    def _is_images(self, given) -> bool:
+    def _are_pictures(self, given) -> bool:
         if isinstance(given, (list, tuple)):
-            return all(image is None or self._is_images(image) for image in given)
-        if not isinstance(given, Tensor) or not given.is_floating_point():
+            return all(image is None or self._are_pictures(image) for image in given)
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim < 3:
             return False
-        channels = self.vision.vision_config.in_channels  # a mask of four dimensions has one
-        return given.ndim >= 3 and given.shape[-3] == channels
+        # A mask of four dimensions has one channel.
+        return given.shape[-3] == self.vision.vision_config.in_channels
 
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
@@ -792,10 +747,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if images is not None and not isinstance(images, Tensor):
             # The published code's rows without an image have None in their place.
             images = [image for image in images if image is not None]
-            _check_list(images)
+            kinds = {str(tuple(of.shape)) if isinstance(of, Tensor) else type(of) for of in images}
+            if len(kinds) > 1 or not all(isinstance(image, Tensor) for image in images):
+                raise ValueError(
+                    f"images hold {', '.join(sorted(map(str, kinds)))}: give tensors of one shape, "
+                    "as this model's image processor makes them"
+                )
+            images = torch.stack(images) if images else None
         if images is None or len(images) == 0:
             return None
-        images = images if isinstance(images, Tensor) else torch.stack(images)
         if images.ndim != 4:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}; give (number of images, channels, side, "
@@ -804,13 +764,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return images
 
     def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
-        if is_paged(past_key_values):
-            return None  # attention has it
-        if past_key_values is not None and not isinstance(past_key_values, Cache):
-            raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}; give a Cache, e.g. "
-                "transformers.DynamicCache()"
-            )
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and checkpointing:
             # A recomputed layer would enter its keys twice.
@@ -914,8 +867,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 is learned; any device. ``(B, K)`` with ``logits_to_keep``: cut to the ``K`` kept
                 positions, of which each learns the label of the next kept one.
             logits_to_keep: Positions of the logits that are returned: the number of last ones (0:
-                all), indices ``(K,)``, or a boolean mask ``(L,)`` or ``(B, L)`` with as many in
-                each row. Labels ``(B, L)`` count at all positions all the same.
+                all), indices ``(K,)``, or a boolean mask ``(L,)``. Labels ``(B, L)`` count at all
+                positions all the same.
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
@@ -1039,19 +992,6 @@ def _labels_and_one_after(
         return labels, None
     # As transformers does: they win over labels. Nothing predicts the first id.
     return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
-
-
-def _check_list(images: list) -> None:
-    if others := [type(image).__name__ for image in images if not isinstance(image, Tensor)]:
-        raise ValueError(
-            f"images hold {len(others)} of type {others[0]}, not tensors: give what this model's "
-            "image processor makes, (number of images, channels, side, side)"
-        )
-    if len(shapes := {tuple(image.shape) for image in images}) > 1:
-        raise ValueError(
-            f"images have {len(shapes)} shapes, {', '.join(map(str, sorted(shapes)))}: resize all "
-            "with this model's image processor"
-        )
 
 
 def _over_room(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
