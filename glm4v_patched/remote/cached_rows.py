@@ -123,9 +123,9 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     is_same = None if known is None else _same_rows(cache, known, past_length)
     if known is None or is_same is None:
         raise ValueError(
-            f"the cache holds {past_length} positions, and what position comes next is not known "
-            "(an image has more entries than positions): it is where this model put them there, "
-            "the cache shows its keys and ends in text behind its images and padding; give "
+            f"the cache holds {past_length} positions after which the next one is not known (an "
+            "image has more entries than positions): it is where this model has put them there, "
+            "the cache shows its keys, and it ends in text behind its images and padding; give "
             "position_ids; for peft's prefix tuning, which drops them, use prompt tuning or LoRA"
         )
     # Layers may stand on several devices.
