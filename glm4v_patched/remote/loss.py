@@ -141,8 +141,8 @@ class KeptColumns(NamedTuple):
         cure = "give grown rows, as this model's processor makes them"
         if self.length not in (None, grown_length):
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}, and one "
-                "entry for each position"
+                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}, and "
+                "one entry for each position"
             )
         if not image_ids or length == grown_length:
             return
