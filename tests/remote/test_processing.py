@@ -92,7 +92,7 @@ def test_rows_with_no_one_and_two_images(processor, side):
 
 WRONG_CALLS = {
     "nothing": ({}, "neither"),
-    "an image for text": ({"text": "cat", "images": picture()}, "0 begin-of-image", "1 images"),
+    "an image for text": ({"text": "cat", "images": picture()}, "[0] begin-of-image", "1 images"),
     "of other rows": (
         {"text": [IMAGE, IMAGE], "images": [[picture()] * 2, []]},
         "[1, 1]",
