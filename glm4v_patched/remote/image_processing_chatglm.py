@@ -9,7 +9,6 @@ read here and nowhere else; what cannot be told is refused (:func:`as_picture`).
 """
 
 import base64
-import binascii
 import io
 import os
 import urllib.request
@@ -83,7 +82,6 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         Args:
             images: A picture as :func:`as_picture` takes it, or a (nested) list of those; arrays
                 and tensors of four dimensions are several.
-            do_convert_rgb: Overrides the attribute for this call.
             return_tensors: ``"pt"``, ``"np"``, or None for numpy.
 
         Returns:
@@ -145,7 +143,7 @@ def as_picture(image) -> "PIL.Image.Image":
             loaded already.
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return _upright(_open(image))
+        image = _open(image)
     if isinstance(image, PIL.Image.Image):
         return _upright(image)
     if isinstance(image, torch.Tensor):
@@ -156,7 +154,8 @@ def as_picture(image) -> "PIL.Image.Image":
             f"it is a {type(image).__name__}: give a PIL image, a path, an URL, base64, the bytes "
             "of a file, an array or a tensor"
         )
-    return _from_array(np.asarray(image))
+    array = _in_8_bits(_channels_last(np.asarray(image)))
+    return PIL.Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def _open(source) -> "PIL.Image.Image":
@@ -208,7 +207,7 @@ def _from_base64(text: str, shown: str) -> bytes:
     try:
         # Lines may be broken anywhere.
         return base64.b64decode("".join(encoded.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise ValueError(
             f"there is no file {shown!r}, and it is neither an URL nor base64 ({error})"
         ) from error
@@ -220,27 +219,24 @@ def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
         raise ValueError(
             f"{name} is {image.format}, which Pillow has another program draw: convert it to PNG"
         )
-    # Before the pixels are loaded, with which it is forgotten.
-    deep = _file_of_16_bits(image)
-    if deep:
-        raise ValueError(
-            f"{name} has mode {deep!r}, of more than 8 bits, and does not say which number is "
-            "white (Pillow keeps the upper 8): scale it yourself, in another program, and save it "
-            "with 8 bits a channel"
-        )
+    _refuse_deep(name, _file_of_16_bits(image))  # which is forgotten once the pixels are loaded
     try:
         image.load()
         turned = image.getexif().get(ORIENTATION, 1) != 1
         image = PIL.ImageOps.exif_transpose(image) if turned else image
     except Exception as error:  # as above: files are decoded here, not when they are opened
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
-    if image.mode.startswith("I") or image.mode == "F":
+    _refuse_deep(name, image.mode if image.mode.startswith(("I", "F")) else None)
+    return image
+
+
+def _refuse_deep(name: str, mode: str | None) -> None:
+    if mode is not None:
         raise ValueError(
-            f"{name} has mode {image.mode!r}, of more than 8 bits, and does not say which number "
-            "is white: scale it yourself, e.g. with white at 65535 "
+            f"{name} has mode {mode!r}, of more than 8 bits, and does not say which number is "
+            "white: scale it yourself and save it with 8 bits a channel, e.g. with white at 65535 "
             "Image.fromarray((numpy.asarray(image) / 257).astype('uint8'))"
         )
-    return image
 
 
 def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
@@ -257,11 +253,6 @@ def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
         if isinstance(mode, str) and mode.endswith(OF_16_BITS):
             return mode
     return None
-
-
-def _from_array(array: np.ndarray) -> "PIL.Image.Image":
-    array = _in_8_bits(_channels_last(array))
-    return PIL.Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
