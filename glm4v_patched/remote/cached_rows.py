@@ -1,7 +1,6 @@
-"""What generation knows of rows whose keys are in a cache: their positions, pictures and padding.
+"""What generation knows of rows whose keys are in a cache: their positions and padding.
 
-A cache holds keys and values only. An image has more entries there than positions, so what position
-comes next cannot be told from its length.
+An image has more entries there than positions, so what comes next cannot be told from its length.
 """
 
 from dataclasses import dataclass
@@ -26,18 +25,14 @@ class CachedRows(NamedTuple):
             each at the position after that of the id before it.
         length: Positions up to which that holds.
         next_position: ``(B, 1)``, the position that follows ``anchor``.
-        anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``: by them rows
-            are found again that were reordered, selected, repeated or copied since. ``None`` for a
-            cache that does not keep keys as they are.
+        anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``, by which rows
+            are found again that were reordered, selected, repeated or copied since.
     """
 
     anchor: int
     length: int
     next_position: Tensor
     anchor_keys: Tensor | None
-
-    def reaches(self, length: int) -> bool:
-        return self.anchor <= length <= self.length
 
 
 CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CachedRows, the latest last
@@ -73,10 +68,7 @@ def _known(cache: Cache | None) -> list[CachedRows]:
 
 
 def remember_rows(cache: Cache, rows: GrownRows, past_length: int) -> None:
-    """Rows were put into the cache behind ``past_length`` positions.
-
-    What was remembered of positions that were cropped since is forgotten.
-    """
+    """Rows were put into the cache behind ``past_length`` positions; it may have been cropped."""
     length = past_length + rows.input_ids.shape[1]
     every = [
         known._replace(length=min(known.length, past_length))
@@ -119,7 +111,8 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
     if cache is None or not past_length:
         return None
-    known = next((known for known in reversed(_known(cache)) if known.reaches(past_length)), None)
+    reaching = [of for of in _known(cache) if of.anchor <= past_length <= of.length]
+    known = reaching[-1] if reaching else None
     is_same = None if known is None else _same_rows(cache, known, past_length)
     if known is None or is_same is None:
         raise ValueError(
@@ -134,8 +127,7 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
 
 
 def _same_rows(cache: Cache, known: CachedRows, length: int) -> Tensor | None:
-    """``(B, known rows)`` bool, which rows of the cache are which of the known; ``None`` if it does
-    not show its keys."""
+    """``(B, known rows)`` bool, which rows are which; ``None`` if the cache shows no keys."""
     keys = _keys_before(cache, known.anchor, length)
     if keys is None or known.anchor_keys is None:
         return None
@@ -164,9 +156,8 @@ class GrownPrompt:
     Attributes:
         input_ids: ``(B, L)`` as given, by which the prompt is known again.
         rows: The same, grown.
-        position_ids: ``(B, L)`` or ``None``, as given with the prompt. In some releases generate
-            hands over those of new ids alone from then on.
-        passes: How often inputs were made for a pass of ``forward`` over it or what follows it.
+        position_ids: As given with the prompt; some releases hand over those of new ids from then.
+        passes: How often inputs were made for a pass of ``forward``.
     """
 
     input_ids: Tensor

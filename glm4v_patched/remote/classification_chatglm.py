@@ -33,13 +33,9 @@ class ScoresRows(nn.Module):
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         return_dict: bool | None = None,
-        image_features: Tensor | None = None,
         cache: Cache | None = None,
-        **attention_kwargs,
+        **options,
     ) -> SequenceClassifierOutputWithPast | tuple:
         """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
 
@@ -52,10 +48,6 @@ class ScoresRows(nn.Module):
 
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
-
-        Raises:
-            ValueError: packed rows, which hold several samples; several rows with neither a mask
-                nor a ``config.pad_token_id``.
         """
         if self.training:
             refuse_split_model(self)
@@ -72,12 +64,8 @@ class ScoresRows(nn.Module):
             inputs_embeds=inputs_embeds,
             pixel_values=pixel_values,
             images=images,
-            image_features=image_features,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
             return_dict=True,
-            **attention_kwargs,
+            **options,
         )
         if attention_mask is not None and output.attention_mask is None:
             raise ValueError(
@@ -122,10 +110,5 @@ class ScoresRows(nn.Module):
         columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
         if attention_mask is None:
             return columns[:, -1]
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
-                "last token, which a mask (rows, ids) says"
-            )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)

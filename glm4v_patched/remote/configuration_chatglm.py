@@ -1,8 +1,7 @@
 """Configuration of glm-4v, with the field names of the published ``config.json``.
 
-The defaults are the published 9B model. Fields that exist in the format but that no glm-4v
-checkpoint sets otherwise are accepted at their one supported value and refused at any other,
-because a silently ignored field would mean silently different numbers.
+Fields that every glm-4v checkpoint has at one value are refused at another: a field that is ignored
+in silence would mean other numbers in silence.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -47,10 +46,7 @@ FETCHED_QUANTISERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nv
 
 
 def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
-    """Raise ``ValueError`` for a name in a file by which transformers fetches code of others.
-
-    Whoever loads a model may give such a name to ``from_pretrained``; a folder may not.
-    """
+    """Raise ``ValueError`` for a name in a file by which transformers fetches code of others."""
     for key, value in values.items():
         fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
         fetches |= key == "quant_method" and value in FETCHED_QUANTISERS
@@ -118,15 +114,13 @@ AUTO_MAP = {
 
 
 def _auto_map(given: dict | None) -> dict:
-    """Ours, as ``repository--module.Class`` where it was read from weights without code.
-
-    The published code has a config class of the same name; its models are told apart.
-    """
+    """Ours, as ``repository--module.Class`` where it was read from weights without code."""
     elsewhere = {
         name: value
         for name, value in (given or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
+    # The published code has a config class of the same name; its models are told apart.
     return AUTO_MAP | (elsewhere if elsewhere.keys() - {"AutoConfig"} else {})
 
 
@@ -165,9 +159,7 @@ class EVA2CLIPVisionConfig:
                 f"{self.patch_size}; an image needs at least 2 x 2 patches"
             )
         if self.dropout_prob:
-            raise ValueError(
-                f"vision_config: dropout_prob is {self.dropout_prob}; only 0.0 is supported"
-            )
+            raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
 
     @classmethod
     def from_dict(cls, values: dict) -> "EVA2CLIPVisionConfig":
@@ -283,14 +275,8 @@ class ChatGLMConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ChatGLMConfig":
-        """``config`` as an object of this class; the same object if it is one.
-
-        Others have classes of their own for the fields of the published file: its code, and vLLM,
-        which registers one for the whole process.
-
-        Raises:
-            ValueError: it is not that of a glm-4v, or a field has a value that is not computed.
-        """
+        """``config``, which may be of a class of others (the published code's, or vLLM's, which is
+        registered for the whole process), as an object of this class; itself if it is one."""
         if isinstance(config, cls):
             return config
         values = config.to_dict()
@@ -315,16 +301,13 @@ class ChatGLMConfig(PretrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        """As usual; what is saved has the code beside it, wherever this one's came from.
-
-        peft looks here, and not at the attributes, for the number of key-value heads.
-        """
+        """As usual; what is saved has the code beside it, wherever this one's came from."""
+        # peft looks here, and not at the attributes.
         heads = {"num_key_value_heads": self.multi_query_group_num}
         return super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
 
     def to_diff_dict(self) -> dict:
-        """What is saved: without what follows from the published fields, as other readers know
-        the file."""
+        """What is saved: without what follows from the published fields."""
         values = super().to_diff_dict()
         values.pop("num_key_value_heads", None)
         absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}

@@ -45,10 +45,9 @@ COMPILES_NO_STEPS = ("cpu",)  # by itself
 
 
 class ChatGLMGenerationMixin(GenerationMixin):
-    """For a model whose decoder is its ``transformer``.
+    """For a model whose decoder is its ``transformer``."""
 
-    transformers looks for its own mixin's name in the names of a class's bases.
-    """
+    # transformers looks for its own mixin's name in the names of a class's bases.
 
     config: ChatGLMConfig
     transformer: Any
@@ -58,16 +57,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def load_custom_generate(
         self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs
     ):
-        """As usual, for a caller who says that the code is trusted.
-
-        transformers 4.57 runs ``custom_generate/generate.py`` of any folder, unasked.
-
-        Raises:
-            OSError: the caller does not; for ``from_pretrained`` this is a folder without.
-        """
+        """As usual, for a caller who says that the code is trusted."""
         where = pretrained_model_name_or_path
-        if not trust_remote_code:
-            raise OSError(
+        if not trust_remote_code:  # transformers 4.57 runs it, unasked
+            raise OSError(  # which is for from_pretrained a folder without
                 f"custom_generate of {where} is code: pass trust_remote_code=True to run it"
             )
         return super().load_custom_generate(where, trust_remote_code=True, **kwargs)
@@ -88,13 +81,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
     ) -> dict:
         """What ``forward`` needs for the part of the rows that is not in the cache yet.
 
-        ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
-        here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
-
-        Args:
-            grown_prompt: Of :meth:`_expand_inputs_for_generation`. Once its prompt is in the cache
-                a drawn token needs no more of the rows: nothing is grown, nothing waits for the
-                device, and with a static cache every step has the same shapes.
+        Rows are grown here, and cut after what the cache holds; ``prompt_length`` counts ids as
+        given. Once a ``grown_prompt`` is in the cache, for a drawn token nothing is grown, nothing
+        waits for the device, and with a static cache every step has the same shapes.
         """
         check_generate()
         cache = one_cache(past_key_values, cache)
@@ -204,7 +193,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _length_with_drawn(self, prompt: GrownPrompt, cache: Cache, num_drawn: int) -> int:
-        """Raises ``ValueError`` where there is no position or no room left for the last of them."""
         length = prompt.length + num_drawn
         check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
         check_room(cache, length)
@@ -213,16 +201,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def advance_drawn_inputs(
         self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: GrownPrompt, num_drawn: int
     ) -> bool:
-        """Make the inputs of the drawn id before it those of this one, in place, for a loop that
-        has no whole rows at hand. Nothing is made that is alike in every step.
+        """Make the inputs of the drawn id before it, of :meth:`prepare_inputs_for_generation`,
+        those of this one, in place; if that is not possible, nothing changes and it is False.
 
         Args:
-            inputs: Of :meth:`prepare_inputs_for_generation`; their tensors change.
             num_drawn: Ids drawn so far, this one included.
-
-        Returns:
-            Whether that was possible; if not, nothing has changed, and
-            :meth:`prepare_inputs_for_generation` makes them.
         """
         cache, mask = inputs[CACHE], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -273,8 +256,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     ):
         """Repeat rows for beams or several answers, with each row's images kept together.
 
-        Also notes where the prompt ends, unless ``prompt_length`` is given, as it is to a model
-        that assists another one. Raises ``ValueError`` for ``image_features``.
+        Also notes where the prompt ends, unless that is given, as to a model that assists another.
         """
         if model_kwargs.get(OLD_CACHE) is not None:
             refuse(
@@ -365,8 +347,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_candidate_generator(self, generation_config, **given):
-        """Candidates that end before the longest answer does: those of prompt lookup go on, and
-        what is verified needs positions."""
+        # Those of prompt lookup go on behind the longest answer, and verifying needs positions.
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config, **given
         )

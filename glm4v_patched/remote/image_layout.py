@@ -32,7 +32,7 @@ class GrownRows(NamedTuple):
     Attributes:
         input_ids: ``(B, R)`` int64.
         position_ids: ``(B, R)`` int64, with an image's inner positions shared.
-        image_mask: ``(B, R)`` bool, true from an image's begin to its end.
+        image_mask: ``(B, R)`` bool, true from begin to end.
         attention_mask: ``(B, P + R)``, ``None`` if none was given and none is needed, or a given
             4D mask unchanged.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and where a row or sample starts.
@@ -97,10 +97,8 @@ def grow_rows(
         num_items_in_batch: What the summed loss will be divided by, if that was given.
 
     Raises:
-        ValueError: names both numbers and the cure. In a compiled or exported graph, whose shapes
-            cannot follow from values, rows are taken to be grown; a ``RuntimeError`` when the graph
-            runs says that they are not, or that they have a fault (on a GPU a device-side
-            assertion).
+        ValueError: names both numbers and the cure. In a compiled or exported graph rows are taken
+            to be grown; a ``RuntimeError`` when it runs says that they are not, or have a fault.
     """
     check_shapes(given)
     given = _beside_ids(given)

@@ -137,10 +137,9 @@ def as_picture(image) -> "PIL.Image.Image":
             turned, a PIL image too.
 
     Raises:
-        ValueError: it cannot be read; what counts as white in it is not known (16 or more bits, or
-            numbers of other ranges); where its channels are is not known. That a file had 16 bits
-            in each of several channels is not seen any more in a PIL image whose pixels were
-            loaded already.
+        ValueError: it cannot be read, or what counts as white (16 or more bits, or numbers of other
+            ranges) or where its channels are is not known. A PIL image whose pixels were loaded
+            does not show any more that its file had 16 bits in each of several channels.
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
         image = _open(image)
@@ -240,10 +239,7 @@ def _refuse_deep(name: str, mode: str | None) -> None:
 
 
 def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
-    """Pillow's name for the numbers in a file of 16 bits a channel, until they are loaded.
-
-    ``None`` for one channel, whose numbers Pillow keeps.
-    """
+    """Pillow's name for the numbers in a file of 16 bits in each of several channels."""
     if image.mode.startswith("I"):
         return None
     for codec, _, _, arguments in getattr(image, "tile", ()):

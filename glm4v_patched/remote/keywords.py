@@ -59,11 +59,7 @@ def named_cache(cache: Any) -> dict[str, Any]:
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Cache | None:
-    """What was given under either name of the cache.
-
-    Raises:
-        ValueError: there are two, or it is none.
-    """
+    """What was given under either name of the cache, if it is one and no other is given."""
     if past_key_values is not None and cache is not None and past_key_values is not cache:
         refuse(
             f"two caches were given, a {type(past_key_values).__name__} as past_key_values and a "
@@ -123,14 +119,8 @@ if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_genera
 
 
 def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Those of ``given`` that attention takes.
-
-    Args:
-        known: Names that ``forward`` takes, for messages.
-
-    Raises:
-        ValueError: a name that nobody takes, or a value that is not of its name's kind.
-    """
+    """Those of ``given`` that attention takes. Raises ``ValueError`` for a name that nobody takes,
+    with those that ``forward`` does (``known``), and a value that is not of its name's kind."""
     attention = {}
     for name, value in given.items():
         kind = _OF_ATTENTION.get(name)
@@ -151,12 +141,8 @@ def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str,
 
 
 def refuse_other_samples(seq_idx: Any, position_ids: Tensor | None) -> None:
-    """Raise ``ValueError`` unless ``seq_idx`` says of packed rows what their positions say.
-
-    Args:
-        seq_idx: ``(B, L)``, the number of the sample that each id belongs to.
-        position_ids: ``(B, L)``, which begin at 0 with each sample; ``None`` if each row is one.
-    """
+    """Raise ``ValueError`` unless ``seq_idx`` ``(B, L)``, the number of the sample of each id, says
+    of packed rows what their positions say."""
     if seq_idx is None:
         return
     if not _is_ids(seq_idx, 2):
@@ -172,11 +158,7 @@ def refuse_other_samples(seq_idx: Any, position_ids: Tensor | None) -> None:
 
 
 def without_account(given: dict[str, Any]) -> dict[str, Any]:
-    """What of generate's keywords goes on to ``forward``: not what generate keeps account of.
-
-    Raises:
-        ValueError: a value that is not of its name's kind.
-    """
+    """What of generate's keywords goes on to ``forward``: not what generate keeps account of."""
     for name, kind in _OF_GENERATE.items():
         value = given.get(name)
         if value is not None and not kind(value):

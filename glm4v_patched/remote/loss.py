@@ -19,10 +19,7 @@ IGNORE_INDEX = -100
 def next_token_loss(
     logits_BLV: Tensor, labels_BL: Tensor, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Cross-entropy of each position's logits against the label that follows it.
-
-    Only supervised positions (label not -100) are copied to fp32, on the device of the logits;
-    labels move there.
+    """Cross-entropy in fp32 of each position's logits against the label that follows it.
 
     Args:
         logits_BLV: Any floating dtype.
@@ -45,11 +42,8 @@ def chunked_next_token_loss(
     num_items_in_batch: Tensor | int | None,
     chunk_size: int,
 ) -> Tensor:
-    """:func:`next_token_loss` of ``project(hidden_BLD)``, without ever holding those logits.
-
-    Logits exist for ``chunk_size`` supervised positions at a time, in forward and again
-    (recomputed) in backward.
-    """
+    """:func:`next_token_loss` of ``project(hidden_BLD)``, whose logits exist for ``chunk_size``
+    supervised positions at a time, in forward and again (recomputed) in backward."""
 
     def chunk_loss(hidden_SD: Tensor, targets_S: Tensor) -> Tensor:
         return F.cross_entropy(project(hidden_SD).float(), targets_S, reduction="sum")
@@ -63,26 +57,17 @@ def chunked_next_token_loss(
 
 
 def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Index of the S positions that predict a supervised label, and those labels.
-
-    Returns:
-        ``((batch index, position), labels)``, each ``(S,)`` int64, in row order.
-    """
+    """``((row, position), labels)``, ``(S,)`` int64 each, of what predicts a supervised label."""
     following = labels_BL[:, 1:]
     batch, position = (following != IGNORE_INDEX).nonzero(as_tuple=True)
     return (batch, position), following[batch, position]
 
 
 class KeptColumns(NamedTuple):
-    """The positions that ``logits_to_keep`` names.
+    """The positions that ``logits_to_keep`` names."""
 
-    Attributes:
-        columns: What they are in every row; ``None`` for all.
-        length: Length of the rows that a mask was made for; ``None`` without one.
-    """
-
-    columns: slice | Tensor | None
-    length: int | None = None
+    columns: slice | Tensor | None  # in every row; all
+    length: int | None = None  # of the rows that a mask was made for
 
     @classmethod
     def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
@@ -128,12 +113,7 @@ class KeptColumns(NamedTuple):
 
     def check(self, given: Tensor | None, grown_length: int, image_ids: Collection[int]) -> None:
         """Raise ``ValueError`` unless the kept positions of the rows as given are those of the rows
-        as grown.
-
-        Args:
-            given: ``(B, L)`` ids; embeddings ``(B, L, D)`` do not grow.
-            image_ids: Which no kept position may have where rows grew. Empty: not looked for.
-        """
+        as grown; ``image_ids`` are those that none of them may have where rows grew."""
         if self.columns is None or given is None:
             return
         length = given.shape[1]
@@ -166,9 +146,8 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
 def with_loss(layer: nn.Linear) -> nn.Linear:
     """Let an output projection compute the loss, too, without keeping its logits.
 
-    The loss is computed in the layer's own forward and not outside because a sharded weight is
-    gathered for the forward of the module that owns it: once, whatever the number of chunks. No
-    subclass does it: quantisers and exporters know ``nn.Linear`` by its class.
+    In its own forward, because a sharded weight is gathered for that: once, whatever the number of
+    chunks. No subclass does it: quantisers and exporters know ``nn.Linear`` by its class.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer

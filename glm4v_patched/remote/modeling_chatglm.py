@@ -76,12 +76,10 @@ class Embedding(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles for the first half of each head's channels.
+    """Angles for the first half of each head's channels."""
 
-    ``inv_freq`` is part of the checkpoint format and written as published (without ``rope_ratio``);
-    nothing is computed from it, because a checkpoint may hold it rounded.
-    """
-
+    # Part of the checkpoint format and written as published (without rope_ratio); nothing is
+    # computed from it, because a checkpoint may hold it rounded.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -329,11 +327,9 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
     """What the decoder gives, and what it was given in the form it used.
 
     Attributes:
-        labels: ``(B, R)`` int64, grown with the rows; ``None`` if none were given.
-        image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features as the tower
-            made them, or as they were given; ``None`` without images.
-        attention_mask: ``(B, cached + R)``, grown with the rows; ``None`` if none was given or
-            needed.
+        labels: ``(B, R)`` int64, grown with the rows.
+        image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features.
+        attention_mask: ``(B, cached + R)``, grown with the rows.
     """
 
     labels: Tensor | None = None
@@ -422,11 +418,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         cache: Cache | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
-        """Run the decoder over rows of text and images.
-
-        1. Rows are grown to their full length (:mod:`image_layout`), with mask, positions, labels.
-        2. Images are encoded and take the place of their positions' embeddings.
-        3. The decoder runs, causal over image positions too.
+        """Run the decoder over rows of text and images, causal over image positions too.
 
         Args:
             input_ids: ``(B, L)`` int64, images in either form. Exactly one of this and
@@ -444,10 +436,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 begin-of-image ids. ``None`` or empty: no images.
             images: Another name for ``pixel_values``, which the published code uses.
             labels: ``(B, L)``; grown with the rows and handed back.
-            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one,
-                as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
-            num_items_in_batch: What the summed loss will be divided by; refused if it may count
-                labels inside images, where nothing is learned.
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
             output_attentions: Also return each layer's attention weights ``(B, H, R, cached +
@@ -455,12 +443,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             prompt_length: Ids from this column on were drawn by generation; begin- and
                 end-of-image ids among them are ordinary tokens.
             image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
-                :meth:`get_image_features` gives for them (its output, too), from another time.
-                The tower does not run. Processes that gather it together must all be given
-                features or none; without images, ``N`` is 0, which also leaves out the blank
-                image.
-            cache: Another name for ``past_key_values``, which transformers 5.24 uses; there also
-                that of continuous batching, for which there are keywords of attention.
+                :meth:`get_image_features` gives (its output, too). The tower does not run.
+                Processes that gather it together must all be given features or none; without
+                images, ``N`` is 0, which also leaves out the blank image.
+            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one,
+                as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
+            num_items_in_batch: What the summed loss will be divided by; refused if it may count
+                labels inside images, where nothing is learned.
+            cache: Another name for ``past_key_values``, which transformers 5.24 uses.
             attention_kwargs: For the attention implementation: those of :mod:`keywords`.
 
         Raises:
@@ -557,12 +547,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         wanted: Wanted,
         attention_kwargs: dict,
     ) -> ChatGLMModelOutput | tuple:
-        """Run the decoder over ids that generation drew, after what is in the cache.
-
-        Nothing is checked or grown, and nothing waits for the device: ids are the model's own, and
-        :meth:`GLM4VForCausalLM.prepare_inputs_for_generation` says their positions. With a static
-        cache it makes the mask, too, so that this is one graph for all steps.
-        """
+        """Run the decoder over ids that generation drew: nothing is checked or grown, and nothing
+        waits for the device. With a static cache the mask is made before, so that this is one graph
+        for all steps."""
         columns = attention_kwargs.get("cache_position")
         attention_kwargs = attention_keywords(attention_kwargs, FORWARD_NAMES)
         if columns is not None:
@@ -608,18 +595,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> BaseModelOutputWithPooling | tuple | Tensor:
         """Encode images ``(N, 3, S, S)``, as transformers' own models do.
 
-        A tower without trainable weights records no gradients, unless ``pixel_values`` requires
-        grad itself.
-
         Returns:
             With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, what takes an
             image's place in its row, begin and end vectors included; ``last_hidden_state``
             ``(N, T, V)`` of the tower; on request ``hidden_states`` and ``attentions`` of its
             layers (see :meth:`forward`). With transformers 4: what ``pooler_output`` would be,
             unless ``return_dict`` is given.
-
-        Raises:
-            ValueError: images of another size than the configured one.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -716,11 +697,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return attention_keywords(given, FORWARD_NAMES)
 
     def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
-        """Mask, cache and images by these names, or by place in the published order of arguments.
-
-        That is input_ids, images, position_ids, attention_mask. No mask is shaped like pictures,
-        and no cache is a tensor.
-        """
+        """Mask, cache and images by these names, or by place in the published order: input_ids,
+        images, position_ids, attention_mask. No mask is shaped like pictures."""
         if self._are_pictures(attention_mask):
             if images is not None:
                 raise ValueError(
@@ -780,10 +758,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return past_key_values
 
     def _ids_of(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Ids that say how long the rows are and, if there are images, where they begin and end.
-
-        Raises ``ValueError`` if images are given and no position holds a begin's embedding.
-        """
+        """Ids that say how long the rows are and, if there are images, where they begin and end."""
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
         ids = torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
@@ -801,11 +776,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
 
 class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type: ignore[override]
-    """glm-4v with its loss and generation.
-
-    Published as ``ChatGLMForConditionalGeneration``, which stays as an alias; the class carries
-    the name under which vLLM serves the model, because ``save_pretrained`` writes it.
-    """
+    """glm-4v with its loss and generation, under the name by which vLLM serves it."""
 
     _auto_class = "AutoModelForCausalLM"
     # A step of generation with a static cache, and a pass over rows of the grown form.
@@ -818,8 +789,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
-        """``empty_init``: of the published code, where it left out initialisation. No effect here:
-        weights that no checkpoint gives are initialised, and no others."""
+        """``empty_init``: of the published code, without effect: weights that no checkpoint gives
+        are initialised, and no others."""
         super().__init__(config)
         self.transformer = ChatGLMModel(config)
         self.post_init()
@@ -879,10 +850,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
-
-        Raises:
-            ValueError: labels are neither as long as the rows nor as many as are kept, or a mask of
-                kept positions is not as long as the grown rows.
         """
         if self.training:
             refuse_split_model(self)  # again: the processes may have met after train()
@@ -952,16 +919,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return next_token_loss(logits, labels, num_items_in_batch), kept.take(logits)
 
 
-ChatGLMForConditionalGeneration = GLM4VForCausalLM
+ChatGLMForConditionalGeneration = GLM4VForCausalLM  # as published
 
 
 class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
-    """glm-4v with a linear head on each row's last token: classifiers and reward models.
-
-    The published class of this name reads the last row of the batch and no images. The head is
-    named as in transformers' own models, ``score``, for whoever trains it beside adapters; the
-    output projection is left out.
-    """
+    """glm-4v with a linear head, ``score``, on each row's last token, in place of the output
+    projection: classifiers and reward models."""
 
     _auto_class = "AutoModelForSequenceClassification"
     _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]

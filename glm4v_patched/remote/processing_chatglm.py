@@ -5,7 +5,6 @@ This processor emits the grown row, so that ids, mask, labels and logits have on
 is its begin id, one fill id for every position its features take, and its end id.
 """
 
-from inspect import signature
 from typing import Any
 
 from transformers import BatchFeature, ProcessorMixin
@@ -31,17 +30,9 @@ DOWNLOAD_OPTIONS = (
 class ChatGLMProcessor(ProcessorMixin):
     """Make model inputs from text, conversations and images.
 
-    Args:
-        image_processor: Its ``size`` and ``patch_size`` decide how many positions an image takes.
-        tokenizer: Its ``image_size`` is filled in when None.
-        chat_template: Defaults to the tokenizer's.
-
     Attributes:
         num_image_tokens: Positions between begin and end of an image, ``(S // patch // 2) ** 2``.
         image_token, image_token_id: What fills them.
-
-    Raises:
-        ValueError: the image sizes of the two differ.
     """
 
     # Read by transformers 4.57, which wants the Auto names for classes of one's own; 5.x reads
@@ -83,7 +74,6 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As usual. Raises ``ValueError`` for files with an audio tokenizer."""
         reader: Any = super(ChatGLMProcessor, _WithoutAudio)
         return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
@@ -107,10 +97,7 @@ class ChatGLMProcessor(ProcessorMixin):
         return [image_processor, tokenizer]
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as transformers does, and the image processor's own file with every version.
-
-        5.x writes ``processor_config.json`` only, in which 4.57 does not look for it.
-        """
+        # The image processor's own file with every version: 4.57 looks for it.
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
@@ -132,10 +119,9 @@ class ChatGLMProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Encode texts and images.
 
-        An image in a text is ``<|begin_of_image|>``, one id, ``<|end_of_image|>`` (the chat
-        template writes it so) and grows to `num_image_tokens` ids between the two; one that has
-        grown already stays. Special tokens in a text are read as such: text from users belongs in
-        `apply_chat_template`, which tells them apart.
+        An image in a text is ``<|begin_of_image|>``, one id, ``<|end_of_image|>`` and grows to
+        `num_image_tokens` ids between the two; one that has grown stays. Special tokens in a text
+        are read as such: text from users belongs in `apply_chat_template`.
 
         Args:
             images: As for the image processor, in the order of their begin ids; or one list (or
@@ -146,14 +132,12 @@ class ChatGLMProcessor(ProcessorMixin):
             **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for either part.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` ``[B, L]``; with images also ``pixel_values``,
-            float32 ``[number of images, 3, S, S]``. Always a batch. No position ids: the model
-            makes them from the ids and the mask.
+            Always a batch: ``input_ids`` and ``attention_mask`` ``[B, L]``; with images also
+            ``pixel_values``, float32 ``[number of images, 3, S, S]``.
 
         Raises:
-            ValueError: the number of images is not the number of begin ids, an image is neither
-                in the short nor in the grown form, truncation would cut into an image, or an
-                option is unknown.
+            ValueError: images that do not fit their ids, truncation into an image, or an option
+                that is unknown.
         """
         if videos is not None or audio is not None:
             raise ValueError("this model takes images and text: videos and audio must be None")
@@ -207,12 +191,7 @@ class ChatGLMProcessor(ProcessorMixin):
 
         Returns:
             Text (``tokenize=False``), the batch of grown ids, or with ``return_dict`` what
-            `__call__` returns, plus ``assistant_masks`` if asked for. Always a batch of ids, as
-            from transformers' own processors.
-
-        Raises:
-            ValueError: an image part names no image, or two; otherwise as `__call__` and the
-                tokenizer.
+            `__call__` returns, plus ``assistant_masks`` if asked for.
         """
         given = {
             "add_special_tokens": False,  # the template writes them, once, whatever is asked for
@@ -291,10 +270,7 @@ class ChatGLMProcessor(ProcessorMixin):
         return out
 
     def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the indices of ``ids`` that make the grown row, and its images' ranges in it.
-
-        A range goes from begin id to end id, both inside.
-        """
+        """The indices of ``ids`` that make the grown row, and its images' ranges in it."""
         begin, end = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
         )
@@ -368,14 +344,6 @@ def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, d
             f"unknown options {unknown}: text takes {sorted(given)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
-    parameters = signature(ChatGLMProcessor.__call__).parameters
-    # apply_chat_template of transformers says add_special_tokens beside what its caller says.
-    for name in sorted(of_text.keys() - {"add_special_tokens", "return_tensors"}):
-        if given[name] not in (parameters[name].default, of_text[name]):
-            raise ValueError(
-                f"{name} was given twice, as {given[name]!r} and as {of_text[name]!r} in "
-                "text_kwargs: give it once"
-            )
     tensors = given["return_tensors"] or of_text.get("return_tensors") or tensors
     return given | of_text | {"return_tensors": tensors}, of_images
 

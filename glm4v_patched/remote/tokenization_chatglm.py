@@ -1,14 +1,8 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
-Differences from upstream's Python tokenizer over tiktoken, each with a test in
-tests/remote/test_tokenization.py:
-
-- It is a fast tokenizer. A folder with only ``tokenizer.model`` (the ranks) is converted once on
-  loading, and ``save_pretrained`` writes ``tokenizer.json``. Ids are upstream's.
-- Both padding sides work.
-- The chat format is a Jinja template, so ``tokenize=False`` carries the image placeholder too.
-- A conversation may hold any number of images, and a batch rows with and without.
-- Ordinary encoding gives no position ids: the model makes them. Chats have them, as upstream's.
+Ids are upstream's. A folder with only ``tokenizer.model`` (the ranks) is converted on loading, and
+``save_pretrained`` writes ``tokenizer.json``. Ordinary encoding gives no position ids: the model
+makes them. Chats have them, as upstream's.
 """
 
 import base64
@@ -359,9 +353,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         Returns:
             ``input_ids``, a list of ids for each conversation, and with
             ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
-
-        Raises:
-            ValueError: as `apply_chat_template`.
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
         escape = _Escaper(self._special_ids())
@@ -461,11 +452,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """The text of ids, with a space on either side of each added token, as slow tokenizers
-        have it, of which the published one is one. Ids of no token are left out.
-
-        Bytes that are no UTF-8 become U+FFFD, before and after an added token each for itself.
-        """
+        """As slow tokenizers, of which the published one is one: a space on either side of each
+        added token, and the bytes between two of them decoded for themselves."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
             special = set(self.all_special_ids)
@@ -493,13 +481,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         tokenize: bool = True,
         message_prefix: list[int] | None = None,
     ) -> list[int] | str:
-        """One message of a chat: ``<|role|>``, metadata, a newline, ``message_prefix``, the text.
-
-        Special tokens are not read out of the texts. ``message_prefix`` are ids, e.g. an image's.
-
-        Raises:
-            ValueError: an unknown role.
-        """
+        """One message of a chat: ``<|role|>``, metadata, a newline, ``message_prefix`` (ids), the
+        text. Special tokens are not read out of the texts."""
         if role not in ROLES:
             raise ValueError(f"the message has the role {role!r}: use {', '.join(ROLES)}")
         if not tokenize:
@@ -560,12 +543,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _encode_rendered(
         self, rendered: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[int]]]:
-        """Encode rendered chats whose user strings are escaped.
-
-        Returns:
-            For each chat the ids, and for each id 1 if it stands for characters in the chat's
-            ``spans``.
-        """
+        """Of rendered chats whose user strings are escaped the ids, each with 1 if it stands for
+        characters in the chat's ``spans``."""
         specials = self._special_ids()
         marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
         split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
@@ -603,11 +582,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return [encode(pieces, of_chat) for pieces, of_chat in zip(chats, spans, strict=True)]
 
     def _plain_tokenizer(self) -> Tokenizer:
-        """Return a tokenizer with this vocabulary that reads no special token out of a text.
+        """A tokenizer with this vocabulary that reads no special token out of a text.
 
-        It shares the model with the real one (nothing is copied), so it is made for each call and
-        the real one's settings, which other threads may be using, stay as they are. Added tokens
-        that are not special are still found, under their own ids.
+        It shares the model with the real one (nothing is copied), whose settings, which other
+        threads may be using, stay as they are.
         """
         real = self.backend_tokenizer
         plain = Tokenizer(real.model)
@@ -623,16 +601,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 def convert_ranks(
     vocab_file: str, special_tokens: dict[int, str | AddedToken] | None = None
 ) -> Tokenizer:
-    """Convert a tiktoken ranks file to a `tokenizers.Tokenizer` with the same ids.
+    """Convert a tiktoken ranks file (lines of ``base64 rank``) to a tokenizer with the same ids.
 
     transformers' TikTokenConverter would need the tiktoken package only to read the file.
 
     Args:
-        vocab_file: Lines of ``base64 rank``.
         special_tokens: id -> token. Defaults to GLM-4's, numbered from the end of the ranks.
-
-    Raises:
-        ValueError: a special token would get another id than asked for.
     """
     with open(vocab_file, "rb") as lines:
         pairs = (line.split() for line in lines if line.strip())
@@ -730,11 +704,7 @@ def _parts(message: Mapping) -> Sequence:
 def find_images(messages: list[dict], may_miss: bool = False) -> list:
     """The images of a conversation, as given, in the order in which the template places them.
 
-    Args:
-        may_miss: An image part that names no image is a ``None`` in what is returned.
-
-    Raises:
-        ValueError: an image part names no image.
+    An image part that names no image is an error, or a ``None`` if it ``may_miss``.
     """
     found = []
     for number, message in enumerate(messages):
@@ -805,13 +775,6 @@ def _check_part(place: str, part: Any) -> None:
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
-    # {"url": None} stands for one that is kept elsewhere.
-    for name in sources:
-        if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
-            raise ValueError(
-                f"{place} is an image, but under {name!r} it has {part[name]!r}, which is none: "
-                "put a picture there, or leave out the part"
-            )
 
 
 def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
@@ -829,9 +792,9 @@ def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None
 class _Escaper:
     """Deep copy of template inputs in which no string holds a special token.
 
-    The first character of each occurrence becomes `_ESCAPE` and its number, in digits because
-    templates change the case of strings. So does the first character of a part of a special token
-    at the end of a string, where a template may append the rest.
+    The first character of each becomes `_ESCAPE` and its number, in digits because templates change
+    the case of strings; also of a part of one at the end of a string, where a template may append
+    the rest.
     """
 
     def __init__(self, specials: dict[str, int]) -> None:
