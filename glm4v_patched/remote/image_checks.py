@@ -58,24 +58,23 @@ def check_shapes(given: GivenRows) -> None:
             "least one id, (rows, ids)"
         )
     (rows, length), past_length = given.input_ids.shape, given.past_length
-    mask, positions, labels = given.attention_mask, given.position_ids, given.labels
-    wanted = rows, past_length + length
+    mask, wanted = given.attention_mask, (rows, past_length + length)
     if mask is not None and mask.ndim == 2 and tuple(mask.shape) != wanted:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} but input_ids {(rows, length)} after "
             f"{past_length} cached positions need {wanted}: give one entry for every cached "
             "position and every id as given; rows with images are grown inside, with their mask"
         )
-    if positions is not None and tuple(positions.shape) not in ((rows, length), (1, length)):
-        raise ValueError(
-            f"position_ids has shape {tuple(positions.shape)} but input_ids {(rows, length)}: "
-            "give one position for every id"
-        )
-    if labels is not None and labels.shape != given.input_ids.shape:
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)} but input_ids {(rows, length)}: give one "
-            "label (or -100) for every id; rows with images are grown inside, with their labels"
-        )
+    for name, values, others in (
+        ("position_ids", given.position_ids, (1, length)),
+        ("labels", given.labels, (rows, length)),
+    ):
+        if values is not None and tuple(values.shape) not in ((rows, length), others):
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)} but input_ids {(rows, length)}: give one "
+                "for every id (-100 where nothing is learned); rows with images are grown inside, "
+                "with all of these"
+            )
 
 
 # What is counted only where it is given: labels, positions, a mask, a cache.

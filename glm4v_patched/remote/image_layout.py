@@ -142,9 +142,10 @@ def _beside_ids(given: GivenRows) -> GivenRows:
     def moved(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.to(given.input_ids.device, torch.long)
 
-    labels, label_after = moved(given.labels), moved(given.label_after)
-    follows = moved(given.next_position)
-    return given._replace(labels=labels, label_after=label_after, next_position=follows)
+    labels, after = moved(given.labels), moved(given.label_after)
+    return given._replace(
+        labels=labels, label_after=after, next_position=moved(given.next_position)
+    )
 
 
 def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -> GrownRows:

@@ -1,11 +1,8 @@
 """Image preprocessing of glm-4v-9b as a transformers image processor.
 
 The computation is upstream's: PIL bicubic resize to a square without keeping the aspect ratio,
-division by 255, normalisation with the CLIP constants, float32, channels first. It needs Pillow
-and numpy, not torchvision, and is the same code on transformers 4.57 and 5.x.
-
-A picture has the same pixels whichever way it comes. What it is made of and which way is up are
-read here and nowhere else; what cannot be told is refused (:func:`as_picture`).
+division by 255, normalisation with the CLIP constants, float32, channels first. A picture has the
+same pixels whichever way it comes; what cannot be told is refused (:func:`as_picture`).
 """
 
 import base64
@@ -41,13 +38,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         size: Side of the square in pixels: an int or ``{"height": S, "width": S}``. The tower has
             one position embedding per patch and does not interpolate, so it takes this size only.
         patch_size: Side of a vision patch in pixels.
-        resample: PIL resampling filter.
         do_convert_rgb: Convert every image to RGB. Upstream leaves that to the caller.
-        image_mean: Mean of each channel, on the 0..1 scale.
-        image_std: Standard deviation of each channel, on the 0..1 scale.
-
-    Raises:
-        ValueError: ``size`` is not a square.
+        image_mean, image_std: Of each channel, on the 0..1 scale.
     """
 
     model_input_names = ["pixel_values"]

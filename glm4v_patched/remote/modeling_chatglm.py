@@ -434,7 +434,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 end-of-image ids, in rows of the grown form.
             pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
-            images: Another name for ``pixel_values``, which the published code uses.
+            images, cache: Other names for ``pixel_values``, of the published code, and for
+                ``past_key_values``, of transformers 5.24.
             labels: ``(B, L)``; grown with the rows and handed back.
             output_hidden_states: Also return the input of every layer and the output of the last,
                 before the final norm.
@@ -450,7 +451,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
             num_items_in_batch: What the summed loss will be divided by; refused if it may count
                 labels inside images, where nothing is learned.
-            cache: Another name for ``past_key_values``, which transformers 5.24 uses.
             attention_kwargs: For the attention implementation: those of :mod:`keywords`.
 
         Raises:
@@ -648,10 +648,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if features is None:
             return self._one_image_tensor(pixel_values, images), None
         if pixel_values is not None or images is not None:
-            number = len(images if pixel_values is None else pixel_values)
             raise ValueError(
-                f"{number} images were given as pixel_values and {len(features)} as "
-                "image_features: give the images of a batch in one form"
+                f"images were given as pixel_values and {len(features)} as image_features: give "
+                "those of a batch in one form"
             )
         # Begin and end of an image are features, too.
         wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)

@@ -29,22 +29,12 @@ from .image_processing_chatglm import ChatGLMImageProcessor
 
 logger = logging.get_logger(__name__)
 
+ROLES = ("system", "user", "assistant", "observation")
 # In the order of their ids, which follow the ranks in the original vocabulary.
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "<sop>",
-    "<eop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    *(f"<|{role}|>" for role in ROLES),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.
@@ -137,8 +127,6 @@ _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
 _CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 
-ROLES = ("system", "user", "assistant", "observation")
-
 
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
@@ -148,14 +136,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     Args:
         vocab_file: Original ranks (``tokenizer.model``), read if there is no ``tokenizer_file``.
-        tokenizer_object: Special tokens that it lacks are added; no id is assumed.
         image_size: Side in pixels of the images that `apply_chat_template` makes.
-        chat_template: Defaults to this module's.
         **kwargs: As for `PreTrainedTokenizerFast`. ``eos_token`` and ``pad_token`` default to
             ``<|endoftext|>``, ``padding_side`` to left.
-
-    Raises:
-        ValueError: no vocabulary was given, or the ranks do not fit the ids of special tokens.
     """
 
     vocab_files_names = {"vocab_file": "tokenizer.model", "tokenizer_file": "tokenizer.json"}
@@ -266,9 +249,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         first, wherever they stand in that list. Messages with neither image nor text are left out.
         Other keys are refused unless they are None; a template of one's own may read more.
 
-        With ``tokenize=True`` no string of ``conversation``, ``tools``, ``documents`` or
-        ``kwargs`` becomes a special token, whatever the template: only what the template itself
-        writes does. A plain string (``tokenize=False``) cannot keep the two apart.
+        With ``tokenize=True`` no string that is given becomes a special token, whatever the
+        template. A plain string (``tokenize=False``) cannot keep the two apart.
 
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
@@ -283,10 +265,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             3, S, S]`` in the order of their begin ids, a torch tensor unless ``return_tensors`` is
             ``"np"``. Without ``return_dict`` images are not opened. In image parts of a content
             list pictures may be missing, from all.
-
-        Raises:
-            ValueError: arguments that exclude each other, a message that is not one or holds what
-                nothing reads, or another number of pictures than of images in the ids.
         """
         if not isinstance(add_generation_prompt, bool):
             raise ValueError(
