@@ -72,8 +72,8 @@ def check_shapes(given: GivenRows) -> None:
         if values is not None and tuple(values.shape) not in ((rows, length), others):
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)} but input_ids {(rows, length)}: give one "
-                "for every id (labels of -100 where nothing is learned); rows with images grow inside, "
-                "with all of these"
+                "for every id (a label of -100 where nothing is learned); rows with images grow "
+                "inside, with all of these"
             )
 
 
