@@ -65,17 +65,14 @@ def attend(
     kept_weights: list[Tensor] | None = None,
     **kwargs,
 ) -> Tensor:
-    """Scaled dot-product attention by the named implementation (eager, sdpa, flex, flash, ...).
+    """``(B, Q, H * C)`` by the named implementation (eager, sdpa, flex, flash, ...).
 
     Args:
         module: Carries ``is_causal`` and ``num_key_value_groups`` (query heads per key-value
             head), which the implementations read.
-        attention_mask: What transformers' mask functions make for that implementation; ``None``;
-            or packed samples, for an implementation that is causal without a mask (sdpa).
+        attention_mask: What transformers makes for that implementation; or packed samples, for one
+            that is causal without a mask (sdpa).
         kept_weights: Takes the weights ``(B, H, Q, K)``, which only eager attention makes.
-
-    Returns:
-        ``(B, Q, H * C)`` in the dtype of the inputs.
     """
     if isinstance(attention_mask, PackedSamples):
         return _attend_within_samples(

@@ -153,17 +153,12 @@ class GrownPrompt:
     Beams and several answers change places only among copies of one row, so nothing here follows
     them. Everything that counts is on the host.
 
-    Attributes:
-        input_ids: ``(B, L)`` as given, by which the prompt is known again.
-        rows: The same, grown.
-        position_ids: As given with the prompt; some releases hand over those of new ids from then.
-        passes: How often inputs were made for a pass of ``forward``.
     """
 
-    input_ids: Tensor
+    input_ids: Tensor  # (B, L) as given, by which the prompt is known again
     rows: GrownRows
-    position_ids: Tensor | None = None
-    passes: int = 0
+    position_ids: Tensor | None = None  # as given; some releases then hand over those of new ids
+    passes: int = 0  # how often inputs were made
 
     @property
     def length(self) -> int:

@@ -81,10 +81,7 @@ class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
 
 @contextmanager
 def frozen_parameters_held(layer: nn.Module):
-    """Keep the frozen parameters of ``layer`` gathered after a recomputation under ZeRO-3.
-
-    Does nothing outside a backward pass, and nothing to parameters that ZeRO-3 does not shard.
-    """
+    """Keep the frozen ZeRO-3 parameters of ``layer`` gathered after a recomputation in backward."""
     modules = list(layer.modules()) if _in_backward() else []
     owners = _frozen_zero3_parameters(modules)
     for parameter in owners:

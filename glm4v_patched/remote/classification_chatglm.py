@@ -44,7 +44,7 @@ class ScoresRows(nn.Module):
                 that it ends with, as in transformers' own models; a single one need not, where
                 ``config.pad_token_id`` is None.
             labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
-                at once. What loss they are for ``config.problem_type`` says, or their dtype.
+                at once, by ``config.problem_type`` or their dtype.
 
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.

@@ -153,11 +153,6 @@ class EVA2CLIPVisionConfig:
                 f"{self.image_size} in patches of {self.patch_size} makes {self.num_patches} "
                 f"patches and one class position: set num_positions to {self.num_patches + 1}"
             )
-        if self.num_image_tokens < 1:
-            raise ValueError(
-                f"vision_config: image_size {self.image_size} is less than two patches of "
-                f"{self.patch_size}; an image needs at least 2 x 2 patches"
-            )
         if self.dropout_prob:
             raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
 
@@ -230,17 +225,11 @@ class ChatGLMConfig(PretrainedConfig):
     Args:
         rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype as
             the published code does, which is what the weights were trained with.
-        skip_logits: In training, when labels are given, compute only the loss: the logits of the
-            supervised positions in chunks, never ``[batch, length, vocabulary]``. The output's
-            ``logits`` is then ``None``. Off by default because callers may read the logits.
-        loss_chunk_size: Supervised positions a chunk when ``skip_logits`` is on.
+        skip_logits: In training, when labels are given, compute only the loss, in chunks of
+            ``loss_chunk_size`` supervised positions; the output's ``logits`` is then ``None``.
         initializer_range: Standard deviation of new weights.
         image_token_id: What fills an image's positions in the rows of our processor, for trainers
-            that count them; the model reads any id there. ``None`` for a vocabulary too small for
-            glm-4v-9b's.
-
-    Raises:
-        ValueError: a field at a value that this code does not compute.
+            that count them; the model reads any id there. ``None`` for too small a vocabulary.
     """
 
     model_type = "chatglm"

@@ -118,7 +118,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
         new = 1
         # Until a token is drawn there are no ids, unless they are given beside embeddings.
         if is_first or past_length == 0 or given.input_ids.shape[1] == 0:
-            new = _not_cached_yet(inputs_embeds, past_length)
+            # As everywhere in transformers, they are whole rows.
+            new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
+            if new < 1:
+                raise ValueError(
+                    f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
+                    f"{past_length} already: give generate the embeddings of whole rows"
+                )
             inputs |= images | {"inputs_embeds": inputs_embeds[:, -new:]}
         else:
             inputs["input_ids"] = given.input_ids[:, -new:]
@@ -363,18 +369,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
         generator.get_candidates = within_length  # type: ignore[method-assign]
         return generator
-
-
-def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
-    """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
-    new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
-    if new < 1:
-        raise ValueError(
-            f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
-            f"{past_length} already: give generate the embeddings of whole rows, those in the "
-            "cache included"
-        )
-    return new
 
 
 def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:

@@ -26,8 +26,7 @@ class GivenRows(NamedTuple):
 
     Attributes:
         input_ids: ``(B, L)`` int64.
-        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for rows that
-            need no growing. See :func:`.image_layout.unmask_images`.
+        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for grown rows.
         position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
             with an image's positions shared, or one more for every position (what a collator
             makes that knows nothing of images). Where they restart at 0 a new sample of a packed

@@ -33,12 +33,11 @@ class GrownRows(NamedTuple):
         input_ids: ``(B, R)`` int64.
         position_ids: ``(B, R)`` int64, with an image's inner positions shared.
         image_mask: ``(B, R)`` bool, true from begin to end.
-        attention_mask: ``(B, P + R)``, ``None`` if none was given and none is needed, or a given
-            4D mask unchanged.
+        attention_mask: ``(B, P + R)``, ``None`` if none is needed, or a given 4D mask.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and where a row or sample starts.
             ``(B, R + 1)`` with a label after the last id.
-        packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
-            sample; ``None`` unless positions were given without a mask, as packed rows have them.
+        packed_position_ids: Of packed rows ``(B, R)``, counting every position and restarting at 0
+            with each sample.
         last_position: The greatest of all rows, on the host.
         has_padding: Whether any column of any row is padding.
         plain_from: From this column on all rows hold text alone, each id at the position after

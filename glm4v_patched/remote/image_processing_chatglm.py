@@ -25,8 +25,6 @@ PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, written out: without Pillow the
 ORIENTATION = 0x0112  # the EXIF tag
 SECONDS_TO_ANSWER = 60
 MOST_BYTES_FETCHED = 256 * 2**20
-# Pillow hands these to another program.
-RUN_BY_OTHERS = ("EPS",)
 # How Pillow says that a file has 16 bits a channel; in "BGR;16" they are a pixel's.
 OF_16_BITS = (";16B", ";16L", ";16N")
 
@@ -129,9 +127,9 @@ def as_picture(image) -> "PIL.Image.Image":
             turned, a PIL image too.
 
     Raises:
-        ValueError: it cannot be read, or what counts as white (16 or more bits, or numbers of other
-            ranges) or where its channels are is not known. A PIL image whose pixels were loaded
-            does not show any more that its file had 16 bits in each of several channels.
+        ValueError: it cannot be read, or what counts as white or where its channels are is not
+            known. A PIL image whose pixels were loaded does not show that its file had 16 bits in
+            each of several channels.
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
         image = _open(image)
@@ -206,7 +204,7 @@ def _from_base64(text: str, shown: str) -> bytes:
 
 def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
     name = getattr(image, "filename", "") or "it"
-    if image.format in RUN_BY_OTHERS:
+    if image.format == "EPS":
         raise ValueError(
             f"{name} is {image.format}, which Pillow has another program draw: convert it to PNG"
         )

@@ -90,8 +90,7 @@ class KeptColumns(NamedTuple):
         return values_BR if self.columns is None else values_BR[:, self.columns]
 
     def are_cut(self, labels: Tensor | None, given: Tensor | None) -> bool:
-        """Whether ``labels`` are those of the kept positions of the rows ``given``, not of all.
-        Raises ``ValueError`` if they are neither."""
+        """Whether ``labels`` are those of kept positions, not of all of the rows ``given``."""
         if self.columns is None or labels is None or given is None:
             return False
         if min(labels.ndim, given.ndim) < 2 or labels.shape[1] == given.shape[1]:
@@ -166,11 +165,8 @@ def forward(
     num_items_in_batch: Tensor | int | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead.
-
-    It has the name of what it stands for, by which a pickled method is found again: ``nn.Linear``'s
-    own then, and the loss is computed outside of the layer.
-    """
+    """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead."""
+    # A pickled method is found again by its name: nn.Linear's own then.
     project = partial(type(layer).forward, layer)
     if labels_BL is None:
         return project(hidden_BLD)

@@ -51,10 +51,7 @@ def _mask_of_transformers(config, embeds, mask, packed_position_ids, cache, past
 
 
 def mask_of_drawn(config, embeds_BND, padding_mask, cache, past_length) -> Any:
-    """As :func:`causal_mask`, for ids drawn after ``past_length`` positions of a cache.
-
-    ``padding_mask`` ``(B, K)``; ``None`` without padding.
-    """
+    """As :func:`causal_mask`, for ids drawn after a cache; ``padding_mask`` is ``(B, K)``."""
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         return _mask_of_transformers(config, embeds_BND, padding_mask, None, cache, past_length)

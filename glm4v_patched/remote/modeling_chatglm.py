@@ -1,13 +1,7 @@
 """glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
 
-Computes what the published code of glm-4v-9b computes, under the same parameter names. Differences
-from it, each with a test:
-
-- images: any number per row, any padding, one path for training and evaluation  (image_layout.py)
-- checkpointing: all layers, through the current API, safe under ZeRO-3         (checkpointing.py)
-- loss: fp32, supervised positions only, on the device of the logits                     (loss.py)
-- attention: any implementation transformers registers                              (attention.py)
-- generation: a drawn token needs nothing from the rows before it          (generation_chatglm.py)
+Computes what the published code of glm-4v-9b computes, under the same parameter names, for any
+number of images a row, any padding and packing, alike in training and evaluation.
 """
 
 from dataclasses import dataclass
@@ -125,13 +119,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
-class Fills(NamedTuple):
-    """How a cache is filled: whether it was empty, and further arguments of its ``update``."""
-
-    is_empty: bool
-    where: tuple[dict[str, Tensor], ...]
-
-
 class SelfAttention(nn.Module):
     """Causal attention, grouped key-value heads, one fused projection (q, then k, then v)."""
 
@@ -156,15 +143,17 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
     ) -> Tensor:
+        """``fills``: whether the cache was empty, and further arguments of its ``update``."""
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         if past_key_values is not None:
+            was_empty, where = fills
             new = key, value
-            key, value = past_key_values.update(key, value, self.layer_idx, *fills.where)
-            if fills.is_empty:
+            key, value = past_key_values.update(key, value, self.layer_idx, *where)
+            if was_empty:
                 key, value = new  # all there is to see, without the room that is left
         implementation = self.config._attn_implementation
         return self.dense(
@@ -209,11 +198,9 @@ class GLMTransformer(nn.Module):
     def forward(
         self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The normalised output; if asked, what went into each layer and came out of the last.
-
-        ``config.num_layers`` may be less than there are: generate leaves out the last layers so.
-        """
+        """The normalised output; if asked, what went into each layer and came out of the last."""
         states = [x_BRD]
+        # Which may be less than there are: generate leaves out the last layers so.
         for layer in islice(self.layers, self.config.num_layers):
             x_BRD = layer(x_BRD, *attention_inputs)
             if keep_states:
@@ -427,9 +414,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 are given.
             position_ids: ``(B, L)``; made here when not given. Where they restart at 0, without a
                 mask or under one of ones, another sample begins that sees nothing before it.
-            past_key_values: A ``Cache``; rows that follow one may bring new images. What position
-                comes next is known for rows that this model put there, whatever their order now;
-                for others, or after ``crop``, give ``position_ids``.
+            past_key_values: A ``Cache``; rows that follow one may bring new images. For rows that
+                this model did not put there, or after ``crop``, give ``position_ids``.
             inputs_embeds: ``(B, L, D)``. Images go where these are the embeddings of begin- and
                 end-of-image ids, in rows of the grown form.
             pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
@@ -437,10 +423,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             images, cache: Other names for ``pixel_values``, of the published code, and for
                 ``past_key_values``, of transformers 5.24.
             labels: ``(B, L)``; grown with the rows and handed back.
-            output_hidden_states: Also return the input of every layer and the output of the last,
-                before the final norm.
-            output_attentions: Also return each layer's attention weights ``(B, H, R, cached +
-                R)``. Only eager attention makes them; any other warns and returns none.
+            output_hidden_states: The input of every layer, and the output of the last before the
+                final norm, too.
+            output_attentions: ``(B, H, R, cached + R)`` of each layer, too. Only eager attention
+                makes them; any other warns and returns none.
             prompt_length: Ids from this column on were drawn by generation; begin- and
                 end-of-image ids among them are ordinary tokens.
             image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
@@ -533,7 +519,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     first = cached_length(cache) if past_length is None else past_length
                     columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
                 where = ({"cache_position": columns},)
-            fills = Fills(past_length == 0, where)
+            fills = past_length == 0, where
         return self.encoder(
             embeds_BRD, cos, sin, mask, cache, fills, kwargs, keep_states=wanted.states
         )
@@ -597,10 +583,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         Returns:
             With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, what takes an
-            image's place in its row, begin and end vectors included; ``last_hidden_state``
-            ``(N, T, V)`` of the tower; on request ``hidden_states`` and ``attentions`` of its
-            layers (see :meth:`forward`). With transformers 4: what ``pooler_output`` would be,
-            unless ``return_dict`` is given.
+            image's place in its row; ``last_hidden_state`` ``(N, T, V)`` of the tower; on request
+            ``hidden_states`` and ``attentions`` of its layers. With transformers 4: what
+            ``pooler_output`` would be, unless ``return_dict`` is given.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

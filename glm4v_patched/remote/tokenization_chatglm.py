@@ -120,8 +120,7 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """.strip()
 
-# Noncharacters, which Unicode keeps for a program's own use. They live between the escaping of a
-# conversation and the encoding of what was rendered from it; in a user's text they are escaped.
+# Noncharacters, which Unicode keeps for a program's own use; in a user's text they are escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
@@ -321,16 +320,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def encode_chats(
         self, conversations: list[list[dict]], return_assistant_tokens_mask: bool = False, **options
     ) -> dict[str, list[list[int]]]:
-        """The ids of conversations, images as three ids and not opened.
+        """``input_ids`` of conversations, images as three ids and not opened, and with
+        ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
 
         Args:
             **options: ``tools``, ``documents``, ``chat_template``, ``add_generation_prompt``,
-                ``continue_final_message``, as `apply_chat_template` takes them, and variables for
-                the template.
-
-        Returns:
-            ``input_ids``, a list of ids for each conversation, and with
-            ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
+                ``continue_final_message``, as `apply_chat_template` takes them, and variables.
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
         escape = _Escaper(self._special_ids())

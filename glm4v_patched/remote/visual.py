@@ -1,8 +1,7 @@
 """The EVA2-CLIP vision tower of glm-4v and the adapter into the language model's width.
 
-Both towers' weights keep the published names. What differs from a usual ViT: a layer normalises
-the *output* of its attention and of its MLP before adding it, there is no final norm, and the
-begin- and end-of-image vectors are learned here, not taken from the token embeddings.
+What differs from a usual ViT: a layer normalises the *output* of its attention and of its MLP
+before adding it, there is no final norm, and the begin- and end-of-image vectors are learned here.
 """
 
 from dataclasses import dataclass

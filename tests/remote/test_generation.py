@@ -78,6 +78,13 @@ def test_another_number_of_images_than_there_are_places_is_refused(model):
     for num_beams in (1, 2):
         with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
             new_tokens(model, row, num_beams=num_beams)
+    # Also of those that are in the cache already, of which none is looked at.
+    ids = torch.tensor([[*grown_image(), *text(4)]])
+    with torch.no_grad():
+        cache = model(ids, pixel_values=pictures(1), use_cache=True)
+    given = {"pixel_values": pictures(2)} | named_cache(cache.past_key_values)
+    with pytest.raises(ValueError, match="2 images were given for 1 begin-of-image ids"):
+        new_tokens(model, {"input_ids": torch.tensor([[*ids[0], 7]]), **given})
     for ids, number, told in (
         (text(4), 2, "2 images were given with inputs_embeds.*give input_ids"),
         (three_id_image(), 1, "take 6 positions here, and inputs_embeds cannot be grown"),
