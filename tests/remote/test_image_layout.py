@@ -21,7 +21,6 @@ from tests.remote.rows import assert_equal, gradients, labels_for, rows_with
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
 
-
 def grow(rows, image_format=FORMAT, **given) -> GrownRows:
     """``rows``: ids of one or of several, also as a tensor."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
