@@ -107,12 +107,17 @@ def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
     return keys[:, :, anchor - 1].flatten(1).clone().view(torch.uint8)
 
 
+def known_rows(cache: Cache | None, length: int) -> CachedRows | None:
+    """What tells the position behind so many of a cache, if anything does."""
+    reaching = [of for of in _known(cache) if of.anchor <= length <= of.length]
+    return reaching[-1] if reaching and reaching[-1].anchor_keys is not None else None
+
+
 def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
     if cache is None or not past_length:
         return None
-    reaching = [of for of in _known(cache) if of.anchor <= past_length <= of.length]
-    known = reaching[-1] if reaching else None
+    known = known_rows(cache, past_length)
     is_same = None if known is None else _same_rows(cache, known, past_length)
     if known is None or is_same is None:
         raise ValueError(
@@ -148,12 +153,8 @@ def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor
 
 @dataclass(eq=False)
 class GrownPrompt:
-    """A prompt that ``generate`` answers: grown once, and what every drawn token needs of it.
-
-    Beams and several answers change places only among copies of one row, so nothing here follows
-    them. Everything that counts is on the host.
-
-    """
+    """A prompt that ``generate`` answers, grown once. Beams and several answers change places only
+    among copies of one row, so nothing here follows them; what counts is on the host."""
 
     input_ids: Tensor  # (B, L) as given, by which the prompt is known again
     rows: GrownRows

@@ -12,11 +12,11 @@ from transformers import GenerationMixin, SuppressTokensLogitsProcessor
 from transformers.cache_utils import Cache
 
 from .cached_rows import (
-    CACHED_ROWS,
     GrownPrompt,
     cached_length,
     check_room,
     is_static,
+    known_rows,
     remember_drawn,
     room_of,
 )
@@ -129,7 +129,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         else:
             inputs["input_ids"] = given.input_ids[:, -new:]
         # generate counts the positions of images that are cached one by one.
-        if given.position_ids is not None and not getattr(cache, CACHED_ROWS, None):
+        if given.position_ids is not None and known_rows(cache, past_length) is None:
             inputs["position_ids"] = given.position_ids[:, -new:]
         return inputs
 
@@ -260,10 +260,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
-        """Repeat rows for beams or several answers, with each row's images kept together.
-
-        Also notes where the prompt ends, unless that is given, as to a model that assists another.
-        """
+        """Repeat rows for beams or several answers, with each row's images kept together."""
         if model_kwargs.get(OLD_CACHE) is not None:
             refuse(
                 f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
@@ -278,7 +275,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         )
         embeds = model_kwargs.get("inputs_embeds")
         if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Called once, before the first token is drawn.
+            # Called once, before the first token is drawn; given to who assists another model.
             model_kwargs["prompt_length"] = input_ids.shape[1]
         prompt = None
         if embeds is None and input_ids is not None:
@@ -289,8 +286,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if images is not None and prompt is not None and expand_size > 1:
             past_length = cached_length(model_kwargs.get(CACHE))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
-            of_rows = images.split(counts)
-            images = torch.cat([of_row.repeat(expand_size, 1, 1, 1) for of_row in of_rows])
+            if sum(counts) == len(images):  # else none is needed: all are in the cache
+                of_rows = images.split(counts)
+                images = torch.cat([of_row.repeat(expand_size, 1, 1, 1) for of_row in of_rows])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,
