@@ -633,9 +633,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if features is None:
             return self._one_image_tensor(pixel_values, images), None
         if pixel_values is not None or images is not None:
+            number = len(images if pixel_values is None else pixel_values)
             raise ValueError(
-                f"images were given as pixel_values and {len(features)} as image_features: give "
-                "those of a batch in one form"
+                f"{number} images were given as pixel_values and {len(features)} as "
+                "image_features: give those of a batch in one form"
             )
         # Begin and end of an image are features, too.
         wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
