@@ -9,7 +9,7 @@ import base64
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -290,7 +290,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             "return_assistant_tokens_mask": return_assistant_tokens_mask,
         }
         if not tokenize:
-            texts, _ = self._render(conversations, lambda value: value, **rendering)
+            texts, _ = self._render(conversations, None, **rendering)
             if not add_special_tokens:
                 texts = [text.removeprefix("".join(PROMPT_PREFIX)) for text in texts]
             return texts if is_batched else texts[0]
@@ -329,7 +329,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
         escape = _Escaper(self._special_ids())
-        rendered, spans = self._render(conversations, escape, **options, piece_break=_PIECE_BREAK)
+        rendered, spans = self._render(conversations, escape, **options)
         encoded = self._encode_rendered(rendered, spans or [()] * len(rendered))
         rows = {"input_ids": [ids for ids, _ in encoded]}
         if return_assistant_tokens_mask:
@@ -339,7 +339,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _render(
         self,
         conversations: list[list[dict]],
-        escape: Callable[[Any], Any],
+        escaper: "_Escaper | None",
         *,
         tools: list | None = None,
         documents: list[dict] | None = None,
@@ -347,7 +347,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
         return_assistant_tokens_mask: bool = False,
-        piece_break: str = "",
         **variables,
     ) -> tuple[list[str], list]:
         """The texts of conversations, and the spans of what an assistant says, if asked for."""
@@ -372,6 +371,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 tool if isinstance(tool, Mapping) else get_json_schema(tool)
                 for tool in _as_dicts(tools)
             ]
+        escape = escaper or (lambda value: value)
+        piece_break = _PIECE_BREAK if escaper else ""
         made: Any = render_jinja_template(
             conversations=[[escape(_said(m)) for m in messages] for messages in conversations],
             tools=escape(tools),
